@@ -1,0 +1,19 @@
+"""The errors a caller can cause.
+
+Every message names the object, what it got, what it wanted, and the next move. All of them are `ValueError`s, so code
+that already guards against bad arguments keeps working.
+"""
+
+from __future__ import annotations
+
+
+class TilerecError(ValueError):
+    """Anything the caller can put right."""
+
+
+class ConfigError(TilerecError):
+    """A table, optimizer, recipe or option that contradicts itself or its surroundings."""
+
+
+class InputError(TilerecError):
+    """A batch or a file whose contents are wrong: unknown feature, id out of range, malformed line."""
