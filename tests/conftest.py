@@ -1,0 +1,126 @@
+"""What every test runs under: poisoned memory, fixed seeds, quiet neighbours.
+
+- `torch.empty` and its relatives return NaN (float) or a large odd number (int32, int64), so a kernel that forgets to
+  write an element fails here and not once a month in production. Mark a test `real_empty` to opt out.
+- Every random generator is seeded before each test, and thread counts and default dtypes are put back after it.
+- Hypothesis draws the same examples every time (`derandomize`).
+- Warnings are errors; the few exceptions are in `pyproject.toml`, each with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+hypothesis.settings.register_profile(
+    "tilerec",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=int(os.environ.get("TILEREC_TEST_EXAMPLES", "30")),
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.load_profile("tilerec")
+
+# `int` poison: far outside every table and every buffer, and odd so that halving it does not make it plausible.
+POISON = {
+    torch.float16: float("nan"),
+    torch.bfloat16: float("nan"),
+    torch.float32: float("nan"),
+    torch.float64: float("nan"),
+    torch.int32: 0x5A5A5A5B,
+    torch.int64: 0x5A5A5A5A5A5A5A5B,
+}
+# Bigger tensors are reserved address space (tests of rows beyond 2**31), not memory to be written.
+POISON_AT_MOST_BYTES = 256 * 2**20
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = make(*args, **kwargs)
+        # Tracers (compile, export, fake tensors) see torch as it is: their programs are torch's business.
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            return out
+        if type(out) is not torch.Tensor or out.is_meta or out.layout is not torch.strided:
+            return out
+        if out.dtype in POISON and out.untyped_storage().nbytes() <= POISON_AT_MOST_BYTES:
+            out.data.fill_(POISON[out.dtype])  # `.data`: neither the graph nor the version counter sees it
+        return out
+
+    empty.__name__ = make.__name__
+    empty.__doc__ = f"torch's {make.__name__}, with memory that is visibly not written yet."
+    return empty
+
+
+_SITES: list[tuple[Any, str]] = [
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch, "empty_permuted"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+]
+_REAL = {(owner, name): getattr(owner, name) for owner, name in _SITES}
+_POISONED = {site: _poisoned(real) for site, real in _REAL.items()}
+
+
+def _set(functions: dict[tuple[Any, str], Callable[..., torch.Tensor]]) -> None:
+    for (owner, name), function in functions.items():
+        setattr(owner, name, function)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # `with torch.device(...)` remembers the factory functions on first use: let it remember torch's own.
+    _device._device_constructors()
+    _set(_POISONED)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _set(_REAL)
+
+
+@pytest.fixture(autouse=True)
+def _real_empty_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("real_empty") is None:
+        yield
+        return
+    _set(_REAL)
+    yield
+    _set(_POISONED)
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test() -> Iterator[None]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    """Two threads unless OMP_NUM_THREADS says otherwise: enough to meet every race, the same on any machine."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_caches_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing compiled in an earlier session (or by another user) is found, unless the caller names a cache."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
