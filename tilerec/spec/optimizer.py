@@ -1,0 +1,669 @@
+"""What a user says about the optimizer of a table: a frozen record, no tensors, JSON round trip.
+
+Glossary
+    rule    the name of a *row rule*: how one table row `w` moves given its summed gradient `g`
+            (`ops/update.py`).
+    slot    one named piece of optimizer state. `per="row"`: one number per table row, shape [rows];
+            `per="element"`: one per weight, shape [rows, dim]. float32 (float64 for float64 tables).
+    hyper   the rule's numbers as a flat list of floats, in the order that `_tail` of each class states. Every
+            list starts with [lr, grad_scale, weight_decay, stochastic_rounding].
+    phase   one sum over a whole row that the rule needs before it can move the row (row-wise Adagrad: the sum
+            of g^2). On a column-split table each phase is one small reduction over the column owners.
+    t       how many updates the table has had, this one included; with `row_step=True`, how many the row had.
+
+Only rows that the batch looked up move: moments, momentum and decay of the other rows stay as they are.
+
+Defaults follow `torch.optim` where torch has the optimizer. Where it has not, `lr`, `eps`, `betas`, `momentum` and
+`trust_coefficient` are those of FBGEMM's fused embeddings, which TorchRec users get when they leave them
+out; the one exception is `RowWiseAdagrad.eps`, which follows the signature of TorchRec's `RowWiseAdagrad`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from enum import Enum
+from typing import Any, Literal, final
+
+import torch
+
+from tilerec.errors import ConfigError
+
+NonFinite = Literal["error", "skip"]
+WeightDecayMode = Literal["none", "l2", "decoupled"]
+
+_DECAY_MODES: tuple[str, ...] = ("none", "l2", "decoupled")
+
+
+@final
+@dataclass(frozen=True)
+class Slot:
+    """One named piece of optimizer state and the value it starts from."""
+
+    name: str
+    per: Literal["row", "element"]
+    init: float = 0.0
+
+    def shape(self, rows: int, dim: int) -> tuple[int, ...]:
+        """The slot's shape for a table of `rows` x `dim`: `(rows,)` or `(rows, dim)`."""
+        return (rows,) if self.per == "row" else (rows, dim)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec(ABC):
+    """The optimizer of a table. Use one of the final classes below.
+
+    Fields every optimizer has:
+        lr: learning rate, >= 0. A scheduler's value replaces it per step: `hyper(lr=...)`.
+        weight_decay: strength of the decay, >= 0; each class says how it enters.
+        stochastic_rounding: fp16/bf16 tables are rounded up or down at random, so that small steps are not
+            lost on average. No effect on fp32 tables.
+        grad_scale: the loss scale; summed gradients are divided by it before the rule, > 0.
+        non_finite: a row whose summed gradient is not finite is an error, or is skipped (its weights and
+            state stay).
+    """
+
+    lr: float
+    _: KW_ONLY
+    weight_decay: float = 0.0
+    stochastic_rounding: bool = True
+    grad_scale: float = 1.0
+    non_finite: NonFinite = "error"
+
+    def __post_init__(self) -> None:
+        self._number("lr", low=0.0)
+        self._number("weight_decay", low=0.0)
+        self._number("grad_scale", low=0.0, open_low=True)
+        self._flag("stochastic_rounding")
+        self._choice("non_finite", ("error", "skip"))
+        self._check()
+
+    @property
+    @abstractmethod
+    def rule(self) -> str:
+        """The row rule's name, as `torch.ops.tilerec.update_rows_` takes it."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[Slot, ...]:
+        """The optimizer state, in the order the update op takes it."""
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        """How many scalars per row each phase reduces; empty for rules that look at one element at a time."""
+        return ()
+
+    @property
+    def phases(self) -> int:
+        """How many row reductions the rule needs: `len(partials)`."""
+        return len(self.partials)
+
+    @abstractmethod
+    def _tail(self) -> list[float]:
+        """The rule's own numbers, after the four that all rules share."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise `ConfigError` for a field of this class that is wrong."""
+
+    def hyper(self, lr: float | None = None) -> list[float]:
+        """The rule's numbers: [lr, grad_scale, weight_decay, stochastic_rounding, ...the rule's own].
+
+        `lr`: the learning rate of this step (a scheduler's); None takes the field.
+        """
+        rate = self.lr if lr is None else float(lr)
+        return [rate, self.grad_scale, self.weight_decay, float(self.stochastic_rounding), *self._tail()]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values: `{"optimizer": "SGD", "lr": 0.1, ...}`, every field written out."""
+        out: dict[str, Any] = {"optimizer": type(self).__name__}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> OptimizerSpec:
+        """The inverse of `to_json`. Fields left out take their defaults; unknown ones are a `ConfigError`."""
+        kwargs = dict(data)
+        name = kwargs.pop("optimizer", None)
+        cls = _SPECS.get(name) if isinstance(name, str) else None
+        if cls is None:
+            raise ConfigError(f"Optimizer JSON: got optimizer={name!r}; use one of {sorted(_SPECS)}.")
+        _refuse_unknown(name, cls, kwargs, f"Optimizer JSON of {name}")
+        return cls(**kwargs)
+
+    # Checks shared by the classes. Numbers are stored as float: a spec written with ints is the same spec.
+
+    def _number(
+        self,
+        name: str,
+        *,
+        low: float,
+        high: float = math.inf,
+        open_low: bool = False,
+        open_high: bool = False,
+    ) -> None:
+        value = _as_float(getattr(self, name))
+        inside = (
+            value is not None
+            and math.isfinite(value)
+            and (value > low if open_low else value >= low)
+            and (value < high if open_high else value <= high)
+        )
+        if not inside:
+            span = f"a finite number {'>' if open_low else '>='} {low:g}"
+            if high != math.inf:
+                span += f" and {'<' if open_high else '<='} {high:g}"
+            raise ConfigError(
+                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, wanted {span}; pass {name}=..."
+            )
+        object.__setattr__(self, name, value)
+
+    def _flag(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise ConfigError(
+                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, wanted True or False; "
+                f"pass {name}=..."
+            )
+
+    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(
+                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, "
+                f"wanted one of {', '.join(allowed)}; "
+                f"pass {name}={allowed[0]!r} or another of them."
+            )
+
+    def _betas(self, name: str = "betas") -> None:
+        value = getattr(self, name)
+        pair = (
+            tuple(_as_float(beta) for beta in value)
+            if isinstance(value, (tuple, list)) and len(value) == 2
+            else ()
+        )
+        if not pair or any(beta is None or not 0.0 <= beta < 1.0 for beta in pair):
+            raise ConfigError(
+                f"{type(self).__name__}: {name} is {value!r}, wanted two numbers in [0, 1); "
+                f"pass e.g. {name}=(0.9, 0.999)."
+            )
+        object.__setattr__(self, name, pair)
+
+
+@final
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """Stochastic gradient descent with optional (Nesterov) momentum; `torch.optim.SGD` on the touched rows.
+
+    `g += weight_decay*w; m = momentum*m + g; d = g + momentum*m if nesterov else m; w -= lr*d`.
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    rule = "sgd"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("momentum_buffer", "element"),) if self.momentum > 0 else ()
+
+    def _tail(self) -> list[float]:
+        """[momentum, nesterov]"""
+        return [self.momentum, float(self.nesterov)]
+
+    def _check(self) -> None:
+        self._number("momentum", low=0.0)
+        self._flag("nesterov")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("SGD: nesterov=True with momentum=0; pass a momentum > 0 or nesterov=False.")
+
+
+@final
+@dataclass(frozen=True)
+class Adagrad(OptimizerSpec):
+    """Adagrad (Duchi et al., 2011); `torch.optim.Adagrad` on the touched rows.
+
+    `g += weight_decay*w; sum += g^2; w -= lr/(1 + (t-1)*lr_decay) * g/(sqrt(sum) + eps)`.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    rule = "adagrad"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("sum", "element", self.initial_accumulator_value),)
+
+    def _tail(self) -> list[float]:
+        """[eps, lr_decay]"""
+        return [self.eps, self.lr_decay]
+
+    def _check(self) -> None:
+        for name in ("lr_decay", "initial_accumulator_value", "eps"):
+            self._number(name, low=0.0)
+
+
+@final
+@dataclass(frozen=True)
+class RowWiseAdagrad(OptimizerSpec):
+    """Adagrad with one accumulator per row: the usual optimizer of large tables, 4 bytes of state per row.
+
+    `sum += mean(g'^2); k = lr/(sqrt(sum) + eps); w = c*w - k*g`, where weight_decay_mode
+    - "l2" (torch's meaning of decay) has `g' = g + weight_decay*w` and `c = 1 - k*weight_decay`,
+    - "decoupled" has `g' = g` and `c = 1 - lr*weight_decay`.
+    Then, if max_norm > 0, a row longer than max_norm is scaled down to it.
+
+    `weight_decay_mode="none"` together with a weight_decay is refused (FBGEMM ignores the decay there).
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    weight_decay_mode: WeightDecayMode = "l2"
+    max_norm: float = 0.0
+
+    rule = "rowwise_adagrad"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("sum", "row", self.initial_accumulator_value),)
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        return (1, 1) if self.max_norm > 0 else (1,)
+
+    def _tail(self) -> list[float]:
+        """[eps, decay mode (0 none, 1 l2, 2 decoupled), max_norm (0 is off)]"""
+        mode = _DECAY_MODES.index(self.weight_decay_mode) if self.weight_decay > 0 else 0
+        return [self.eps, float(mode), self.max_norm]
+
+    def _check(self) -> None:
+        for name in ("initial_accumulator_value", "eps", "max_norm"):
+            self._number(name, low=0.0)
+        self._choice("weight_decay_mode", _DECAY_MODES)
+        if self.weight_decay > 0 and self.weight_decay_mode == "none":
+            raise ConfigError(
+                f"RowWiseAdagrad: weight_decay={self.weight_decay:g} with weight_decay_mode='none' would do "
+                "nothing; pass weight_decay_mode='l2' or 'decoupled', or weight_decay=0."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Adam(OptimizerSpec):
+    """Adam (Kingma & Ba, 2015) with L2 decay; `torch.optim.Adam` on the touched rows.
+
+    `g += weight_decay*w; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2;
+    w -= lr/(1-b1^t) * m/(sqrt(v)/sqrt(1-b2^t) + eps)`.
+
+    row_step: count t per row (its own number of updates, state slot `step`) in place of per table.
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    rule = "adam"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return _adam_slots("element", self.row_step)
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, decoupled = 0, row_step]"""
+        return [self.eps, *self.betas, 0.0, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
+@final
+@dataclass(frozen=True)
+class AdamW(OptimizerSpec):
+    """Adam with decoupled decay (Loshchilov & Hutter, 2019); `torch.optim.AdamW` on the touched rows.
+
+    As `Adam`, but the gradient is left alone and `w *= 1 - lr*weight_decay` before the step. FBGEMM's fused
+    "Adam" with a weight_decay is this optimizer.
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    weight_decay: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    rule = "adam"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return _adam_slots("element", self.row_step)
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, decoupled = 1, row_step]"""
+        return [self.eps, *self.betas, 1.0, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
+@final
+@dataclass(frozen=True)
+class PartialRowWiseAdam(OptimizerSpec):
+    """Adam whose second moment is one number per row: `v = b2*v + (1-b2)*mean(g^2)`.
+
+    `u = m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) + weight_decay*w; w -= lr*u` (the decay is decoupled).
+    State per row of dim D: 4*(D + 1) bytes in place of Adam's 8*D.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    rule = "partial_rowwise_adam"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return _adam_slots("row", self.row_step)
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        return (1,)
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, row_step]"""
+        return [self.eps, *self.betas, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
+@final
+@dataclass(frozen=True)
+class LAMB(OptimizerSpec):
+    """LAMB (You et al., 2020), one trust ratio per row.
+
+    `u = m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) + weight_decay*w; w -= lr * ||w||/||u|| * u`; the ratio is 1 if
+    either norm is 0 (FBGEMM has no guard there).
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    rule = "lamb"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return _adam_slots("element", self.row_step)
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        return (2,)
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, row_step]"""
+        return [self.eps, *self.betas, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
+@final
+@dataclass(frozen=True)
+class PartialRowWiseLAMB(OptimizerSpec):
+    """`LAMB` whose second moment is one number per row: `v = b2*v + (1-b2)*mean(g^2)`."""
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    rule = "partial_rowwise_lamb"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return _adam_slots("row", self.row_step)
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        return (1, 2)
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, row_step]"""
+        return [self.eps, *self.betas, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
+@final
+@dataclass(frozen=True)
+class LarsSGD(OptimizerSpec):
+    """LARS (You et al., 2017), one layer-wise rate per row.
+
+    `a = lr*trust_coefficient*||w||/(||g|| + weight_decay*||w||)`, or `lr` if ||w|| or ||g|| is 0;
+    `m = momentum*m + a*(g + weight_decay*w); w -= m`. `trust_coefficient` is FBGEMM's `eta`.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    momentum: float = 0.9
+    trust_coefficient: float = 1e-3
+
+    rule = "lars_sgd"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("momentum_buffer", "element"),)
+
+    @property
+    def partials(self) -> tuple[int, ...]:
+        return (2,)
+
+    def _tail(self) -> list[float]:
+        """[momentum, trust_coefficient]"""
+        return [self.momentum, self.trust_coefficient]
+
+    def _check(self) -> None:
+        self._number("momentum", low=0.0)
+        self._number("trust_coefficient", low=0.0)
+
+
+def _adam_slots(second_moment: Literal["row", "element"], row_step: bool) -> tuple[Slot, ...]:
+    slots = (Slot("exp_avg", "element"), Slot("exp_avg_sq", second_moment))
+    return (*slots, Slot("step", "row")) if row_step else slots
+
+
+def _as_float(value: Any) -> float | None:
+    """Numbers, and one-element tensors (torch takes them as lr and betas), as float; else None."""
+    if isinstance(value, (bool, str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _refuse_unknown(name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str) -> None:
+    known = {field.name for field in fields(cls)}
+    for key in kwargs:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: {name} has no setting {key!r} (got {key}={kwargs[key]!r}); "
+                f"it takes {', '.join(sorted(known))}."
+            )
+
+
+_SPECS: dict[str, type[OptimizerSpec]] = {
+    cls.__name__: cls
+    for cls in (
+        SGD,
+        Adagrad,
+        RowWiseAdagrad,
+        Adam,
+        AdamW,
+        PartialRowWiseAdam,
+        LAMB,
+        PartialRowWiseLAMB,
+        LarsSGD,
+    )
+}
+
+_TORCH: dict[type, type[OptimizerSpec]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+
+# FBGEMM's names for its fused optimizers (upper case, as in its enum).
+_FBGEMM: dict[str, str] = {
+    "EXACT_SGD": "SGD",
+    "SGD": "SGD",
+    "EXACT_ADAGRAD": "Adagrad",
+    "EXACT_ROWWISE_ADAGRAD": "RowWiseAdagrad",
+    "ADAM": "Adam",
+    "PARTIAL_ROWWISE_ADAM": "PartialRowWiseAdam",
+    "LAMB": "LAMB",
+    "PARTIAL_ROWWISE_LAMB": "PartialRowWiseLAMB",
+    "LARS_SGD": "LarsSGD",
+}
+
+# Another spelling of a field, as fused-embedding configurations write it.
+_ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
+
+# Settings that choose how torch runs its own loop. They change no number, so they are taken and dropped.
+_TORCH_EXECUTION = ("foreach", "fused", "capturable")
+
+# torch settings that do change numbers and that no row rule has: fine at the value that does nothing.
+_TORCH_OFF: dict[str, Any] = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0}
+
+_WHY_OFF = {
+    "amsgrad": "the row rules keep no running maximum of the second moment",
+    "maximize": "the row rules minimise; negate the loss instead",
+    "differentiable": "the update runs inside the backward pass and is not itself differentiated",
+    "dampening": "the row rules have no dampening; scale momentum or lr instead",
+}
+
+
+def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSpec:
+    """The spec that an optimizer class and its keyword arguments stand for.
+
+    Args:
+        cls: `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW` (exactly these, not subclasses, whose `step` may
+            differ); a spec class or a spec of this file; a `torch.optim.Optimizer` subclass with its own
+            `optimizer_spec` attribute naming a spec class; one of TorchRec's optimizer classes; or a name,
+            such as "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
+        kwargs: its settings. What is left out takes the spec's default. Besides the fields of the spec,
+            `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused`, `capturable` are
+            dropped (they choose how torch runs, not what it computes); `amsgrad`, `maximize`, `differentiable`,
+            `dampening` are refused unless off.
+
+    TorchRec's and FBGEMM's fused "Adam" decays decoupled, so those names with a weight_decay give `AdamW`.
+
+    Raises:
+        ConfigError: no spec for `cls`, an unknown or unsupported setting, or a value out of range.
+    """
+    settings = dict(kwargs or {})
+    spec, shown = _spec_class(cls, settings)
+    for old, new in _ALIASES.items():
+        if old in settings:
+            _once(shown, settings, old, new)
+            settings[new] = settings.pop(old)
+    if "beta1" in settings or "beta2" in settings:
+        _once(shown, settings, "beta1/beta2", "betas")
+        default = getattr(cls if isinstance(cls, OptimizerSpec) else spec, "betas", (0.9, 0.999))
+        settings["betas"] = (settings.pop("beta1", default[0]), settings.pop("beta2", default[1]))
+    if "weight_decay_mode" in settings:
+        settings["weight_decay_mode"] = _decay_mode(settings["weight_decay_mode"])
+    for key in _TORCH_EXECUTION:
+        settings.pop(key, None)
+    for key, off in _TORCH_OFF.items():
+        if key in settings and settings.pop(key) != off:
+            raise ConfigError(
+                f"{shown}: {key}={(kwargs or {})[key]!r} is not supported ({_WHY_OFF[key]}); leave it out, "
+                "or do not attach the optimizer and call its step() on the parameter's .grad."
+            )
+    # torch's own switch between its two classes, which its param groups spell out.
+    if spec is Adam and settings.get("decoupled_weight_decay") is True:
+        spec = AdamW
+        settings.setdefault("weight_decay", 0.0)
+    if spec in (Adam, AdamW) and settings.get("decoupled_weight_decay") is (spec is AdamW):
+        del settings["decoupled_weight_decay"]
+    if spec is RowWiseAdagrad and settings.get("lr_decay") == 0:
+        del settings["lr_decay"]
+    _refuse_unknown(spec.__name__, spec, settings, shown)
+    return replace(cls, **settings) if isinstance(cls, OptimizerSpec) else spec(**settings)
+
+
+def _spec_class(cls: Any, settings: Mapping[str, Any]) -> tuple[type[OptimizerSpec], str]:
+    """The spec class that `cls` names, and how to call `cls` in a message."""
+    if isinstance(cls, OptimizerSpec):
+        return type(cls), repr(cls)
+    if isinstance(cls, type):
+        shown = f"{cls.__module__}.{cls.__qualname__}"
+        if issubclass(cls, OptimizerSpec) and cls.__name__ in _SPECS:
+            return cls, cls.__name__
+        if cls in _TORCH:
+            return _TORCH[cls], shown
+        own = vars(cls).get("optimizer_spec")
+        if isinstance(own, type) and issubclass(own, OptimizerSpec):
+            return own, shown
+        if cls.__module__.startswith("torchrec.optim.") and cls.__name__ in _SPECS:
+            return _decoupled(_SPECS[cls.__name__], settings), shown
+    else:
+        shown = name = cls.name if isinstance(cls, Enum) else cls
+        if isinstance(name, str):
+            if not isinstance(cls, Enum) and name in _SPECS:
+                return _SPECS[name], shown
+            if name.upper() in _FBGEMM:
+                return _decoupled(_SPECS[_FBGEMM[name.upper()]], settings), shown
+        shown = repr(cls)
+    raise ConfigError(
+        f"Optimizer {shown}: no row rule does this; use one of torch.optim.SGD, Adagrad, Adam, AdamW, or of "
+        f"tilerec's {', '.join(_SPECS)}; or do not attach it and call its step() on the parameter's .grad."
+    )
+
+
+def _decoupled(spec: type[OptimizerSpec], settings: Mapping[str, Any]) -> type[OptimizerSpec]:
+    """FBGEMM's Adam decays decoupled; without a weight_decay the two are one."""
+    return AdamW if spec is Adam and settings.get("weight_decay", 0) else spec
+
+
+def _once(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
+    if new in settings:
+        raise ConfigError(f"{shown}: got both {old} and {new}, which are one setting; pass {new} only.")
+
+
+def _decay_mode(mode: Any) -> Any:
+    """One of "none", "l2", "decoupled" from those words, "decouple", or an enum member of such a name."""
+    word = mode.name if isinstance(mode, Enum) else mode
+    word = word.lower() if isinstance(word, str) else word
+    return "decoupled" if word == "decouple" else word
