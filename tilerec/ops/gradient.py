@@ -1,0 +1,261 @@
+"""Where row gradients go: collected during a backward pass, handed over once at its end.
+
+Nouns
+  sink     takes the row gradients of one table: an attached optimizer, or a sparse `.grad`
+  record   one lookup's row gradients, not materialised (`ops/update.py` says how it is read)
+  pass     one run of autograd's engine; all records of a table in it are summed before its sink takes them
+
+A table may be looked up several times in one step (two collections share it, a module is called twice). Every lookup's
+backward submits its record; when the pass ends, each sink takes all of its records at once. So a table is updated exactly
+once per backward pass, after every gradient that reads its weights.
+
+Ops carry tensors and numbers only, so a sink travels as a number (its handle), which also lets a compiled graph submit to
+it. The table of handles holds its sinks weakly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.library import LIBRARY
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """One lookup's row gradients; per-feature tuples are parallel to `sinks`.
+
+    `grad` and `ids` are kept alive until the pass ends: the sums read them then.
+    """
+
+    serial: int  # order of the lookups' forwards
+    grad: Tensor
+    ids: Tensor
+    offsets: Tensor | None
+    sample_weights: Tensor | None
+    sinks: tuple[int, ...]  # handle per feature
+    dims: tuple[int, ...]
+    starts: tuple[int, ...]
+    bags: tuple[int, ...]
+    grad_starts: tuple[int, ...]
+    grad_strides: tuple[int, ...]
+    means: tuple[int, ...]
+
+    def only(self, features: Sequence[int]) -> GradientRecord:
+        """The record of some of its features."""
+        if len(features) == len(self.sinks):
+            return self
+        names = ("sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means")
+        return replace(self, **{name: tuple(getattr(self, name)[f] for f in features) for name in names})
+
+
+class GradientSink(ABC):
+    """Takes the row gradients of one table at the end of a backward pass."""
+
+    def __init__(self) -> None:
+        self.handle = next(_HANDLES)
+        _SINKS[self.handle] = self
+
+    @abstractmethod
+    def batch_key(self) -> Hashable:
+        """Sinks with equal keys (and one class) may take a record together."""
+
+    @abstractmethod
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
+
+
+_HANDLES = itertools.count(1)
+_SINKS: weakref.WeakValueDictionary[int, GradientSink] = weakref.WeakValueDictionary()
+_SERIALS = itertools.count()
+
+
+def new_ticket() -> Tensor:
+    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the backward pass that spent it (-1: none yet)."""
+    return torch.tensor((next(_SERIALS), -1))
+
+
+class _BackwardPass:
+    """The records of the backward pass that is running."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.records: list[GradientRecord] = []
+
+    def add(self, record: GradientRecord) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # called outside autograd's engine: there is no later moment to wait for
+            deliver([record])
+            return
+        if task != self.task:  # records of a pass that died before its end are dropped here
+            self.task, self.records = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self.records.append(record)
+
+    def finish(self) -> None:
+        self.task, records, self.records = -1, self.records, []
+        deliver(records)
+
+
+_PASS = _BackwardPass()
+
+
+def deliver(records: Sequence[GradientRecord]) -> None:
+    """Hand records to their sinks: together where a table stands in one record, merged where it stands in several."""
+    records = sorted(records, key=lambda record: record.serial)
+    seen_in: defaultdict[int, set[int]] = defaultdict(set)
+    for number, record in enumerate(records):
+        for handle in record.sinks:
+            seen_in[handle].add(number)
+    with torch.no_grad():
+        for record in records:
+            groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+            for feature, handle in enumerate(record.sinks):
+                sink = _SINKS.get(handle)
+                if sink is not None and len(seen_in[handle]) == 1:
+                    groups[(type(sink), sink.batch_key())].append(feature)
+            for features in groups.values():
+                sinks = list({record.sinks[f]: _SINKS[record.sinks[f]] for f in features}.values())
+                sinks[0].take(sinks, record.only(features))
+        for handle, numbers in seen_in.items():
+            sink = _SINKS.get(handle)
+            if sink is not None and len(numbers) > 1:
+                sink.take([sink], _merged(handle, [records[n] for n in sorted(numbers)]))
+
+
+def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
+    """Several lookups of one table as one record: each lookup's row sums, in the order of the forwards."""
+    rows, grads = [], []
+    for record in records:
+        own = record.only([f for f, sink in enumerate(record.sinks) if sink == handle])
+        rows_U, grads_UD = sum_rows(own)
+        rows.append(rows_U)
+        grads.append(grads_UD)
+    dim = grads[0].shape[1]
+    ids_N = torch.cat(rows)
+    return GradientRecord(
+        records[0].serial, torch.cat(grads), ids_N, None, None, (handle,), (dim,), (0,), (ids_N.numel(),), (0,), (dim,), (0,)
+    )
+
+
+def sum_rows(record: GradientRecord) -> tuple[Tensor, Tensor]:
+    """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table."""
+    return torch.ops.tilerec.sum_row_gradients(
+        record.grad, record.ids, record.offsets, record.sample_weights, 0, record.dims[0], record.starts, record.bags,
+        record.grad_starts, record.grad_strides, record.means,
+    )  # fmt: skip
+
+
+def _spend(ticket: Tensor) -> int:
+    """Mark the ticket as used by the running pass; returns its serial number."""
+    serial, spent_by = ticket.tolist()
+    task = torch._C._current_graph_task_id()
+    if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
+        raise RuntimeError(
+            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated by the first: "
+            "look the features up again, or detach the optimizer and step it by hand."
+        )
+    # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it.
+    ticket.data[1] = task if task != -1 else -2
+    return int(serial)
+
+
+LIBRARY.define(
+    "submit_pooled_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+    "int[] dims, int[] tables, int[] keys, int[] means, SymInt[] batches) -> ()"
+)
+LIBRARY.define(
+    "submit_sequence_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor starts, int[] tables) -> ()"
+)
+
+
+def _submit_pooled(
+    sinks: Tensor,
+    ticket: Tensor,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    dims: Sequence[int],
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> None:
+    """Submit a pooled lookup's output gradient. `sinks` [T] is declared as changed because the tables behind it are."""
+    starts, bags = bag_starts(keys, batches)
+    places, strides = pooled_blocks([dims[t] for t in tables], bags, len(batches) == 1)
+    _add(sinks, ticket, grad, ids, offsets, sample_weights, dims, tables, starts, bags, places, strides, means)
+
+
+def _submit_sequence(
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int]
+) -> None:
+    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag."""
+    bounds, dim = starts.tolist(), grad.shape[1]
+    bags = [end - begin for begin, end in itertools.pairwise(bounds)]
+    places = [begin * dim for begin in bounds[:-1]]
+    _add(
+        sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables, bounds[:-1], bags, places,
+        [dim] * len(tables), [0] * len(tables),
+    )  # fmt: skip
+
+
+def _add(
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
+    dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], places: Sequence[int],
+    strides: Sequence[int], means: Sequence[int],
+) -> None:  # fmt: skip
+    handles = sinks.tolist()
+    record = GradientRecord(
+        _spend(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
+        tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
+    )  # fmt: skip
+    live = [f for f, handle in enumerate(record.sinks) if handle != -1]
+    if live:
+        _PASS.add(record.only(live))
+
+
+LIBRARY.impl("submit_pooled_", _submit_pooled, "CompositeExplicitAutograd")
+LIBRARY.impl("submit_sequence_", _submit_sequence, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilerec::submit_pooled_", lib=LIBRARY)
+def _fake_submit_pooled(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("tilerec::submit_sequence_", lib=LIBRARY)
+def _fake_submit_sequence(*args: Any) -> None:
+    return None
+
+
+def bag_starts(keys: Sequence[int], batches: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First bag and number of bags of each feature.
+
+    Example: keys [0, 2], batches [4] -> ([0, 8], [4, 4]); batches [4, 1, 2] (variable) -> ([0, 5], [4, 2]).
+    """
+    if len(batches) == 1:
+        return [key * batches[0] for key in keys], [batches[0]] * len(keys)
+    first = list(itertools.accumulate(batches, initial=0))
+    return [first[key] for key in keys], [batches[key] for key in keys]
+
+
+def pooled_blocks(dims: Sequence[int], bags: Sequence[int], uniform: bool) -> tuple[list[int], list[int]]:
+    """Where feature f's bag b lies in the pooled output: element `starts[f] + b * strides[f]`.
+
+    Uniform batches give `[B, C]` with features side by side; variable ones a flat tensor, feature after feature.
+    """
+    starts, total = [], 0
+    for dim, count in zip(dims, bags, strict=True):
+        starts.append(total)
+        total += dim if uniform else dim * count
+    return starts, [total] * len(dims) if uniform else list(dims)

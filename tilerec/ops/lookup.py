@@ -1,0 +1,323 @@
+"""Looking rows up: pooled per bag, or one by one.
+
+Nouns
+  table    `weights[t]`, a leaf `[rows, dim]`; dims and dtypes may differ
+  feature  f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
+  bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample
+  sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient.py`), -1 for nobody; or int64 [0]:
+           gradients become ordinary `.grad`s
+  ticket   one pair of numbers per lookup; spent by its backward, so that a second backward cannot update twice
+
+  out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of the bag; an empty bag gives 0
+
+Legend: T tables, F features, K keys, N ids, B samples, D columns of a table, C = sum of D over features.
+
+Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on their device; the autograd
+formulas below serve all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilerec.errors import InputError
+from tilerec.ops.gradient import bag_starts, new_ticket, pooled_blocks
+from tilerec.ops.library import LIBRARY
+
+_LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
+LIBRARY.define(
+    "pooled_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+    f"{_LAYOUT}, ScalarType dtype, str names) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType dtype, str names) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"sample_weight_grad(Tensor[] weights, Tensor ids, Tensor offsets, Tensor grad, {_LAYOUT}) -> Tensor"
+)
+
+
+def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -> None:
+    """Raise the `InputError` for an id outside its table; `names` lists "feature@table" per feature, "," between."""
+    name, _, table = names.split(",")[feature].rpartition("@")
+    raise InputError(
+        f"Table '{table}': id {id_} of feature '{name}' (position {position} of the batch's values) is outside "
+        f"[0, {rows}); remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
+    )
+
+
+def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
+    bad = (ids < 0) | (ids >= rows)
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        raise_bad_id(names, feature, begin + position, int(ids[position]), rows)
+
+
+def _pooled_lookup_reference(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    starts, bags = bag_starts(keys, batches)
+    pooled = []
+    for feature, table in enumerate(tables):
+        weight = weights[table]
+        bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        ids_n = ids[begin:end].to(torch.int64)
+        _check_ids(ids_n, begin, weight.shape[0], names, feature)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows_nD = weight[ids_n].to(wide)
+        if sample_weights is not None:
+            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+        lengths_B = bounds[1:] - bounds[:-1]
+        bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
+        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(0, bag_n, rows_nD)
+        if means[feature]:
+            sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+        pooled.append(sums_BD.to(dtype))
+    if len(batches) == 1:
+        out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
+    else:
+        out = torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
+    return out, new_ticket()
+
+
+def _sequence_lookup_reference(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    starts: Tensor,
+    tables: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    bounds = starts.tolist()
+    rows = []
+    for feature, table in enumerate(tables):
+        ids_n = ids[bounds[feature] : bounds[feature + 1]].to(torch.int64)
+        _check_ids(ids_n, bounds[feature], weights[table].shape[0], names, feature)
+        rows.append(weights[table][ids_n].to(dtype))
+    return torch.cat(rows), new_ticket()
+
+
+def _sample_weight_grad_reference(
+    weights: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    grad: Tensor,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> Tensor:
+    starts, bags = bag_starts(keys, batches)
+    blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, len(batches) == 1)
+    out_N = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
+    flat = grad.reshape(-1)
+    for feature, table in enumerate(tables):
+        weight = weights[table]
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        lengths_B = bounds[1:] - bounds[:-1]
+        grad_BD = flat.as_strided((bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature]).to(wide)
+        if means[feature]:
+            grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+        bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
+        rows_nD = weight[ids[begin:end].to(torch.int64)].to(wide)
+        out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(torch.float32)
+    return out_N
+
+
+LIBRARY.impl("pooled_lookup", _pooled_lookup_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("sequence_lookup", _sequence_lookup_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("sample_weight_grad", _sample_weight_grad_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilerec::pooled_lookup", lib=LIBRARY)
+def _fake_pooled_lookup(
+    weights: Any, sinks: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, keys: Any, means: Any,
+    batches: Any, dtype: Any, names: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dims = [weights[t].shape[1] for t in tables]
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    if len(batches) == 1:
+        return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
+    return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
+
+
+@torch.library.register_fake("tilerec::sequence_lookup", lib=LIBRARY)
+def _fake_sequence_lookup(
+    weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
+) -> tuple[Tensor, Tensor]:
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    return ids.new_empty((ids.shape[0], weights[0].shape[1]), dtype=dtype), ticket
+
+
+@torch.library.register_fake("tilerec::sample_weight_grad", lib=LIBRARY)
+def _fake_sample_weight_grad(
+    weights: Any, ids: Any, offsets: Any, grad: Any, tables: Any, keys: Any, means: Any, batches: Any
+) -> Tensor:
+    return ids.new_empty((ids.shape[0],), dtype=torch.float32)
+
+
+# Autograd. Plain attributes instead of save_for_backward: an update between this forward and its backward is legal (two
+# forwards, then two backwards), and leaves outlive the graph anyway.
+
+
+def _dense_grads(
+    weights: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, ids: Tensor, offsets: Tensor | None,
+    sample_weights: Tensor | None, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
+    batches: Sequence[int],
+) -> list[Tensor | None]:  # fmt: skip
+    """Dense gradients of the wanted tables, None for the others."""
+    chosen = [t for t, want in enumerate(wanted) if want]
+    dense = torch.ops.tilerec.dense_weight_grads(
+        [weights[t] for t in chosen], [w.shape[1] for w in weights], chosen, grad, ids, offsets, sample_weights, tables,
+        keys, means, batches,
+    )  # fmt: skip
+    out: list[Tensor | None] = [None] * len(weights)
+    for t, value in zip(chosen, dense, strict=True):
+        out[t] = value
+    return out
+
+
+class _PooledLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        (sinks, ids, offsets, sample_weights, *layout, dtype, names), weights = args[:_POOLED], args[_POOLED:]
+        with torch._C._AutoDispatchBelowAutograd():
+            out, ticket = torch.ops.tilerec.pooled_lookup.default(
+                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
+            )
+        ctx.saved = (weights, sinks, ids, offsets, sample_weights, ticket)
+        ctx.layout = layout
+        ctx.mark_non_differentiable(ticket)
+        return out, ticket
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, sinks, ids, offsets, sample_weights, ticket = ctx.saved
+        grad = grads[0].contiguous()
+        sample_grad = None
+        if sample_weights is not None and ctx.needs_input_grad[3]:
+            sample_grad = torch.ops.tilerec.sample_weight_grad(weights, ids, offsets, grad, *ctx.layout)
+            sample_grad = sample_grad.to(sample_weights.dtype)
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        wanted = ctx.needs_input_grad[_POOLED:]
+        if any(wanted):
+            taken = sample_weights.detach() if sample_weights is not None else None
+            if sinks.shape[0]:
+                dims = [w.shape[1] for w in weights]
+                torch.ops.tilerec.submit_pooled_(sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
+            else:
+                weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
+        return (None, None, None, sample_grad, *[None] * (_POOLED - 4), *weight_grads)
+
+
+class _SequenceLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        (sinks, ids, starts, tables, dtype, names), weights = args[:_SEQUENCE], args[_SEQUENCE:]
+        with torch._C._AutoDispatchBelowAutograd():
+            out, ticket = torch.ops.tilerec.sequence_lookup.default(weights, sinks, ids, starts, tables, dtype, names)
+        ctx.saved = (weights, sinks, ids, starts, ticket)
+        ctx.tables = tables
+        ctx.mark_non_differentiable(ticket)
+        return out, ticket
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, sinks, ids, starts, ticket = ctx.saved
+        grad = grads[0].contiguous()
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        wanted = ctx.needs_input_grad[_SEQUENCE:]
+        if any(wanted):
+            if sinks.shape[0]:
+                torch.ops.tilerec.submit_sequence_(sinks, ticket, grad, ids, starts, ctx.tables)
+            else:
+                features = list(range(len(ctx.tables)))
+                weight_grads = _dense_grads(
+                    weights, wanted, grad, ids, starts, None, ctx.tables, features, [0] * len(features), []
+                )
+        return (*[None] * _SEQUENCE, *weight_grads)
+
+
+_POOLED, _SEQUENCE = 10, 6  # inputs before the weights
+
+
+def _pooled_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+    return _PooledLookup.apply(*rest, *weights)
+
+
+def _sequence_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+    return _SequenceLookup.apply(*rest, *weights)
+
+
+LIBRARY.impl("pooled_lookup", _pooled_lookup_autograd, "Autograd")
+LIBRARY.impl("sequence_lookup", _sequence_lookup_autograd, "Autograd")
+
+LIBRARY.define(
+    "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor offsets, "
+    f"Tensor? sample_weights, {_LAYOUT}) -> Tensor[]"
+)
+
+
+def _dense_weight_grads(
+    weights: Sequence[Tensor],
+    dims: Sequence[int],
+    chosen: Sequence[int],
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> list[Tensor]:
+    """Dense gradients `[rows, dim]` of the chosen tables; no `batches`: a sequence lookup whose `offsets` are its starts."""
+    out = [torch.zeros_like(w) for w in weights]
+    if batches:
+        starts, bags = bag_starts(keys, batches)
+        places, strides = pooled_blocks([dims[t] for t in tables], bags, len(batches) == 1)
+    else:
+        bounds = offsets.tolist()
+        starts, bags = bounds[:-1], [end - begin for begin, end in itertools.pairwise(bounds)]
+        strides = [dims[t] for t in tables]
+        places = [begin * dim for begin, dim in zip(starts, strides, strict=True)]
+    position = {t: i for i, t in enumerate(chosen)}
+    features = [f for f, t in enumerate(tables) if t in position]
+    zeros = [0] * len(out)
+    torch.ops.tilerec.update_rows_(
+        out, [], grad, ids, offsets if batches else None, sample_weights, [position[tables[f]] for f in features],
+        *([values[f] for f in features] for values in (starts, bags, places, strides, means)),
+        "store", [], zeros, zeros + zeros, zeros, zeros,
+    )  # fmt: skip
+    return out
+
+
+LIBRARY.impl("dense_weight_grads", _dense_weight_grads, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilerec::dense_weight_grads", lib=LIBRARY)
+def _fake_dense_weight_grads(weights: Any, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(w) for w in weights]

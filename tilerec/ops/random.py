@@ -1,0 +1,149 @@
+"""Random numbers that depend on where, not on when: a counter-based generator keyed by table, row and column.
+
+Initial values and stochastic rounding draw from Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011). The counter of an element is its global place, so a tile has the same bits as the slice of the
+whole table, on any rank, in any order.
+
+  key      (seed word, table word), 32 bits each
+  counter  (row low, row high, column // 4, stream); word j of the result belongs to column 4 * (column // 4) + j
+  stream   0 for initial values; the table's update count for stochastic rounding
+
+Legend: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.library import LIBRARY
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+def table_key(seed: int, table: str) -> list[int]:
+    """The Philox key of a table: `[32-bit seed word, CRC-32 of the table's name mixed with the seed's upper half]`."""
+    return [seed & _MASK, zlib.crc32(table.encode()) ^ ((seed >> 32) & _MASK)]
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, held in int64 (which wraps, keeping the right bits)."""
+    product = a * constant
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words.
+
+    Example: counter (0, 0, 0, 0) under key (0, 0) gives 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8 (the published
+    known answer).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0] & _MASK, key[1] & _MASK
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _M0)
+        high1, low1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def random_words(rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, stream: int) -> Tensor:
+    """32-bit words `[R, width]` (int64) for the given global rows and columns `[column_offset, column_offset + width)`."""
+    first, last = column_offset // 4, (column_offset + width + 3) // 4
+    blocks = torch.arange(first, last, device=rows_R.device)
+    row = rows_R.to(torch.int64)[:, None].expand(-1, blocks.numel())
+    column = blocks[None, :].expand_as(row)
+    words = philox((row & _MASK, (row >> 32) & _MASK, column, torch.full_like(row, stream & _MASK)), key)
+    flat = torch.stack(words, dim=2).reshape(rows_R.numel(), 4 * blocks.numel())
+    start = column_offset - 4 * first
+    return flat[:, start : start + width]
+
+
+LIBRARY.define(
+    "random_fill_(Tensor(a!) out, int[] key, int row_offset, int column_offset, str kind, float a, float b) -> ()"
+)
+
+
+def random_fill_reference_(
+    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+) -> None:
+    """Fill a tile `[rows, width]` with the values that the whole table has there.
+
+    kind "uniform": `a + (b - a) * u` with u = (word >> 8) / 2^24, in fp32. kind "normal": mean a, deviation b, by
+    Box-Muller on neighbouring words: `r = sqrt(-2 ln((w0>>8) + 1) / 2^24))`, columns get `r cos`, `r sin`.
+
+    Example: a [10, 4] tile at row_offset 5 equals rows 5..15 of the table filled in one go.
+    """
+    rows, width = out.shape
+    block = max(1, (1 << 22) // max(width, 1))
+    for start in range(0, rows, block):
+        stop = min(rows, start + block)
+        rows_R = torch.arange(row_offset + start, row_offset + stop, device=out.device)
+        out[start:stop] = _values(rows_R, width, key, column_offset, kind, a, b, out.dtype)
+
+
+def _values(
+    rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, kind: str, a: float, b: float, dtype: torch.dtype
+) -> Tensor:
+    if kind == "uniform":
+        words = random_words(rows_R, width, key, column_offset, 0)
+        u = (words >> 8).to(torch.float32) * 2.0**-24
+        low, high = (torch.tensor(x, dtype=torch.float32, device=u.device) for x in (a, b))
+        return (low + (high - low) * u).to(dtype)
+    if kind != "normal":
+        raise ValueError(f"random_fill_: kind {kind!r} is not 'uniform' or 'normal'.")
+    start = column_offset - column_offset % 2
+    stop = column_offset + width + (column_offset + width) % 2
+    words = random_words(rows_R, stop - start, key, start, 0)
+    first, second = (words[:, 0::2] >> 8).double(), (words[:, 1::2] >> 8).double()
+    radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-24))
+    angle = second * (2.0 * math.pi * 2.0**-24)
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(rows_R.numel(), stop - start)
+    z = z[:, column_offset - start : column_offset - start + width].to(torch.float32)
+    mean, deviation = (torch.tensor(x, dtype=torch.float32, device=z.device) for x in (a, b))
+    return (mean + deviation * z).to(dtype)
+
+
+LIBRARY.impl("random_fill_", random_fill_reference_, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilerec::random_fill_", lib=LIBRARY)
+def _fake_random_fill(
+    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+) -> None:
+    return None
+
+
+def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 to bf16 or fp16 up or down with a probability that makes the mean exact.
+
+    The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 + 2^-9 lies a
+    quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return values_RC.to(dtype)
+    values = values_RC.to(torch.float32)
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & _MASK
+    finite = torch.isfinite(values)
+    if dtype is torch.bfloat16:
+        kept = _from_bits((bits + (words_RC & 0xFFFF)) & 0xFFFF0000)
+        return torch.where(finite, kept, values).to(torch.bfloat16)
+    noise = words_RC & 0x1FFF
+    normal = _from_bits((bits + noise) & 0xFFFFE000)
+    magnitude = values.abs()
+    steps = torch.floor(magnitude * 2.0**24 + noise.to(torch.float32) * 2.0**-13)
+    small = torch.copysign(steps * 2.0**-24, values)
+    rounded = torch.where(magnitude >= 2.0**-14, normal, small)
+    return torch.where(finite, rounded, values).to(torch.float16)
+
+
+def _from_bits(bits: Tensor) -> Tensor:
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return signed.to(torch.int32).view(torch.float32)

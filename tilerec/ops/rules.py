@@ -1,0 +1,304 @@
+"""Row rules: how one row of a table takes its summed gradient. The plain-PyTorch reference.
+
+Nouns
+  rule     an optimizer's arithmetic for a row, in phases
+  slot     state of a rule, one value per row (`[rows]`) or per element (`[rows, dim]`)
+  scalar   a sum over a whole row that the rule needs (for example the mean of g^2); a column part of a row has only a part of
+           it, so a rule first gives `terms` to be summed over the row, phase by phase, and then `apply`s with the sums
+
+  G = summed gradient of the row       g = G / grad_scale      w = the row in fp32      t = the table's update count
+
+Row sums are taken per aligned block of 8 global columns, `((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7))`, and the blocks are added in
+ascending order: however a row is cut into columns, its sums can be given the same bits.
+
+Legend: U distinct rows of the step, W columns at hand, P phases' scalars.
+
+Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LAMB, arXiv 1904.00962; LARS, arXiv
+1708.03888; row-wise Adagrad keeps the mean of g^2 over a row instead of one accumulator per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 8
+
+
+class Step(NamedTuple):
+    """What a rule sees of one step: rows gathered, in fp32 (fp64 for fp64 tables)."""
+
+    g_UW: Tensor
+    w_UW: Tensor
+    slots: list[Tensor]  # per slot [U, W] or [U]
+    scalars_PU: Tensor  # row sums of the phases so far
+    dim: int  # columns of the whole row
+    t: int  # the table's update count, this update included
+
+
+class Rule:
+    """One optimizer's arithmetic. `hyper` begins lr, grad_scale, weight_decay, stochastic_rounding for every rule."""
+
+    phases: int = 0
+    slot_kinds: tuple[str, ...] = ()
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, hyper: Sequence[float]) -> None:
+        wanted = ("lr", "grad_scale", "weight_decay", "stochastic_rounding", *self.names)
+        assert len(hyper) == len(wanted), f"{type(self).__name__}: got {len(hyper)} numbers, wanted {wanted}"
+        self.h = dict(zip(wanted, hyper, strict=True))
+        self.lr, self.wd = self.h["lr"], self.h["weight_decay"]
+
+    def terms(self, phase: int, step: Step) -> list[Tensor]:
+        """Elementwise terms `[U, W]` whose row sums this phase needs."""
+        raise AssertionError(f"{type(self).__name__} has no phase {phase}")
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        """New row values `[U, W]` and new slots."""
+        raise AssertionError
+
+
+class Store(Rule):
+    """w = G: writes the summed gradient itself; how a dense `.grad` is made."""
+
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(tuple(hyper) or (0.0, 1.0, 0.0, 0.0))
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        return step.g_UW, []
+
+
+class SGD(Rule):
+    """g += wd w;  m = mu m + g;  w -= lr (g + mu m if nesterov else m). Example: w 1, g 0.5, lr 0.1 -> 0.95."""
+
+    names = ("momentum", "nesterov")
+
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(hyper)
+        self.slot_kinds = ("element",) if self.h["momentum"] else ()
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
+        if not step.slots:
+            return step.w_UW - self.lr * g, []
+        mu = self.h["momentum"]
+        m = mu * step.slots[0] + g
+        return step.w_UW - self.lr * (g + mu * m if self.h["nesterov"] else m), [m]
+
+
+class Adagrad(Rule):
+    """g += wd w;  s += g^2;  w -= lr / (1 + (t-1) lr_decay) g / (sqrt(s) + eps)."""
+
+    names = ("eps", "lr_decay")
+    slot_kinds = ("element",)
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
+        s = step.slots[0] + g * g
+        lr = self.lr / (1 + (step.t - 1) * self.h["lr_decay"])
+        return step.w_UW - lr * (g / (torch.sqrt(s) + self.h["eps"])), [s]
+
+
+class RowWiseAdagrad(Rule):
+    """s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g.
+
+    g' = g + wd w and c = 1 - k wd with L2 decay, c = 1 - lr wd decoupled, else g' = g and c = 1. With max_norm > 0 the new
+    row is scaled back to that norm if it is longer. Example: g (3, 4), s 0, lr 1, eps 0 -> s 12.5, k 0.2828.
+    """
+
+    names = ("eps", "decay_mode", "max_norm")
+    slot_kinds = ("row",)
+
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(hyper)
+        self.phases = 2 if self.h["max_norm"] > 0 else 1
+
+    def _moved(self, step: Step) -> tuple[Tensor, Tensor]:
+        s = step.slots[0] + step.scalars_PU[0] / step.dim
+        k = self.lr / (torch.sqrt(s) + self.h["eps"])
+        mode = int(self.h["decay_mode"])
+        w = step.w_UW
+        if mode == 1:
+            w = (1 - k * self.wd)[:, None] * w
+        elif mode == 2:
+            w = (1 - self.lr * self.wd) * w
+        return w - k[:, None] * step.g_UW, s
+
+    def terms(self, phase: int, step: Step) -> list[Tensor]:
+        if phase == 0:
+            g = step.g_UW + self.wd * step.w_UW if int(self.h["decay_mode"]) == 1 else step.g_UW
+            return [g * g]
+        moved, _ = self._moved(step)
+        return [moved * moved]
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        w, s = self._moved(step)
+        if self.phases == 2:
+            norm = torch.sqrt(step.scalars_PU[1])
+            limit = self.h["max_norm"]
+            w = torch.where((norm > limit)[:, None], w * (limit / norm)[:, None], w)
+        return w, [s]
+
+
+class _Moments(Rule):
+    """First and second moments with bias correction; `row_step` counts a row's own updates in a last slot."""
+
+    row_wise_second: ClassVar[bool] = False
+
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(hyper)
+        self.slot_kinds = ("element", "row" if self.row_wise_second else "element")
+        if self.h["row_step"]:
+            self.slot_kinds += ("row",)
+
+    def _moments(self, step: Step, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """m [U, W], v broadcastable to [U, W], and the new slots."""
+        b1, b2 = self.h["beta1"], self.h["beta2"]
+        m = b1 * step.slots[0] + (1 - b1) * g
+        if self.row_wise_second:
+            v_U = b2 * step.slots[1] + (1 - b2) * (step.scalars_PU[0] / step.dim)
+            slots, v = [m, v_U], v_U[:, None]
+        else:
+            v = b2 * step.slots[1] + (1 - b2) * (g * g)
+            slots = [m, v]
+        if self.h["row_step"]:
+            slots.append(step.slots[2] + 1)
+        return m, v, slots
+
+    def _corrections(self, step: Step, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
+        """1 - beta1^t and 1 - beta2^t, computed in double."""
+        if self.h["row_step"]:
+            t = slots[2].double()[:, None]
+            c1, c2 = 1 - torch.pow(self.h["beta1"], t), 1 - torch.pow(self.h["beta2"], t)
+            return c1.to(step.w_UW.dtype), c2.to(step.w_UW.dtype)
+        return 1 - self.h["beta1"] ** step.t, 1 - self.h["beta2"] ** step.t
+
+    def _update(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        """u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate."""
+        m, v, slots = self._moments(step, step.g_UW)
+        c1, c2 = self._corrections(step, slots)
+        return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
+
+
+class Adam(_Moments):
+    """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr / (1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps).
+
+    L2 decay adds wd w to g; decoupled decay (AdamW) multiplies w by 1 - lr wd first.
+    """
+
+    names = ("eps", "beta1", "beta2", "decoupled", "row_step")
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        w, g = step.w_UW, step.g_UW
+        if self.wd and not self.h["decoupled"]:
+            g = g + self.wd * w
+        m, v, slots = self._moments(step, g)
+        c1, c2 = self._corrections(step, slots)
+        root = torch.sqrt(c2) if isinstance(c2, Tensor) else math.sqrt(c2)
+        if self.wd and self.h["decoupled"]:
+            w = w * (1 - self.lr * self.wd)
+        return w - (self.lr / c1) * (m / (torch.sqrt(v) / root + self.h["eps"])), slots
+
+
+class PartialRowWiseAdam(_Moments):
+    """Adam with one second moment per row: v = b2 v + (1-b2) mean(g^2); decay decoupled inside the step."""
+
+    names = ("eps", "beta1", "beta2", "row_step")
+    phases = 1
+    row_wise_second = True
+
+    def terms(self, phase: int, step: Step) -> list[Tensor]:
+        return [step.g_UW * step.g_UW]
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        u, slots = self._update(step)
+        return step.w_UW - self.lr * u, slots
+
+
+class LAMB(_Moments):
+    """u = m^ / (sqrt(v^) + eps) + wd w;  w -= lr |w| / |u| u, the ratio 1 where either norm is 0."""
+
+    names = ("eps", "beta1", "beta2", "row_step")
+    phases = 1
+
+    def terms(self, phase: int, step: Step) -> list[Tensor]:
+        if phase == 0 and self.row_wise_second:
+            return [step.g_UW * step.g_UW]
+        u, _ = self._update(step)
+        return [step.w_UW * step.w_UW, u * u]
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        u, slots = self._update(step)
+        w_norm, u_norm = torch.sqrt(step.scalars_PU[-2]), torch.sqrt(step.scalars_PU[-1])
+        ratio = torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, torch.ones_like(w_norm))
+        return step.w_UW - (self.lr * ratio)[:, None] * u, slots
+
+
+class PartialRowWiseLAMB(LAMB):
+    """LAMB with one second moment per row; two reductions."""
+
+    phases = 2
+    row_wise_second = True
+
+
+class LarsSGD(Rule):
+    """a = lr eta |w| / (|g| + wd |w|), or lr where a norm is 0;  m = mu m + a (g + wd w);  w -= m."""
+
+    names = ("momentum", "trust")
+    phases = 1
+    slot_kinds = ("element",)
+
+    def terms(self, phase: int, step: Step) -> list[Tensor]:
+        return [step.w_UW * step.w_UW, step.g_UW * step.g_UW]
+
+    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        w_norm, g_norm = torch.sqrt(step.scalars_PU[0]), torch.sqrt(step.scalars_PU[1])
+        local = self.lr * self.h["trust"] * w_norm / (g_norm + self.wd * w_norm)
+        a = torch.where((w_norm > 0) & (g_norm > 0), local, torch.full_like(local, self.lr))
+        m = self.h["momentum"] * step.slots[0] + a[:, None] * (step.g_UW + self.wd * step.w_UW)
+        return step.w_UW - m, [m]
+
+
+_RULES: dict[str, type[Rule]] = {
+    "store": Store,
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": Adam,
+    "partial_rowwise_adam": PartialRowWiseAdam,
+    "lamb": LAMB,
+    "partial_rowwise_lamb": PartialRowWiseLAMB,
+    "lars_sgd": LarsSGD,
+}
+
+
+def make_rule(name: str, hyper: Sequence[float]) -> Rule:
+    """The rule of that name with its numbers."""
+    if name not in _RULES:
+        raise ValueError(f"row rule {name!r} is unknown; the rules are {sorted(_RULES)}.")
+    return _RULES[name](hyper)
+
+
+def block_sums(terms_UW: Tensor, column_offset: int) -> Tensor:
+    """Sums over the aligned blocks of 8 global columns that the columns touch: `[U, blocks]`.
+
+    Example: columns 5..10 of ones (column_offset 5, width 6) -> blocks 5..7 and 8..10 -> (3, 3).
+    """
+    before = column_offset % BLOCK
+    after = -(before + terms_UW.shape[1]) % BLOCK
+    x = torch.nn.functional.pad(terms_UW, (before, after)).reshape(terms_UW.shape[0], -1, BLOCK)
+    pairs = x[..., 0::2] + x[..., 1::2]
+    quads = pairs[..., 0::2] + pairs[..., 1::2]
+    return quads[..., 0] + quads[..., 1]
+
+
+def add_blocks(sums_UB: Tensor) -> Tensor:
+    """Blocks added in ascending order: `[U]`."""
+    total = torch.zeros_like(sums_UB[:, 0]) if sums_UB.shape[1] else sums_UB.new_zeros(sums_UB.shape[0])
+    for block in sums_UB.unbind(dim=1):
+        total = total + block
+    return total

@@ -1,0 +1,188 @@
+"""What a user says about a table.
+
+Nouns
+  table    `num_embeddings` rows by `embedding_dim` columns of one data type, under a name
+  feature  a column of the input batch whose ids are row numbers of one table; several features may share a table
+  pooling  how the rows of one bag become one vector: sum, mean, or none (sequence)
+
+Configs are frozen: sharding, planning and training never write into them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import Any, TypeVar
+
+import torch
+
+from tilerec.errors import ConfigError
+
+
+@unique
+class PoolingType(Enum):
+    """How a bag's rows are combined."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+@unique
+class DataType(Enum):
+    """Element type of a table. The integer types are for serving; training takes the floating ones."""
+
+    FP64 = "FP64"
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+
+
+_TORCH_DTYPES: dict[DataType, torch.dtype] = {
+    DataType.FP64: torch.float64,
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+    DataType.INT64: torch.int64,
+    DataType.INT32: torch.int32,
+    DataType.INT8: torch.int8,
+    DataType.UINT8: torch.uint8,
+}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _TORCH_DTYPES.items()}
+
+
+def data_type_to_dtype(data_type: DataType) -> torch.dtype:
+    """`DataType.BF16` -> `torch.bfloat16`."""
+    return _TORCH_DTYPES[data_type]
+
+
+def dtype_to_data_type(dtype: torch.dtype) -> DataType:
+    """`torch.bfloat16` -> `DataType.BF16`."""
+    if dtype not in _DATA_TYPES:
+        raise ConfigError(f"dtype {dtype} has no DataType; use one of {[str(d) for d in _DATA_TYPES]}.")
+    return _DATA_TYPES[dtype]
+
+
+def pooling_type_to_str(pooling: PoolingType) -> str:
+    """`PoolingType.MEAN` -> `"mean"`, the word `torch.nn.EmbeddingBag` uses."""
+    return pooling.value.lower()
+
+
+_TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16)
+_E = TypeVar("_E", bound=Enum)
+
+
+def _enum(kind: type[_E], value: object, what: str) -> _E:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    raise ConfigError(f"{what} got {value!r}, wanted a {kind.__name__} or one of {list(kind.__members__)}.")
+
+
+@dataclass(frozen=True)
+class _TableConfig:
+    """Fields that pooled and sequence tables share; see `EmbeddingBagConfig` for their meaning."""
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: DataType | torch.dtype | str = DataType.FP32
+    feature_names: Sequence[str] = ()
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    init_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
+    dtype: DataType | torch.dtype | str | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        what = f"Table '{self.name}'"
+        for field_name in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, field_name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{what}: {field_name} is {value!r}; it must be a whole number of at least 1.")
+        given = self.data_type if self.dtype is None else self.dtype
+        if self.dtype is not None and self.data_type is not DataType.FP32 and self.data_type != self.dtype:
+            raise ConfigError(f"{what}: data_type={self.data_type} and dtype={self.dtype} differ; give one of them.")
+        data_type = dtype_to_data_type(given) if isinstance(given, torch.dtype) else _enum(DataType, given, f"{what}: data_type")
+        if data_type not in _TRAINABLE:
+            raise ConfigError(
+                f"{what}: data_type {data_type.value} cannot be trained; use FP32, BF16, FP16 or FP64."
+            )
+        if isinstance(self.feature_names, str):
+            raise ConfigError(f"{what}: feature_names is the string {self.feature_names!r}; pass a list of names.")
+        names = tuple(self.feature_names) or ((self.name,) if self.name else ())
+        if len(set(names)) != len(names):
+            raise ConfigError(f"{what}: feature_names {list(names)} repeats a feature; name each once.")
+        low, high = self.weight_init_min, self.weight_init_max
+        if low is not None and high is not None and not low <= high:
+            raise ConfigError(f"{what}: weight_init_min {low} is above weight_init_max {high}; swap them.")
+        if self.init_fn is not None and (low is not None or high is not None):
+            raise ConfigError(f"{what}: both init_fn and initial bounds are given; keep one of them.")
+        object.__setattr__(self, "data_type", data_type)
+        object.__setattr__(self, "dtype", data_type_to_dtype(data_type))
+        object.__setattr__(self, "feature_names", names)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type as torch names it."""
+        assert isinstance(self.dtype, torch.dtype)
+        return self.dtype
+
+    def get_weight_init_max(self) -> float:
+        """Upper bound of the uniform initial values; `sqrt(1 / num_embeddings)` unless given."""
+        return math.sqrt(1 / self.num_embeddings) if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """Lower bound of the uniform initial values; `-sqrt(1 / num_embeddings)` unless given."""
+        return -math.sqrt(1 / self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
+
+    def num_features(self) -> int:
+        """How many features read this table."""
+        return len(self.feature_names)
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(_TableConfig):
+    """A table whose rows are returned one by one (`EmbeddingCollection`).
+
+    Args:
+        num_embeddings: rows; ids of its features lie in `[0, num_embeddings)`.
+        embedding_dim: columns; any number from 1 up.
+        name: of the table; parameters are `embeddings.<name>.weight`.
+        data_type: `DataType`, `torch.dtype` or the string ("BF16"); `dtype=` is the same field under torch's word.
+        feature_names: features that read the table; the table's own name if none is given.
+        weight_init_max, weight_init_min: bounds of the uniform initial values, `±sqrt(1/num_embeddings)` unless given.
+        init_fn: called as `init_fn(rows)` (or `init_fn(rows, row_offset=…)` where it takes one) on full-width blocks of
+            rows, which it fills in place, instead of the uniform values.
+
+    Raises:
+        ConfigError: a size below 1, a type that cannot be trained, repeated features, contradictory bounds.
+    """
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig(_TableConfig):
+    """A table whose rows are pooled per bag (`EmbeddingBagCollection`); `EmbeddingConfig` plus `pooling`.
+
+    Args:
+        pooling: `PoolingType.SUM` (default) or `MEAN`; the string is accepted too. A mean divides the (weighted) sum by
+            the number of ids in the bag.
+    """
+
+    pooling: PoolingType | str = field(default=PoolingType.SUM, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pooling = _enum(PoolingType, self.pooling, f"Table '{self.name}': pooling")
+        if pooling is PoolingType.NONE:
+            raise ConfigError(f"Table '{self.name}': pooling NONE returns rows one by one; use EmbeddingConfig for that.")
+        object.__setattr__(self, "pooling", pooling)
+
+
+AnyTableConfig = EmbeddingBagConfig | EmbeddingConfig
