@@ -1,8 +1,8 @@
 """What every test runs under: poisoned memory, fixed seeds, quiet neighbours.
 
-- `torch.empty` and its relatives return NaN (float) or a large odd number (int32, int64), so a kernel that forgets to
-  write an element fails here and not once a month in production. Mark a test `real_empty` to opt out.
-- Every random generator is seeded before each test, and thread counts and default dtypes are put back after it.
+- `torch.empty` and its relatives return NaN (float) or a large odd number (int32, int64), so a kernel that forgets
+  to write an element fails here and not once a month in production. Mark a test `real_empty` to opt out.
+- Every random generator is seeded before each test, and thread counts and default dtypes are put back.
 - Hypothesis draws the same examples every time (`derandomize`).
 - Warnings are errors; the few exceptions are in `pyproject.toml`, each with its reason.
 """
@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tilerec")
 
-# `int` poison: far outside every table and every buffer, and odd so that halving it does not make it plausible.
+# The integers: far outside every table and buffer, and odd so that halving does not make them plausible.
 POISON = {
     torch.float16: float("nan"),
     torch.bfloat16: float("nan"),
@@ -115,12 +115,12 @@ def _same_start_for_every_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_threads() -> None:
-    """Two threads unless OMP_NUM_THREADS says otherwise: enough to meet every race, the same on any machine."""
+    """Two threads unless OMP_NUM_THREADS says otherwise: it meets every race, on any machine."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_caches_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing compiled in an earlier session (or by another user) is found, unless the caller names a cache."""
+    """Nothing compiled in an earlier session is found, unless the caller names a cache."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))

@@ -1,0 +1,129 @@
+# Everything a developer runs. Each target does its own set-up, says what it does, and does nothing twice.
+#
+#   make train      set up .venv and train the synthetic recipe (about a minute on 2 cores)
+#   make test       set up .venv and run lint, types, contracts and the tests
+#   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
+#   make wheel      one py3-none-<platform> wheel in dist/
+#   make check-wheel  install that wheel into fresh environments (CHECK_WHEEL=...) and run the op tests there
+#   make clean      remove what the targets above made
+#
+# Needs: python3 (>= 3.10) with venv, make, g++, git. cmake and ninja come from pip.
+#
+# Variables
+#   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
+#   TORCH_INDEX  a further package index, searched for torch: CPU builds     TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   ARGS         passed on to the program a target runs                     make train ARGS="--set train.steps=50"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+PEER := .venv-peer
+BIN := $(VENV)/bin
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+
+say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
+
+.PHONY: help
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+# ------------------------------------------------------------------------------------------------ set-up
+
+$(VENV)/.torch: constraints.txt
+	$(call say,Python environment in $(VENV) with $(TORCH))
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt $(TORCH)
+	touch $@
+
+# Editable: Python files are read from the working tree; the native library is built here and installed beside
+# them. It is built again when one of its sources changes.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
+	$(call say,tilerec$(comma) its native library and its tools)
+	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt scikit-build-core cmake ninja
+	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+comma := ,
+
+.PHONY: setup
+setup: $(VENV)/.installed
+
+$(PEER)/.installed: benchmarks/peer-requirements.txt constraints.txt
+	$(call say,Peer environment in $(PEER): TorchRec + FBGEMM)
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python $(PIP_INSTALL) $(INDEX) -c constraints.txt $(TORCH)
+	$(PEER)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/peer-requirements.txt
+	$(PEER)/bin/python -W ignore -c 'import fbgemm_gpu, torchrec; print("torchrec", torchrec.__version__)'
+	touch $@
+
+# ------------------------------------------------------------------------------------------------ programs
+
+.PHONY: train
+train: setup
+	$(call say,tilerec train synthetic)
+	$(BIN)/tilerec train synthetic $(ARGS)
+
+.PHONY: test
+test: lint types contracts pytest
+
+.PHONY: lint
+lint: setup
+	$(call say,lint: ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: format
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: types
+types: setup
+	$(call say,types: mypy on the package)
+	$(BIN)/mypy
+
+.PHONY: contracts
+contracts: setup
+	$(call say,contracts: imports point down the layers)
+	$(BIN)/lint-imports --no-cache
+
+.PHONY: pytest
+pytest: setup
+	$(call say,tests)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+.PHONY: bench
+bench: setup $(PEER)/.installed
+	$(call say,benchmarks against the peer (results are checked before a number is printed))
+	$(BIN)/python benchmarks/jagged.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/lookup.py --peer $(PEER)/bin/python $(ARGS)
+
+# ------------------------------------------------------------------------------------------------ release
+
+.PHONY: wheel
+wheel: setup
+	$(call say,wheel)
+	rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	ls -l dist/*.whl
+
+.PHONY: check-wheel
+check-wheel: wheel
+	$(call say,the wheel in fresh environments)
+	$(BIN)/python scripts/check_wheel.py dist/*.whl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ARGS)
+
+.PHONY: clean
+clean:
+	rm -rf $(VENV) $(PEER) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""Rules of the house that a linter does not know. A failure names the file and the line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import tilerec
+
+PACKAGE = Path(tilerec.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+DOORS = [path for path in MODULES if path.name == "__init__.py"]
+ROOMS = [path for path in MODULES if path.name not in ("__init__.py", "__main__.py")]
+
+
+def _where(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 1)}"
+
+
+def _imports_at_run_time(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+
+
+def test_the_rules_see_the_package() -> None:
+    assert len(ROOMS) > 20
+    assert PACKAGE / "__init__.py" in DOORS
+
+
+def test_an_init_file_is_a_list_of_names() -> None:
+    """Code in `__init__.py` runs at import, in an order nobody chose. `ops/__init__.py` may import its op files."""
+    broken = []
+    for path in DOORS:
+        for node in ast.parse(path.read_text()).body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            names = isinstance(node, ast.Assign) and all(
+                isinstance(target, ast.Name) and target.id in ("__all__", "__version__")
+                for target in node.targets
+            )
+            if not (docstring or names or isinstance(node, (ast.Import, ast.ImportFrom))):
+                broken.append(_where(path, node))
+    assert not broken, f"more than imports and __all__ in {broken}; move it to a file with a noun for a name"
+
+
+def test_inside_the_library_the_defining_file_is_imported() -> None:
+    """`from tilerec.sparse import KeyedJaggedTensor` inside the library makes every room depend on the whole floor."""
+    broken = []
+    for path in ROOMS:
+        for node in _imports_at_run_time(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                if node.level:
+                    broken.append(f"{_where(path, node)} (relative)")
+                    continue
+                for alias in node.names if node.module else []:
+                    if not (node.module or "").startswith("tilerec"):
+                        continue
+                    target = PACKAGE.parent.joinpath(*(node.module or "").split("."))
+                    imports_a_module = (target / f"{alias.name}.py").exists() or (
+                        target / alias.name
+                    ).is_dir()
+                    if target.is_dir() and not imports_a_module:
+                        broken.append(
+                            f"{_where(path, node)} ({alias.name} through {node.module}/__init__.py)"
+                        )
+            else:
+                for alias in node.names:
+                    if alias.name == "tilerec":
+                        broken.append(f"{_where(path, node)} (import tilerec)")
+    assert not broken, f"imported through a package door: {broken}; name the file that defines it"
+
+
+def test_no_public_name_leads_to_a_stub() -> None:
+    broken = [
+        _where(path, node)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, (ast.Call, ast.Name))
+        and ast.unparse(node.exc).startswith("NotImplementedError")
+    ]
+    assert not broken, f"NotImplementedError in {broken}; build it, or take the name away"
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
