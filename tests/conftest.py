@@ -1,7 +1,7 @@
 """What every test runs under: poisoned memory, fixed seeds, quiet neighbours.
 
-- `torch.empty` and its relatives return NaN (float) or a large odd number (int32, int64), so a kernel that forgets
-  to write an element fails here and not once a month in production. Mark a test `real_empty` to opt out.
+- `torch.empty` and its relatives return NaN (float) or a large odd number (int32, int64), so a kernel that
+  forgets an element fails here and not once a month in production. Mark a test `real_empty` to opt out.
 - Every random generator is seeded before each test, and thread counts and default dtypes are put back.
 - Hypothesis draws the same examples every time (`derandomize`).
 - Warnings are errors; the few exceptions are in `pyproject.toml`, each with its reason.

@@ -30,7 +30,7 @@ def test_the_rules_see_the_package() -> None:
 
 
 def test_an_init_file_is_a_list_of_names() -> None:
-    """Code in `__init__.py` runs at import, in an order nobody chose. `ops/__init__.py` may import its op files."""
+    """Code in an `__init__.py` runs at import, in an order nobody chose."""
     broken = []
     for path in DOORS:
         for node in ast.parse(path.read_text()).body:
@@ -45,7 +45,7 @@ def test_an_init_file_is_a_list_of_names() -> None:
 
 
 def test_inside_the_library_the_defining_file_is_imported() -> None:
-    """`from tilerec.sparse import KeyedJaggedTensor` inside the library makes every room depend on the whole floor."""
+    """`from tilerec.sparse import KeyedJaggedTensor` in the library ties a room to the whole floor."""
     broken = []
     for path in ROOMS:
         for node in _imports_at_run_time(ast.parse(path.read_text())):
