@@ -1,0 +1,68 @@
+"""The pages a new user reads first: their code runs, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+
+pytestmark = pytest.mark.skipif(
+    not README.exists(), reason="the pages are part of the repository, not of the wheel"
+)
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_readme_example_trains_the_rows_it_touches() -> None:
+    (source,) = _blocks("python")
+    scope: dict[str, object] = {}
+    exec(compile(source, str(README), "exec"), scope)
+    ebc, logits = scope["ebc"], scope["logits"]
+    assert logits.shape == (2,)  # type: ignore[attr-defined]
+    for name, parameter in ebc.named_parameters():  # type: ignore[attr-defined]
+        assert parameter.grad is None, f"{name} has a dense gradient although its optimizer is attached"
+
+
+def test_readme_example_is_as_short_as_its_heading_says() -> None:
+    (source,) = _blocks("python")
+    statements = [line for line in source.splitlines() if line.strip()]
+    assert len(statements) <= 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    missing = [
+        target
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+def test_make_targets_that_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.read_text(), re.MULTILINE))
+    assert {"train", "test", "bench", "wheel"} <= named
+    missing = [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    assert not missing, f"README.md names {missing}"
+
+
+def test_ci_runs_nothing_that_the_readme_does_not_name() -> None:
+    commands = [
+        line.split("#")[0].strip()
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if line.strip() and not line.startswith(("#", "set ", "cd "))
+    ]
+    assert commands == ["exec make test"]
