@@ -136,7 +136,7 @@ def _sample_weight_grad_reference(
         bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         lengths_B = bounds[1:] - bounds[:-1]
-        grad_BD = flat.as_strided((bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature]).to(wide)
+        grad_BD = flat.as_strided((bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()).to(wide)
         if means[feature]:
             grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
@@ -167,7 +167,7 @@ def _fake_sequence_lookup(
     weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
 ) -> tuple[Tensor, Tensor]:
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")
-    return ids.new_empty((ids.shape[0], weights[0].shape[1]), dtype=dtype), ticket
+    return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
 
 
 @torch.library.register_fake("tilerec::sample_weight_grad", lib=LIBRARY)
@@ -221,7 +221,8 @@ class _PooledLookup(torch.autograd.Function):
             sample_grad = torch.ops.tilerec.sample_weight_grad(weights, ids, offsets, grad, *ctx.layout)
             sample_grad = sample_grad.to(sample_weights.dtype)
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        wanted = ctx.needs_input_grad[_POOLED:]
+        used = set(ctx.layout[0])
+        wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_POOLED:])]
         if any(wanted):
             taken = sample_weights.detach() if sample_weights is not None else None
             if sinks.shape[0]:
@@ -249,7 +250,8 @@ class _SequenceLookup(torch.autograd.Function):
         weights, sinks, ids, starts, ticket = ctx.saved
         grad = grads[0].contiguous()
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        wanted = ctx.needs_input_grad[_SEQUENCE:]
+        used = set(ctx.tables)
+        wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_SEQUENCE:])]
         if any(wanted):
             if sinks.shape[0]:
                 torch.ops.tilerec.submit_sequence_(sinks, ticket, grad, ids, starts, ctx.tables)

@@ -1,0 +1,258 @@
+"""What pooled and sequence collections share: tables under their names, features routed to tables, sinks.
+
+Nouns
+  slot of a feature  a (table, feature) pair, in the order of the tables and, within one, of its feature names
+  embedding name     the feature's name; `feature@table` where a feature reads several tables
+  route              for one batch's keys: which key, table and output each slot has, split into lookups whose gradients go the
+                     same way (attached optimizers, or `.grad`)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.table import Table
+from tilerec.optim.fused import FusedOptimizer
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import AnyTableConfig, DataType, dtype_to_data_type, data_type_to_dtype
+from tilerec.storage.flat import lay_flat
+
+OnBadId = Literal["error", "clamp"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One (table, feature) pair."""
+
+    table: str
+    feature: str
+    name: str  # embedding name
+    dim: int
+    mean: bool
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Slots that one op call serves."""
+
+    slots: tuple[int, ...]
+    tables: tuple[int, ...]  # per slot, position among the collection's tables
+    keys: tuple[int, ...]  # per slot, position in the batch's keys
+    means: tuple[int, ...]
+    names: str  # "feature@table" per slot, for messages
+    attached: bool
+
+
+def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, ...]:
+    """All slots of a collection; checks the tables' names."""
+    if not configs:
+        raise ConfigError(f"{kind}: tables is empty; give at least one table config.")
+    seen: set[str] = set()
+    for config in configs:
+        if not config.name or "." in config.name or "," in config.name or "@" in config.name:
+            raise ConfigError(f"{kind}: table name {config.name!r} must be non-empty and without '.', ',' or '@'.")
+        if config.name in seen:
+            raise ConfigError(f"{kind}: two tables are called '{config.name}'; names must differ within a collection.")
+        seen.add(config.name)
+        for feature in config.feature_names:
+            if not feature or "," in feature or "@" in feature:
+                raise ConfigError(f"Table '{config.name}': feature {feature!r} must be non-empty and without ',' or '@'.")
+    readers = Counter(feature for config in configs for feature in config.feature_names)
+    return tuple(
+        Slot(
+            config.name,
+            feature,
+            feature if readers[feature] == 1 else f"{feature}@{config.name}",
+            config.embedding_dim,
+            getattr(getattr(config, "pooling", None), "name", "") == "MEAN",
+        )
+        for config in configs
+        for feature in config.feature_names
+    )
+
+
+class TableCollection(nn.Module):
+    """Tables of one collection and the routing of a batch's features to them (abstract; see the two collections)."""
+
+    def __init__(
+        self,
+        tables: Sequence[AnyTableConfig],
+        device: torch.device | str | None,
+        holder: str,
+        output_dtype: DataType | torch.dtype | None,
+        on_bad_id: OnBadId,
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if on_bad_id not in get_args(OnBadId):
+            raise ConfigError(f"{kind}: on_bad_id={on_bad_id!r} is not one of {list(get_args(OnBadId))}.")
+        self._configs = tuple(tables)
+        self._slots = feature_slots(self._configs, kind)
+        self._holder = holder
+        self._output_dtype = data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
+        if self._output_dtype is not None:
+            dtype_to_data_type(self._output_dtype)
+        self._on_bad_id = on_bad_id
+        self._clamped = torch.zeros((), dtype=torch.int64)
+        self._routes: dict[Any, tuple[Lookup, ...]] = {}
+        self.seed = int(torch.randint(1 << 62, ()))
+        self.add_module(holder, nn.ModuleDict({c.name: Table(c, device, self.seed) for c in self._configs}))
+        self._renew_sinks()
+        lay_flat(self.parameters())
+
+    @property
+    def _tables(self) -> nn.ModuleDict:
+        return getattr(self, self._holder)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return next(iter(self.parameters())).device
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The `torch.optim.Optimizer` face of the attached optimizers (empty if none is attached)."""
+        return FusedOptimizer(self)
+
+    @property
+    def clamped_ids(self) -> int:
+        """How many ids were outside their table and were clamped so far (`on_bad_id="clamp"`)."""
+        return int(self._clamped)
+
+    def reset_parameters(self) -> None:
+        """Write the initial values again (the same ones: they depend on the seed and the place only)."""
+        for table in self._tables.values():
+            table.reset_parameters()
+
+    def _dtype(self) -> torch.dtype:
+        """`output_dtype`, or the promoted type of the tables as they are now."""
+        if self._output_dtype is not None:
+            return self._output_dtype
+        dtype = None
+        for table in self._tables.values():
+            dtype = table.weight.dtype if dtype is None else torch.promote_types(dtype, table.weight.dtype)
+        assert dtype is not None
+        return dtype
+
+    def _attached(self) -> tuple[bool, ...]:
+        """Per table: whether this forward's gradients leave through its sink."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return (False,) * len(self._configs)
+        return tuple(t.rows.takes_gradients and t.weight.requires_grad for t in self._tables.values())
+
+    def _route(self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]) -> tuple[Lookup, ...]:
+        """The lookups for a batch with these keys; `split` gives slots that must not share one a different mark."""
+        position = {key: k for k, key in enumerate(keys)}
+        order = {config.name: t for t, config in enumerate(self._configs)}
+        groups: dict[Any, list[int]] = {}
+        for s, slot in enumerate(self._slots):
+            if slot.feature not in position:
+                raise InputError(
+                    f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, whose keys "
+                    f"are {list(keys)[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                )
+            groups.setdefault((attached[order[slot.table]], split[s]), []).append(s)
+        lookups = []
+        for (is_attached, _), members in groups.items():
+            slots = [self._slots[s] for s in members]
+            lookups.append(
+                Lookup(
+                    tuple(members),
+                    tuple(order[slot.table] for slot in slots),
+                    tuple(position[slot.feature] for slot in slots),
+                    tuple(int(slot.mean) for slot in slots),
+                    ",".join(f"{slot.feature}@{slot.table}" for slot in slots),
+                    is_attached,
+                )
+            )
+        return tuple(lookups)
+
+    def _lookups(self, keys: Sequence[str], split: Sequence[Any]) -> tuple[Lookup, ...]:
+        attached = self._attached()
+        if torch.compiler.is_compiling():  # traced once: nothing to remember
+            return self._route(keys, attached, split)
+        mark = (tuple(keys), attached)
+        if mark not in self._routes:
+            if len(self._routes) > 64:  # key lists that change all the time
+                self._routes.clear()
+            self._routes[mark] = self._route(keys, attached, split)
+        return self._routes[mark]
+
+    def _operands(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        """All leaves, and the sinks of attached and of other lookups.
+
+        The sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and declares its
+        submissions as changes of it. Handles change only when a table is tied to another collection's.
+        """
+        tables = list(self._tables.values())
+        handles = [table.rows.handle for table in tables]
+        if handles != self._handles:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it.")
+            self._renew_sinks()
+        return [table.weight for table in tables], self._sinks, self._no_sinks
+
+    def _renew_sinks(self) -> None:
+        self._handles = [table.rows.handle for table in self._tables.values()]
+        self._sinks = torch.tensor(self._handles, dtype=torch.int64)
+        self._no_sinks = torch.zeros(0, dtype=torch.int64)
+
+    def _checked(self, features: KeyedJaggedTensor) -> Tensor:
+        """The batch's ids; with `on_bad_id="clamp"`, moved into their tables and counted."""
+        ids = features.values()
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise InputError(
+                f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
+            )
+        if self._on_bad_id == "error":
+            return ids
+        readers: dict[str, list[int]] = {}
+        for slot in self._slots:
+            readers.setdefault(slot.feature, []).append(self._tables[slot.table].weight.shape[0])
+        info = torch.iinfo(ids.dtype)
+        keys = features.keys()
+        # A key that no table reads keeps its ids; one that several read is clamped into the smallest.
+        last_K = torch.tensor([min(readers[k]) - 1 if k in readers else info.max for k in keys], device=ids.device)
+        first_K = torch.tensor([0 if k in readers else info.min for k in keys], device=ids.device)
+        key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
+        clamped = torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
+        bad = (clamped != ids).sum()
+        self._clamped = self._clamped + bad.cpu()
+        if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
+            warnings.warn(
+                f"{type(self).__name__}: {int(bad)} ids of this batch lay outside their tables and were clamped "
+                f"({self.clamped_ids} so far, see clamped_ids).",
+                stacklevel=3,
+            )
+        return clamped
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:
+        super()._apply(fn, recurse)
+        lay_flat(self.parameters())
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_routes": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._renew_sinks()
+        lay_flat(self.parameters())
+
+
+def key_starts(features: KeyedJaggedTensor) -> Tensor:
+    """Where each key's values begin, with the end of the last: int64 [K + 1]."""
+    offsets = features.offsets()
+    if features.variable_stride_per_key():
+        bags = torch.tensor([0, *features.stride_per_key()], device=offsets.device).cumsum(0)
+    else:
+        bags = torch.arange(len(features.keys()) + 1, device=offsets.device) * features.stride()
+    return offsets[bags]

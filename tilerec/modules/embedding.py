@@ -1,0 +1,104 @@
+"""`EmbeddingCollection`: many tables, one row per id, in the order of the ids.
+
+  out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths() are the feature's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tilerec.modules.collection import OnBadId, TableCollection, key_starts
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import DataType, EmbeddingConfig
+
+
+class EmbeddingCollection(TableCollection):
+    """Rows of a batch of sparse features, one per id (sequence embeddings).
+
+    Args:
+        tables: configs; names must differ. Dims and data types may be mixed, tables shared by several features, and a
+            feature may read several tables (its output is then called `feature@table`).
+        device: of the parameters; "meta" allocates nothing.
+        need_indices: give the ids back as the `weights()` of each result.
+        output_dtype, on_bad_id: as in `EmbeddingBagCollection`.
+
+    Parameters are leaves called `embeddings.<table>.weight`.
+
+    Example:
+        >>> ec = EmbeddingCollection([EmbeddingConfig(10, 4, "item", feature_names=["item"])])
+        >>> kjt = KeyedJaggedTensor.from_lengths_sync(["item"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))
+        >>> ec(kjt)["item"].values().shape
+        torch.Size([3, 4])
+    """
+
+    embeddings: nn.ModuleDict
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        output_dtype: DataType | torch.dtype | None = None,
+        on_bad_id: OnBadId = "error",
+    ) -> None:
+        super().__init__(tables, device, "embeddings", output_dtype, on_bad_id)
+        self._need_indices = need_indices
+        self._dims = tuple(slot.dim for slot in self._slots)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look up.
+
+        Args:
+            features: keys in any order, further keys are ignored.
+
+        Returns:
+            Embedding name to `JaggedTensor` with values `[ids of the feature, dim]` and the feature's lengths.
+
+        Raises:
+            InputError: a missing feature, an id outside its table, ids that are not integers.
+        """
+        ids = self._checked(features)
+        dtype = self._dtype()
+        keys = features.keys()
+        starts = key_starts(features)
+        sizes = features.length_per_key()
+        leaves, sinks, no_sinks = self._operands()
+        results: dict[str, JaggedTensor] = {}
+        for lookup in self._lookups(keys, self._dims):
+            own_ids, own_starts, own_sizes = ids, starts, sizes
+            if lookup.keys != tuple(range(len(keys))):
+                own_sizes = [sizes[k] for k in lookup.keys]
+                order = torch.tensor(lookup.keys, device=ids.device)
+                own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
+                own_ids = torch.ops.tilerec.select_segments(ids, starts, order, own_starts, sum(own_sizes))
+            out, _ = torch.ops.tilerec.sequence_lookup(
+                leaves, sinks if lookup.attached else no_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
+            )
+            for s, k, rows in zip(lookup.slots, lookup.keys, out.split(own_sizes), strict=True):
+                feature = features[keys[k]]
+                results[self._slots[s].name] = JaggedTensor(
+                    rows, feature.values() if self._need_indices else None, feature.lengths(), feature.offsets()
+                )
+        return {slot.name: results[slot.name] for slot in self._slots}
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The table configs, as given."""
+        return list(self._configs)  # type: ignore[arg-type]
+
+    def need_indices(self) -> bool:
+        """Whether results carry the ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The tables' common dim; -1 where they differ."""
+        dims = set(self._dims)
+        return dims.pop() if len(dims) == 1 else -1
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Embedding names of each table, in the order of the tables."""
+        return [[slot.name for slot in self._slots if slot.table == config.name] for config in self._configs]

@@ -1,0 +1,117 @@
+"""`EmbeddingBagCollection`: many tables, one pooled vector per feature and sample.
+
+  out[b, f] = s * sum_p w_p * W_f[id_p]   over the ids p of feature f in sample b;  s = 1 (sum) or 1 / L (mean)
+
+This single-process module is the specification: every sharding of it gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import InputError
+from tilerec.modules.collection import Lookup, OnBadId, TableCollection
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.table import DataType, EmbeddingBagConfig
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Pooled embeddings of a batch of sparse features.
+
+    Args:
+        tables: configs; names must differ. Dims, data types and pooling may be mixed, tables shared by several features,
+            and a feature may read several tables (its output is then called `feature@table`).
+        is_weighted: each id carries a weight (`features.weights()`), through which gradients flow.
+        device: of the parameters; "meta" allocates nothing.
+        output_dtype: of the result; None takes the promoted type of the tables as they are at the call.
+        on_bad_id: "error" (names table, feature and id) or "clamp" (into the table, with a counted warning).
+
+    Parameters are leaves called `embedding_bags.<table>.weight`.
+
+    Example:
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["item"])])
+        >>> kjt = KeyedJaggedTensor.from_lengths_sync(["item"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))
+        >>> ebc(kjt)["item"].shape
+        torch.Size([3, 4])
+    """
+
+    embedding_bags: nn.ModuleDict
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        output_dtype: DataType | torch.dtype | None = None,
+        on_bad_id: OnBadId = "error",
+    ) -> None:
+        super().__init__(tables, device, "embedding_bags", output_dtype, on_bad_id)
+        self._is_weighted = is_weighted
+        self._names = [slot.name for slot in self._slots]
+        self._dims = [slot.dim for slot in self._slots]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up and pool.
+
+        Args:
+            features: keys in any order, further keys are ignored; F features of B samples (or variable batches with
+                `inverse_indices`).
+
+        Returns:
+            `KeyedTensor` `[B, sum of dims]`, one key per (table, feature) in the order of the tables.
+
+        Raises:
+            InputError: a missing feature, an id outside its table, ids that are not integers, missing weights.
+        """
+        ids = self._checked(features)
+        offsets = features.offsets()
+        weights = features.weights() if self._is_weighted else None
+        variable = features.variable_stride_per_key()
+        batches = features.stride_per_key() if variable else [features.stride()]
+        dtype = self._dtype()
+        lookups = self._lookups(features.keys(), (0,) * len(self._slots))
+        blocks: list[Tensor | None] = [None] * len(self._slots)
+        leaves, sinks, no_sinks = self._operands()
+        for lookup in lookups:
+            out, _ = torch.ops.tilerec.pooled_lookup(
+                leaves, sinks if lookup.attached else no_sinks, ids, offsets, weights, lookup.tables,
+                lookup.keys, lookup.means, batches, dtype, lookup.names,
+            )  # fmt: skip
+            if len(lookups) == 1 and not variable:
+                return KeyedTensor(self._names, self._dims, out)
+            dims = [self._dims[s] for s in lookup.slots]
+            parts = self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
+            for s, part in zip(lookup.slots, parts, strict=True):
+                blocks[s] = part
+        return KeyedTensor(self._names, self._dims, torch.cat([block for block in blocks if block is not None], dim=1))
+
+    def _expanded(
+        self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]
+    ) -> list[Tensor]:
+        """Pooled blocks `[B, dim]` of a variable batch, each read through its feature's inverse indices."""
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            raise InputError(
+                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no inverse_indices, so its "
+                "features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
+            )
+        inverse_keys, inverse_FB = inverse
+        row = {key: i for i, key in enumerate(inverse_keys)}
+        parts = out.split([batches[k] * dim for k, dim in zip(lookup.keys, dims, strict=True)])
+        return [
+            part.view(batches[k], dim)[inverse_FB[row[self._slots[s].feature]]]
+            for part, k, dim, s in zip(parts, lookup.keys, dims, lookup.slots, strict=True)
+        ]
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The table configs, as given."""
+        return list(self._configs)  # type: ignore[arg-type]
+
+    def is_weighted(self) -> bool:
+        """Whether ids carry weights."""
+        return self._is_weighted

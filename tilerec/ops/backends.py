@@ -1,0 +1,30 @@
+"""Which kernels run: the plain-PyTorch reference everywhere, faster backends registered over it where they can be had.
+
+Importing this file makes every op usable; nothing else imports a backend.
+"""
+
+from __future__ import annotations
+
+from tilerec.ops import gradient as gradient
+from tilerec.ops import jagged as jagged
+from tilerec.ops import lookup as lookup
+from tilerec.ops import random as random
+from tilerec.ops import update as update
+from tilerec.ops.cpu import jagged as cpu_jagged
+from tilerec.ops.cpu import lookup as cpu_lookup
+from tilerec.ops.cpu import random as cpu_random
+from tilerec.ops.cpu import update as cpu_update
+from tilerec.ops.cpu.library import library
+
+
+def _register_cpu() -> bool:
+    native = library()
+    if native is None:
+        return False
+    for backend in (cpu_jagged, cpu_lookup, cpu_random, cpu_update):
+        backend.register(native)
+    return True
+
+
+NATIVE_CPU = _register_cpu()
+"""Whether the native CPU library serves the ops of this process (`tilerec.ops.cpu.library.reason()` says why not)."""

@@ -1,0 +1,169 @@
+"""The rows of one table in device memory, with the state of the optimizer attached to them.
+
+Nouns
+  leaf      the `nn.Parameter` that holds the rows (or a tile's part of them)
+  place     where the leaf lies in the whole table, and the table's random key: what makes random bits independent of the plan
+  group     the optimizer numbers shared by the tables that were attached together: a written `lr` holds from the next backward
+
+`TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass and updates rows
+and slots in place. It is bound to its leaf both ways: the leaf carries it through `.to()`, ties and assignments.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import TilerecError
+from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
+from tilerec.spec.optimizer import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Philox key of the table (two 32-bit words) and the leaf's first global row and column."""
+
+    key: tuple[int, int]
+    row_offset: int = 0
+    column_offset: int = 0
+
+
+class HyperGroup(dict[str, Any]):
+    """A `param_groups` entry that tables share. Copies and pickles keep the sharing and leave the parameters out."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
+        copy = HyperGroup({name: value for name, value in self.items() if name != "params"})
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (HyperGroup, ({name: value for name, value in self.items() if name != "params"},))
+
+
+class NonFiniteGradientError(TilerecError):
+    """A row's summed gradient was infinite or NaN; that row was left alone, all others were updated."""
+
+
+class TableRows(GradientSink):
+    """Rows of one leaf, and where their gradients go.
+
+    Args:
+        name: the table's, for messages.
+        place: see `Place`.
+    """
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__()
+        self.name = name
+        self.place = place
+        self.spec: OptimizerSpec | None = None
+        self.group: HyperGroup | None = None
+        self.slots: list[Tensor] = []
+        self.updates = 0
+        self.skipped_rows = 0
+        self.sparse_grad = False
+        self._leaf: weakref.ref[nn.Parameter] | None = None
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The parameter that holds the rows."""
+        leaf = self._leaf() if self._leaf is not None else None
+        assert leaf is not None, f"rows of table '{self.name}' outlived their parameter"
+        return leaf
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether row gradients come here at the end of the backward, instead of becoming a dense `.grad`."""
+        return self.spec is not None or self.sparse_grad
+
+    def bind(self, leaf: nn.Parameter) -> None:
+        """Tie these rows to the leaf, and bring the slots to its device and precision."""
+        self._leaf = weakref.ref(leaf)
+        marks = cast(Any, leaf)
+        marks._tilerec_rows = self
+        if self.spec is not None:
+            marks._tilerec_optimizer = self.spec
+        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        for k, slot in enumerate(self.slots):
+            if slot.is_meta and not leaf.is_meta:
+                assert self.spec is not None
+                self.slots[k] = torch.full(slot.shape, self.spec.slots[k].init, dtype=wide, device=leaf.device)
+            else:
+                self.slots[k] = slot.to(device=leaf.device, dtype=wide)
+            if leaf.device.type == "cpu" and leaf.is_shared() and not self.slots[k].is_shared():
+                self.slots[k].share_memory_()
+
+    def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
+        """Update these rows by `spec` at the end of every backward pass, with fresh state."""
+        leaf = self.leaf
+        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        rows, dim = leaf.shape
+        self.spec, self.group, self.updates = spec, group, 0
+        self.slots = [
+            torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device) for slot in spec.slots
+        ]
+        self.bind(leaf)
+
+    def batch_key(self) -> Hashable:
+        if self.spec is None:
+            return self.handle
+        return (self.spec.rule, *self.spec.hyper(self._lr()), self.spec.non_finite)
+
+    def _lr(self) -> float:
+        assert self.group is not None
+        return float(self.group["lr"])
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        if self.spec is None:
+            self._add_sparse_grad(record)
+            return
+        tables = cast("Sequence[TableRows]", sinks)
+        position = {table.handle: t for t, table in enumerate(tables)}
+        for table in tables:
+            table.updates += 1
+        leaves = [table.leaf for table in tables]
+        slots = [slot for table in tables for slot in table.slots]
+        result = torch.ops.tilerec.update_rows_(
+            leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
+            [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
+            record.grad_strides, record.means, self.spec.rule, self.spec.hyper(self._lr()),
+            [table.updates for table in tables], [word for table in tables for word in table.place.key],
+            [table.place.row_offset for table in tables], [table.place.column_offset for table in tables],
+        )  # fmt: skip
+        # The op writes through raw pointers; autograd must learn that saved copies of these tensors are stale.
+        torch.autograd.graph.increment_version([*leaves, *slots])
+        skipped, t, row = result.tolist()
+        if skipped:
+            self._report(tables[t], skipped, row)
+
+    def _report(self, table: TableRows, skipped: int, row: int) -> None:
+        assert self.spec is not None
+        table.skipped_rows += skipped
+        if self.spec.non_finite == "error":
+            raise NonFiniteGradientError(
+                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows in this "
+                "step). These rows kept their values, all others were updated; lower the learning rate or the loss scale, "
+                "or attach the optimizer with non_finite='skip' to count and go on."
+            )
+
+    def _add_sparse_grad(self, record: GradientRecord) -> None:
+        leaf = self.leaf
+        rows_U, grads_UD = sum_rows(record)
+        grad = torch.sparse_coo_tensor(
+            rows_U[None], grads_UD.to(leaf.dtype), leaf.shape, is_coalesced=True, check_invariants=False
+        )
+        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+    # Copies and pickles take everything but the handle and the leaf; the owner binds the copy to its own leaf.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("handle", "_leaf")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__.update(state)
+        self._leaf = None
