@@ -1,0 +1,88 @@
+// Which instruction set runs, and how many threads.
+#include "isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "parallel.h"
+
+#if defined(__linux__)
+#include <dirent.h>
+#include <pthread.h>
+#endif
+
+namespace tilerec {
+namespace {
+
+Isa widest() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return Isa::avx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return Isa::avx2;
+#endif
+  return Isa::base;
+}
+
+Isa first_choice() {
+  const char* wish = std::getenv("TILEREC_ISA");
+  Isa most = widest();
+  if (!wish) return most;
+  Isa level = !std::strcmp(wish, "base") ? Isa::base : !std::strcmp(wish, "avx2") ? Isa::avx2 : Isa::avx512;
+  return level < most ? level : most;
+}
+
+std::atomic<Isa> chosen{first_choice()};
+
+// After fork only the calling thread lives on. GNU's OpenMP runtime does not know that and waits for its lost threads for
+// ever, so a child of a process that had other threads works alone.
+std::atomic<bool> alone{false};
+
+#if defined(__linux__)
+std::atomic<bool> had_others{false};
+
+void before_fork() {
+  int threads = 0;
+  if (DIR* tasks = opendir("/proc/self/task")) {
+    while (dirent* entry = readdir(tasks)) threads += entry->d_name[0] != '.';
+    closedir(tasks);
+  }
+  had_others = threads != 1;  // 0: could not be told
+}
+
+void in_child() {
+  if (had_others) alone = true;
+}
+
+[[maybe_unused]] const int watching = pthread_atfork(before_fork, nullptr, in_child);
+#endif
+
+}  // namespace
+
+Isa isa() { return chosen.load(std::memory_order_relaxed); }
+
+bool may_use_threads() { return !alone.load(std::memory_order_relaxed); }
+
+}  // namespace tilerec
+
+using namespace tilerec;
+
+TR_API int32_t tr_abi_version(void) { return TR_ABI_VERSION; }
+TR_API int32_t tr_isa_widest(void) { return static_cast<int32_t>(widest()); }
+TR_API int32_t tr_isa(void) { return static_cast<int32_t>(isa()); }
+
+TR_API int32_t tr_isa_choose(int32_t level) {
+  int32_t most = tr_isa_widest();
+  chosen = static_cast<Isa>(level < 0 ? 0 : level > most ? most : level);
+  return tr_isa();
+}
+
+TR_API int32_t tr_threads(int32_t n) {
+  int32_t seen = 1;
+  parallel(n, [&](const Team& team) {
+    if (team.thread == 0) seen = team.threads;
+  });
+  return seen;
+}

@@ -1,0 +1,50 @@
+// The C interface of the native CPU library: what every family of functions shares.
+//
+//   table     rows x dim numbers, contiguous, of one data type
+//   report    where a function tells what it found wrong; all its fields are filled in when `status` is not 0
+//
+// Rules of the interface, for all functions `tr_*`:
+//   - plain C: integers, floats and pointers in structs; arrays belong to the caller; nothing is kept after the call
+//   - `threads` is how many threads may work; with 1 no OpenMP function is called
+//   - the same arguments give the same bits for every `threads` and every instruction set
+//   - ids are read as `index_type` says; no memory outside the named arrays is read or written, whatever ids and offsets hold
+//
+// Structs grow at their end only; a change that breaks an older caller raises TR_ABI_VERSION (tilerec/ops/cpu/library.py
+// refuses a library of another version).
+#pragma once
+
+#include <stdint.h>
+
+#define TR_ABI_VERSION 1
+#define TR_API extern "C" __attribute__((visibility("default")))
+
+// Data types of numbers, and of ids.
+enum { TR_F32 = 0, TR_BF16 = 1, TR_F16 = 2 };
+enum { TR_I32 = 0, TR_I64 = 1 };
+
+// Status of a call.
+enum {
+  TR_OK = 0,
+  TR_BAD_ID = 1,       // an id outside [0, rows): feature, position, value = id
+  TR_BAD_OFFSETS = 2,  // offsets fall, or leave [0, ids]: feature, position = bag number, value = the offset
+  TR_BAD_ARGUMENT = 3, // the caller's mistake: value says which
+  TR_NO_MEMORY = 4
+};
+
+typedef struct {
+  int64_t status, feature, position, value;
+} tr_report;
+
+typedef struct {
+  void* data;
+  int64_t rows, dim;
+} tr_table;
+
+// Version of this interface; widest instruction set of this machine and the one in use (0 base, 1 AVX2, 2 AVX-512);
+// choose another one (tests; returns what is in use afterwards, never more than the machine has).
+TR_API int32_t tr_abi_version(void);
+TR_API int32_t tr_isa_widest(void);
+TR_API int32_t tr_isa(void);
+TR_API int32_t tr_isa_choose(int32_t level);
+// Threads that a call with threads = n would really use here and now (1 without an OpenMP runtime, or in a forked child).
+TR_API int32_t tr_threads(int32_t n);
