@@ -30,6 +30,8 @@ BIN := $(VENV)/bin
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Without this an install whose C++ does not compile falls back to pure Python.
+export TILEREC_NATIVE_REQUIRED := 1
 NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cpp)
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
