@@ -156,7 +156,7 @@ def _fake_pooled_lookup(
     batches: Any, dtype: Any, names: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dims = [weights[t].shape[1] for t in tables]
-    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     if len(batches) == 1:
         return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
     return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
@@ -166,7 +166,7 @@ def _fake_pooled_lookup(
 def _fake_sequence_lookup(
     weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
 ) -> tuple[Tensor, Tensor]:
-    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
 
 
