@@ -1,0 +1,60 @@
+"""`Batch`: what one training step reads.
+
+Legend: B samples, I dense features, F sparse features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass
+class Batch:
+    """One batch of samples: dense numbers, sparse ids and labels.
+
+    A plain mutable record, so that a pipeline may put a routed object in the place of `sparse_features` before the
+    model sees the batch.
+
+    Attributes:
+        dense_features: float [B, I]; I may be 0.
+        sparse_features: F keys with a stride of B.
+        labels: float [B], or [B, tasks].
+    """
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on `device`; fields already there are shared, not copied."""
+        target = torch.device(device)
+        return Batch(
+            dense_features=self.dense_features.to(target, non_blocking=non_blocking),
+            sparse_features=self.sparse_features.to(target, non_blocking=non_blocking),
+            labels=self.labels.to(target, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked host memory, from which a copy to a GPU can overlap with other work."""
+        return Batch(
+            dense_features=self.dense_features.pin_memory(),
+            sparse_features=self.sparse_features.pin_memory(),
+            labels=self.labels.pin_memory(),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` still reads these tensors, so their memory is not reused under it."""
+        # Tensor.record_stream is annotated for CUDA streams only.
+        self.dense_features.record_stream(stream)  # type: ignore[arg-type]
+        self.sparse_features.record_stream(stream)  # type: ignore[arg-type]
+        self.labels.record_stream(stream)  # type: ignore[arg-type]
+
+    @property
+    def batch_size(self) -> int:
+        """B, read from the labels."""
+        return int(self.labels.shape[0])

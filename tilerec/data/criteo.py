@@ -1,0 +1,182 @@
+"""The Criteo display-advertising (Kaggle) format: 13 counts, 26 hashed categories, click or no click.
+
+Two layouts are read, told apart by the first line; either may be gzipped:
+    CSV   header `Id,Label,I1,…,I13,C1,…,C26` (order and further columns are free)
+    TSV   no header: label, I1 … I13, C1 … C26, separated by tabs
+
+    label      1 for a click
+    dense      I1 … I13 as sign(x) log(1 + |x|), which for counts is log(1 + x); a missing count is 0
+    sparse     C1 … C26, one id each: row `hash_rows(text)` in [1, num_rows); a missing category has row 0
+    held out   every `held_out_every`-th good row
+
+Legend: n rows of a block, B samples.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tilerec.data.batch import Batch
+from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
+from tilerec.data.rows import hash_rows
+from tilerec.data.shuffle import Rows, batched
+from tilerec.data.transform import signed_log
+from tilerec.errors import ConfigError, InputError
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+DENSE = tuple(f"I{index}" for index in range(1, 14))
+SPARSE = tuple(f"C{index}" for index in range(1, 27))
+Missing = Literal["row", "empty"]
+
+_COLUMNS = (
+    Column("Label", ColumnKind.INTEGER, low=0, high=1),
+    *(Column(name, ColumnKind.INTEGER, optional=True) for name in DENSE),
+    *(Column(name, ColumnKind.TEXT) for name in SPARSE),
+)
+
+
+class Criteo(Dataset):
+    """Clicks on display advertisements, streamed from the file on every pass.
+
+    Args:
+        path: the file.
+        num_rows: rows of each category's table; one number for all, or 26.
+        missing: "row" gives a missing category row 0 of its table, so its vector is learned; "empty" gives it no id,
+            so its pooled vector is zero and values hash to [0, num_rows).
+        held_out_every: k; of every k good rows the last is held out.
+        on_bad_row: "error", or "skip" to leave malformed lines out and count them.
+        seed: of the order of the training part, which differs from epoch to epoch.
+        shuffle_window: rows shuffled among themselves; see `batched`.
+        block_bytes: text read at a time.
+
+    Raises:
+        InputError: no such file, no rows, a malformed line.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        num_rows: int | Sequence[int] = 100_000,
+        missing: Missing = "row",
+        held_out_every: int = 10,
+        on_bad_row: OnBadRow = "error",
+        seed: int = 0,
+        shuffle_window: int = 1 << 17,
+        block_bytes: int = 1 << 22,
+    ) -> None:
+        sizes = (num_rows,) * len(SPARSE) if isinstance(num_rows, int) else tuple(num_rows)
+        if len(sizes) != len(SPARSE):
+            raise ConfigError(
+                f"num_rows has {len(sizes)} numbers; give one, or one for each of {len(SPARSE)} columns."
+            )
+        if missing not in ("row", "empty"):
+            raise ConfigError(f"missing is {missing!r}; use 'row' or 'empty'.")
+        self._first_row = 1 if missing == "row" else 0
+        for name, size in zip(SPARSE, sizes, strict=True):
+            if size <= self._first_row:
+                raise ConfigError(f"num_rows of {name!r} is {size}; it must be above {self._first_row}.")
+        if held_out_every < 2:
+            raise ConfigError(f"held_out_every is {held_out_every}; 2 or more leaves rows to learn from.")
+        self._features = tuple(SparseFeature(name, size) for name, size in zip(SPARSE, sizes, strict=True))
+        self._held_out_every = held_out_every
+        self._seed = seed
+        self._window = shuffle_window
+        self._count = RowCount()
+        header = _has_header(Path(path))
+        self._file = DelimitedFile(
+            path,
+            _COLUMNS,
+            delimiter="," if header else "\t",
+            header=header,
+            on_bad_row=on_bad_row,
+            block_bytes=block_bytes,
+        )
+
+    @property
+    def sparse_features(self) -> tuple[SparseFeature, ...]:
+        return self._features
+
+    @property
+    def dense_features(self) -> tuple[str, ...]:
+        return DENSE
+
+    def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+        order = np.random.default_rng([self._seed, epoch])
+        chunks = self._rows(held_out=False)
+        yield from map(_batch, batched(chunks, batch_size, window=self._window, generator=order))
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        yield from map(_batch, batched(self._rows(held_out=True), batch_size))
+
+    def best_predictions(self) -> torch.Tensor | None:
+        return None
+
+    def row_count(self) -> RowCount:
+        return self._count
+
+    def _rows(self, *, held_out: bool) -> Iterator[Rows]:
+        count = RowCount()
+        row = 0
+        for block in self._file.blocks(count):
+            number_n = np.arange(row, row + len(block))
+            row += len(block)
+            is_held_out_n = number_n % self._held_out_every == self._held_out_every - 1
+            chosen_n = np.flatnonzero(is_held_out_n == held_out)
+            if len(chosen_n):
+                yield tuple(part[chosen_n] for part in self._columns(block))
+        if not count.rows:
+            raise InputError(f"{self._file.path}: there are no rows in it; give a file in the Criteo format.")
+        self._count = count
+
+    def _columns(self, block: Block) -> Rows:
+        dense = np.stack([block.numbers[name] for name in DENSE], axis=1)
+        rows = np.empty((len(block), len(SPARSE)), np.int64)
+        for index, feature in enumerate(self._features):
+            texts = block.texts[feature.name]
+            rows[:, index] = hash_rows(texts, feature.num_rows, first_row=self._first_row)
+            absent_n = (
+                np.diff(np.frombuffer(texts.buffers()[1], np.int32)[texts.offset :][: len(texts) + 1]) == 0
+            )
+            rows[absent_n, index] = 0 if self._first_row else -1  # -1: no id
+        return signed_log(dense), rows, block.numbers["Label"].astype(np.float32)
+
+
+def _has_header(path: Path) -> bool:
+    """Whether the first line holds names; a headerless file begins with a label and a tab."""
+    try:
+        with path.open("rb") as stream:
+            zipped = stream.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if zipped else path.open("rb") as stream:
+            start = stream.read(1 << 10)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(
+            f"{path}: the compressed data is damaged from its start ({error}); fetch it again."
+        ) from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path.") from error
+    first_line = start.split(b"\n", 1)[0]
+    return b"\t" not in first_line and any(65 <= byte for byte in first_line[:16])
+
+
+def _batch(rows: Rows) -> Batch:
+    dense_BI, rows_BF, label_B = rows
+    rows_FB = np.ascontiguousarray(rows_BF.T)
+    present_FB = rows_FB >= 0
+    return Batch(
+        dense_features=torch.from_numpy(np.ascontiguousarray(dense_BI)),
+        sparse_features=KeyedJaggedTensor.from_lengths_sync(
+            keys=list(SPARSE),
+            values=torch.from_numpy(rows_FB[present_FB]),
+            lengths=torch.from_numpy(present_FB.reshape(-1).astype(np.int32)),
+        ),
+        labels=torch.from_numpy(np.ascontiguousarray(label_B)),
+    )

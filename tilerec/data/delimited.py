@@ -1,0 +1,400 @@
+"""Reading delimited text (CSV, TSV; plain or gzip) in blocks, with errors that name the line and the column.
+
+Glossary
+    block    a run of whole lines, at most about `block_bytes` long; memory holds one block at a time
+    column   a name, a kind and the values it allows
+    bad row  a line with too few or too many columns, or with a value its column does not allow
+
+Each block is parsed by Arrow. A block Arrow refuses, or whose values break a column's bounds, is read again line by
+line, which finds the bad row and says what is wrong with it; the two paths give the same rows for a block without bad
+rows. Quotes have no meaning: a line ends at a newline, whatever stands in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+
+from tilerec.errors import ConfigError, InputError
+
+OnBadRow = Literal["error", "skip"]
+
+_INTEGER = re.compile(rb"[ \t]*-?[0-9]+[ \t]*")
+_NUMBER = re.compile(rb"[ \t]*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
+_SHOWN_BYTES = 80
+_KEPT_EXAMPLES = 5
+
+
+class ColumnKind(Enum):
+    """How the text of a column is read."""
+
+    INTEGER = "an integer"
+    NUMBER = "a number"
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column to read.
+
+    Attributes:
+        name: its name in the header, or the name to give it where there is none.
+        kind: how its text is read.
+        optional: an empty field is a missing value instead of a bad row. Empty text is never a bad row.
+        low, high: inclusive bounds on the values of integers and numbers.
+    """
+
+    name: str
+    kind: ColumnKind
+    optional: bool = False
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def wanted(self) -> str:
+        """What a field of this column must be, for messages."""
+        text = self.kind.value
+        if self.low is not None and self.high is not None:
+            text += f" in [{self.low:g}, {self.high:g}]"
+        elif self.low is not None:
+            text += f" of at least {self.low:g}"
+        elif self.high is not None:
+            text += f" of at most {self.high:g}"
+        return text + (" or nothing" if self.optional else "")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The good rows of one block of lines.
+
+    Attributes:
+        lines: int64, the 1-based line number of every row.
+        numbers: int64 or float64 values of each integer or number column; 0 where missing.
+        missing: which values of an optional integer or number column are missing.
+        texts: values of each text column as an Arrow binary array.
+    """
+
+    lines: npt.NDArray[np.int64]
+    numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
+    missing: dict[str, npt.NDArray[np.bool_]]
+    texts: dict[str, pa.BinaryArray]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+
+@dataclass
+class RowCount:
+    """What one pass over a file met: good rows, bad rows left out, and what the first few of those were."""
+
+    rows: int = 0
+    skipped: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def skip(self, message: str) -> None:
+        self.skipped += 1
+        if len(self.examples) < _KEPT_EXAMPLES:
+            self.examples.append(message)
+
+
+class DelimitedFile:
+    """A delimited text file, read in blocks of bounded size.
+
+    Args:
+        path: the file; gzip is recognised by its first bytes, not by its name.
+        columns: the columns to read. With a header they may stand in any order among others; without one they are all
+            the columns there are, in order.
+        delimiter: one character.
+        header: whether line 1 names the columns.
+        on_bad_row: "error" raises `InputError` at the first bad row; "skip" leaves bad rows out and counts them.
+        block_bytes: how much text to hold at a time.
+        max_line_bytes: a longer line is an error: it is not a line of such a file, and would not fit the memory bound.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        columns: tuple[Column, ...],
+        *,
+        delimiter: str = ",",
+        header: bool = True,
+        on_bad_row: OnBadRow = "error",
+        block_bytes: int = 1 << 22,
+        max_line_bytes: int = 1 << 16,
+    ) -> None:
+        if on_bad_row not in ("error", "skip"):
+            raise ConfigError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'.")
+        if block_bytes < 1 or max_line_bytes < 1:
+            raise ConfigError(
+                f"block_bytes and max_line_bytes must be at least 1; got {block_bytes} and {max_line_bytes}."
+            )
+        self.path = Path(path)
+        self.columns = columns
+        self._delimiter = delimiter.encode()
+        self._header = header
+        self._skip = on_bad_row == "skip"
+        self._block_bytes = block_bytes
+        self._max_line_bytes = max_line_bytes
+
+    def blocks(self, count: RowCount | None = None) -> Iterator[Block]:
+        """One pass over the file, block by block; `count` is filled in while the pass goes on."""
+        counted = RowCount() if count is None else count
+        layout: tuple[str, ...] | None = None
+        if not self._header:
+            layout = tuple(column.name for column in self.columns)
+        for first_line, text in self._texts():
+            if layout is None:
+                end = text.find(b"\n")
+                end = len(text) - 1 if end < 0 else end
+                layout = self._read_header(text[: end + 1])
+                first_line, text = first_line + 1, text[end + 1 :]
+                if not text:
+                    continue
+            block = self._parse_fast(first_line, text, layout)
+            if block is None:
+                block = self._parse_lines(first_line, text, layout, counted)
+            counted.rows += len(block)
+            if len(block):
+                yield block
+        if layout is None:
+            raise InputError(f"{self.path}: the file is empty; wanted a header line naming {self._names()}.")
+
+    # Lines -----------------------------------------------------------------------------------------------------
+
+    def _texts(self) -> Iterator[tuple[int, bytes]]:
+        """(number of the first line, whole lines) until the end of the file."""
+        line = 1
+        rest = b""
+        with self._open() as stream:
+            first = True
+            while True:
+                try:
+                    chunk = stream.read(self._block_bytes)
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise InputError(
+                        f"{self.path}: the compressed data breaks off or is damaged after line {line - 1 + rest.count(10)}"
+                        f" ({error}); fetch the file again."
+                    ) from error
+                if first:
+                    chunk, first = chunk.removeprefix(b"\xef\xbb\xbf"), False
+                if not chunk:
+                    break
+                end = chunk.rfind(b"\n") + 1
+                if end:
+                    text = rest + chunk[:end]
+                    rest = chunk[end:]
+                    yield line, text
+                    line += text.count(b"\n")
+                else:
+                    rest += chunk
+                if len(rest) > self._max_line_bytes:
+                    raise InputError(
+                        f"{self.path}:{line}: the line is longer than {self._max_line_bytes:,} bytes and begins"
+                        f" {_shown(rest)}; this is not a text file with columns {self._names()}."
+                    )
+        if rest:
+            yield line, rest
+
+    def _open(self) -> BinaryIO:
+        try:
+            stream = self.path.open("rb")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be opened ({error.strerror}); check the path.") from error
+        magic = stream.read(2)
+        stream.seek(0)
+        if magic == b"\x1f\x8b":
+            # GzipFile does not close a file object it is given; BufferedReader does, through _Gzip.
+            return io.BufferedReader(_Gzip(stream), 1 << 16)
+        return stream
+
+    def _names(self) -> str:
+        names = [column.name for column in self.columns]
+        shown = names if len(names) <= 6 else [*names[:3], "…", names[-1]]
+        return ", ".join(shown)
+
+    def _read_header(self, line: bytes) -> tuple[str, ...]:
+        layout = tuple(
+            name.decode("utf-8", "replace").strip() for name in line.rstrip(b"\r\n").split(self._delimiter)
+        )
+        for column in self.columns:
+            if layout.count(column.name) == 1:
+                continue
+            if column.name in layout:
+                raise InputError(f"{self.path}:1: the header names column {column.name!r} more than once.")
+            near = difflib.get_close_matches(column.name, layout, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise InputError(
+                f"{self.path}:1: the header has no column {column.name!r}; it reads {_shown(line)}{hint}"
+            )
+        return layout
+
+    # Blocks to rows --------------------------------------------------------------------------------------------
+
+    def _parse_fast(self, first_line: int, text: bytes, layout: tuple[str, ...]) -> Block | None:
+        """The rows of a block without bad rows; None where Arrow or a bound finds one."""
+        if any(column.kind is ColumnKind.INTEGER for column in self.columns) and (
+            b"x" in text or b"X" in text
+        ):
+            return None  # Arrow would read 0x1F as an integer
+        rows = text.count(b"\n") + (not text.endswith(b"\n"))
+        types = {
+            ColumnKind.INTEGER: pa.int64(),
+            ColumnKind.NUMBER: pa.float64(),
+            ColumnKind.TEXT: pa.binary(),
+        }
+        # Columns nobody asked for get names that cannot collide with those asked for.
+        wanted = {column.name for column in self.columns}
+        names = [name if name in wanted else f"\0{index}" for index, name in enumerate(layout)]
+        try:
+            table = arrow_csv.read_csv(
+                pa.BufferReader(text),
+                read_options=arrow_csv.ReadOptions(
+                    use_threads=False, block_size=len(text) + 1, column_names=names
+                ),
+                parse_options=arrow_csv.ParseOptions(
+                    delimiter=self._delimiter.decode(),
+                    quote_char=False,
+                    double_quote=False,
+                    newlines_in_values=False,
+                    ignore_empty_lines=False,
+                ),
+                convert_options=arrow_csv.ConvertOptions(
+                    check_utf8=False,
+                    column_types={column.name: types[column.kind] for column in self.columns},
+                    null_values=[""],
+                    strings_can_be_null=False,
+                    include_columns=[column.name for column in self.columns],
+                ),
+            )
+        except pa.ArrowInvalid:
+            return None
+        if table.num_rows != rows:  # Arrow also ends a line at a lone carriage return
+            return None
+        numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
+        missing: dict[str, npt.NDArray[np.bool_]] = {}
+        texts: dict[str, pa.BinaryArray] = {}
+        for column in self.columns:
+            array = table.column(column.name).combine_chunks()
+            if column.kind is ColumnKind.TEXT:
+                texts[column.name] = array
+                continue
+            absent = np.asarray(array.is_null())
+            if absent.any() and not column.optional:
+                return None
+            values = array.fill_null(0).to_numpy(zero_copy_only=False)
+            if not np.isfinite(values).all() or not _within(values[~absent], column):
+                return None
+            numbers[column.name] = values
+            if column.optional:
+                missing[column.name] = absent
+        return Block(np.arange(first_line, first_line + rows, dtype=np.int64), numbers, missing, texts)
+
+    def _parse_lines(self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount) -> Block:
+        """The good rows of a block; a bad one raises, or is counted."""
+        places = [(layout.index(column.name), column) for column in self.columns]
+        kept: list[list[int | float | bytes | None]] = []
+        numbers_of_lines: list[int] = []
+        raw_lines = text.split(b"\n")
+        if not raw_lines[-1]:
+            raw_lines.pop()
+        for offset, raw in enumerate(raw_lines):
+            number = first_line + offset
+            try:
+                kept.append(self._parse_line(number, raw.removesuffix(b"\r"), layout, places))
+            except InputError as error:
+                if not self._skip:
+                    raise
+                count.skip(str(error))
+                continue
+            numbers_of_lines.append(number)
+        numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
+        missing: dict[str, npt.NDArray[np.bool_]] = {}
+        texts: dict[str, pa.BinaryArray] = {}
+        for index, column in enumerate(self.columns):
+            values = [row[index] for row in kept]
+            if column.kind is ColumnKind.TEXT:
+                texts[column.name] = pa.array(values, pa.binary())
+                continue
+            dtype = np.int64 if column.kind is ColumnKind.INTEGER else np.float64
+            numbers[column.name] = np.array([0 if value is None else value for value in values], dtype)
+            if column.optional:
+                missing[column.name] = np.array([value is None for value in values], np.bool_)
+        return Block(np.array(numbers_of_lines, np.int64), numbers, missing, texts)
+
+    def _parse_line(
+        self, number: int, raw: bytes, layout: tuple[str, ...], places: list[tuple[int, Column]]
+    ) -> list[int | float | bytes | None]:
+        fields = raw.split(self._delimiter)
+        if len(fields) < len(layout):
+            name = layout[len(fields)]
+            raise InputError(
+                f"{self.path}:{number}: column {name!r} is missing: the line has {len(fields)} of {len(layout)} columns"
+                f" and reads {_shown(raw)}; {_NEXT_MOVE}"
+            )
+        if len(fields) > len(layout):
+            raise InputError(
+                f"{self.path}:{number}: {_shown(fields[len(layout)])} stands after the last column {layout[-1]!r}: the"
+                f" line has {len(fields)} columns, wanted {len(layout)}; {_NEXT_MOVE}"
+            )
+        return [self._parse_field(number, fields[place], column) for place, column in places]
+
+    def _parse_field(self, number: int, text: bytes, column: Column) -> int | float | bytes | None:
+        if column.kind is ColumnKind.TEXT:
+            return text
+        if not text and column.optional:
+            return None
+        value: int | float | None = None
+        if column.kind is ColumnKind.INTEGER:
+            # 19 digits hold every int64; longer runs would only be slow to parse.
+            if _INTEGER.fullmatch(text) and len(text.strip()) <= 20 and -(2**63) <= int(text) < 2**63:
+                value = int(text)
+        elif _NUMBER.fullmatch(text) and np.isfinite(float(text)):
+            value = float(text)
+        low_ok = value is not None and (column.low is None or value >= column.low)
+        if value is None or not low_ok or (column.high is not None and value > column.high):
+            raise InputError(
+                f"{self.path}:{number}: column {column.name!r} reads {_shown(text)}, wanted {column.wanted}; {_NEXT_MOVE}"
+            )
+        return value
+
+
+_NEXT_MOVE = "mend the line, or set on_bad_row='skip' to leave such lines out and count them."
+
+
+class _Gzip(gzip.GzipFile):
+    """A gzip stream that closes the file under it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(fileobj=stream, mode="rb")
+        self._under = stream
+
+    def close(self) -> None:
+        super().close()
+        self._under.close()
+
+
+def _within(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], column: Column) -> bool:
+    if not len(values):
+        return True
+    above = column.low is None or bool(values.min() >= column.low)
+    return above and (column.high is None or bool(values.max() <= column.high))
+
+
+def _shown(text: bytes) -> str:
+    """Bytes as a quoted string, cut to what fits a message."""
+    cut = text.rstrip(b"\r\n")
+    shown = repr(cut[:_SHOWN_BYTES].decode("utf-8", "replace"))
+    return shown if len(cut) <= _SHOWN_BYTES else f"{shown} … ({len(cut):,} bytes)"

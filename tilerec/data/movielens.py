@@ -1,0 +1,210 @@
+"""MovieLens `ratings.csv`: does a user like a movie?
+
+    label      1 if rating >= like
+    sparse     user, movie: each known one has a row of its own, row 0 is for those the training part never shows
+    dense      none
+    held out   the last interactions of each user, by timestamp (by line where timestamps are equal)
+
+Source of the format: Harper and Konstan, The MovieLens Datasets: History and Context, ACM TiiS 5(4), 2015.
+
+Legend: n rows of a block, U users, K held-out rows per user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tilerec.data.batch import Batch
+from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
+from tilerec.data.rows import Vocabulary
+from tilerec.data.shuffle import Rows, batched
+from tilerec.errors import ConfigError, InputError
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+_COLUMNS = (
+    Column("userId", ColumnKind.INTEGER, low=0),
+    Column("movieId", ColumnKind.INTEGER, low=0),
+    Column("rating", ColumnKind.NUMBER, low=0, high=5),
+    Column("timestamp", ColumnKind.INTEGER, low=0),
+)
+
+_Ints = npt.NDArray[np.int64]
+
+
+class MovieLens(Dataset):
+    """Ratings as likes, streamed from the file on every pass.
+
+    Making one reads the file once, to learn its users, its movies and which lines are held out; that takes memory in
+    proportion to distinct users and movies and `held_out_per_user` lines per user, never to the ratings.
+
+    Args:
+        path: `ratings.csv`, or the folder that holds it.
+        held_out_per_user: K; a user with fewer than 2 K ratings has half of them (rounded down) held out.
+        like: ratings of at least this are label 1.
+        on_bad_row: "error", or "skip" to leave malformed lines out and count them.
+        seed: of the order of the training part, which differs from epoch to epoch.
+        shuffle_window: rows shuffled among themselves; see `batched`. The file is sorted by user, so a window much
+            smaller than the file gives batches of few users.
+        block_bytes: text read at a time.
+
+    Raises:
+        InputError: no such file, no ratings, a malformed line.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        held_out_per_user: int = 10,
+        like: float = 4.0,
+        on_bad_row: OnBadRow = "error",
+        seed: int = 0,
+        shuffle_window: int = 1 << 20,
+        block_bytes: int = 1 << 22,
+    ) -> None:
+        if held_out_per_user < 1:
+            raise ConfigError(
+                f"held_out_per_user is {held_out_per_user}; hold out at least 1 rating of each user."
+            )
+        folder = Path(path)
+        self._file = DelimitedFile(
+            folder / "ratings.csv" if folder.is_dir() else folder,
+            _COLUMNS,
+            on_bad_row=on_bad_row,
+            block_bytes=block_bytes,
+        )
+        self._like = like
+        self._seed = seed
+        self._window = shuffle_window
+        self._count = RowCount()
+        self._users, self._movies, self._held_out_lines = self._index(held_out_per_user)
+
+    @property
+    def sparse_features(self) -> tuple[SparseFeature, ...]:
+        return (
+            SparseFeature("user", self._users.num_rows),
+            SparseFeature("movie", self._movies.num_rows),
+        )
+
+    @property
+    def dense_features(self) -> tuple[str, ...]:
+        return ()
+
+    def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+        order = np.random.default_rng([self._seed, epoch])
+        chunks = self._rows(held_out=False)
+        yield from map(_batch, batched(chunks, batch_size, window=self._window, generator=order))
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        yield from map(_batch, batched(self._rows(held_out=True), batch_size))
+
+    def best_predictions(self) -> torch.Tensor | None:
+        return None
+
+    def row_count(self) -> RowCount:
+        return self._count
+
+    def _index(self, held_out_per_user: int) -> tuple[Vocabulary, Vocabulary, _Ints]:
+        """Users, movies seen in training, and the line numbers held out, ascending."""
+        count = RowCount()
+        ratings_of_user = _Tally()
+        ratings_of_movie = _Tally()
+        # The latest K ratings of every user so far, as columns user, time, line, movie.
+        latest: _Ints = np.zeros((4, 0), np.int64)
+        for block in self._file.blocks(count):
+            user_n, movie_n = block.numbers["userId"], block.numbers["movieId"]
+            ratings_of_user.add(user_n.astype(np.int64))
+            ratings_of_movie.add(movie_n.astype(np.int64))
+            seen = np.stack([user_n, block.numbers["timestamp"], block.lines, movie_n]).astype(np.int64)
+            latest = _latest_of_each(np.concatenate([latest, seen], axis=1), held_out_per_user)
+        if not count.rows:
+            raise InputError(f"{self._file.path}: there are no ratings in it; give a MovieLens ratings.csv.")
+        self._count = count
+        # A user with few ratings keeps at least half of them for training.
+        half_n = ratings_of_user.count(latest[0]) // 2
+        held_out = latest[:, _rank_from_last(latest[0]) < np.minimum(half_n, held_out_per_user)]
+        held_out_of_movie = _Tally()
+        held_out_of_movie.add(held_out[3])
+        movies = ratings_of_movie.values
+        trained = ratings_of_movie.count(movies) > held_out_of_movie.count(movies)
+        return Vocabulary(ratings_of_user.values), Vocabulary(movies[trained]), np.sort(held_out[2])
+
+    def _rows(self, *, held_out: bool) -> Iterator[Rows]:
+        count = RowCount()
+        for block in self._file.blocks(count):
+            place_n = np.searchsorted(self._held_out_lines, block.lines)
+            place_n = np.minimum(place_n, len(self._held_out_lines) - 1)
+            is_held_out_n = (
+                self._held_out_lines[place_n] == block.lines
+                if len(self._held_out_lines)
+                else np.zeros(len(block), np.bool_)
+            )
+            chosen_n = is_held_out_n == held_out
+            if chosen_n.any():
+                yield self._columns(block, chosen_n)
+        self._count = count
+
+    def _columns(self, block: Block, chosen_n: npt.NDArray[np.bool_]) -> Rows:
+        user_n = self._users.rows(block.numbers["userId"][chosen_n].astype(np.int64))
+        movie_n = self._movies.rows(block.numbers["movieId"][chosen_n].astype(np.int64))
+        label_n = (block.numbers["rating"][chosen_n] >= self._like).astype(np.float32)
+        return user_n, movie_n, label_n
+
+
+class _Tally:
+    """How often each value occurred; memory in proportion to distinct values."""
+
+    def __init__(self) -> None:
+        self.values: _Ints = np.zeros(0, np.int64)
+        self._counts: _Ints = np.zeros(0, np.int64)
+
+    def add(self, values: _Ints) -> None:
+        new, counts = np.unique(values, return_counts=True)
+        both = np.concatenate([self.values, new])
+        self.values, inverse = np.unique(both, return_inverse=True)
+        total = np.zeros(len(self.values), np.int64)
+        np.add.at(total, inverse, np.concatenate([self._counts, counts]))
+        self._counts = total
+
+    def count(self, values: _Ints) -> _Ints:
+        """Occurrences of each of `values`; 0 for one never added."""
+        if not len(self.values):
+            return np.zeros(len(values), np.int64)
+        place = np.minimum(np.searchsorted(self.values, values), len(self.values) - 1)
+        return np.where(self.values[place] == values, self._counts[place], 0)
+
+
+def _rank_from_last(sorted_user_n: _Ints) -> _Ints:
+    """0 for the last entry of each run of equal users, 1 for the one before it, …"""
+    is_last_n = (
+        np.append(sorted_user_n[1:] != sorted_user_n[:-1], True) if len(sorted_user_n) else np.zeros(0, bool)
+    )
+    last_at = np.flatnonzero(is_last_n)
+    runs = np.diff(last_at, prepend=-1)
+    return np.repeat(last_at, runs) - np.arange(len(sorted_user_n))
+
+
+def _latest_of_each(ratings: _Ints, keep: int) -> _Ints:
+    """The last `keep` columns of each user, ordered by (user, time, line)."""
+    ordered = ratings[:, np.lexsort((ratings[2], ratings[1], ratings[0]))]
+    return ordered[:, _rank_from_last(ordered[0]) < keep]
+
+
+def _batch(rows: Rows) -> Batch:
+    user_B, movie_B, label_B = rows
+    size = len(label_B)
+    return Batch(
+        dense_features=torch.zeros(size, 0),
+        sparse_features=KeyedJaggedTensor.from_lengths_sync(
+            keys=["user", "movie"],
+            values=torch.from_numpy(np.concatenate([user_B, movie_B])),
+            lengths=torch.ones(2 * size, dtype=torch.int32),
+        ),
+        labels=torch.from_numpy(np.ascontiguousarray(label_B)),
+    )

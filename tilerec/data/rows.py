@@ -1,0 +1,100 @@
+"""From categorical values to table rows.
+
+Two ways: `hash_rows` needs no knowledge of the values and lets some share a row; `Vocabulary` gives each known value a
+row of its own.
+
+The hash is part of the file format of a trained model: it must never change. It is
+
+    integers   mix(value)
+    text       mix(FNV-1a-64 of the bytes)
+    row        hash mod number of rows            (as unsigned 64-bit numbers)
+
+with `mix` the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) and
+FNV-1a as in the IETF draft draft-eastlake-fnv (offset basis 0xcbf29ce484222325, prime 0x100000001b3).
+Worked example: mix(1) = 0x5692161d100b05e5, so integer 1 goes to row 0x5692161d100b05e5 mod 1000 = 789 of 1000.
+
+Legend: N values, R rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tilerec.errors import ConfigError
+
+Values = npt.NDArray[np.int64] | pa.BinaryArray
+
+_FNV_BASIS = np.uint64(0xCBF29CE484222325)
+_FNV_PRIME = np.uint64(0x100000001B3)
+
+
+def mix(values_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The splitmix64 finalizer: a bijection of 64-bit numbers whose output bits all depend on all input bits."""
+    x = values_N.astype(np.uint64, copy=True)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def hash_values(values_N: Values) -> npt.NDArray[np.uint64]:
+    """64-bit hashes of integers or of the bytes of an Arrow binary array (see the top of this file)."""
+    if isinstance(values_N, np.ndarray):
+        return mix(values_N.astype(np.int64, copy=False).view(np.uint64))
+    if not len(values_N):
+        return np.zeros(0, np.uint64)
+    _, offsets_buffer, bytes_buffer = values_N.buffers()
+    offsets = np.frombuffer(offsets_buffer, np.int32)[values_N.offset : values_N.offset + len(values_N) + 1]
+    starts_N = offsets[:-1].astype(np.int64)
+    lengths_N = np.diff(offsets)
+    data = np.frombuffer(b"" if bytes_buffer is None else bytes_buffer, np.uint8)
+    hashes_N = np.full(len(values_N), _FNV_BASIS, np.uint64)
+    # One vectorised step per character position; positions past a value's end leave its hash alone.
+    everywhere = int(lengths_N.min())
+    for position in range(int(lengths_N.max())):
+        where: slice | npt.NDArray[np.int64]
+        where = slice(None) if position < everywhere else np.flatnonzero(lengths_N > position)
+        hashes_N[where] = (hashes_N[where] ^ data[starts_N[where] + position]) * _FNV_PRIME
+    return mix(hashes_N)
+
+
+def hash_rows(values_N: Values, num_rows: int, *, first_row: int = 0) -> npt.NDArray[np.int64]:
+    """Rows in [first_row, num_rows) for values, by hash.
+
+    Args:
+        values_N: int64 array or Arrow binary array.
+        num_rows: R, the rows of the table.
+        first_row: rows before it are kept free for other uses (a missing value, say).
+    """
+    if num_rows <= first_row:
+        raise ConfigError(
+            f"hash_rows: {num_rows} rows of which the first {first_row} are kept free leave none; use a larger table."
+        )
+    return (hash_values(values_N) % np.uint64(num_rows - first_row)).astype(np.int64) + first_row
+
+
+class Vocabulary:
+    """Known integer values, each with a row of its own; row 0 stands for every other value.
+
+    Value k of the sorted distinct values has row k + 1. `Vocabulary([50, 7, 50]).rows([7, 50, 9]) == [1, 2, 0]`.
+    """
+
+    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+        self._sorted = np.unique(np.asarray(values, np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a table for this vocabulary needs: one per value and row 0."""
+        return len(self._sorted) + 1
+
+    def rows(self, values_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Row of each value; 0 for values that are not in the vocabulary."""
+        if not len(self._sorted):
+            return np.zeros(len(values_N), np.int64)
+        place_N = np.searchsorted(self._sorted, values_N)
+        found_N = self._sorted[np.minimum(place_N, len(self._sorted) - 1)] == values_N
+        return np.where(found_N, place_N + 1, 0)

@@ -1,0 +1,65 @@
+"""Batches out of chunks of rows, in order or shuffled within a window.
+
+Legend: n rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.errors import ConfigError
+
+Rows = tuple[npt.NDArray[Any], ...]
+"""Arrays with one entry per row: all have the same first size."""
+
+
+def batched(
+    chunks: Iterable[Rows], batch_size: int, *, window: int = 0, generator: np.random.Generator | None = None
+) -> Iterator[Rows]:
+    """Cut chunks of any size into batches of `batch_size` rows; only the last may be smaller.
+
+    Args:
+        chunks: rows as they come from the source.
+        batch_size: rows per batch.
+        window: with a generator, rows are gathered until there are this many and shuffled among themselves, so a row
+            moves at most about one window; it also bounds the rows in memory (plus one chunk and one batch).
+        generator: the order; None keeps the order of the source.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+    held: list[Rows] = []
+    held_rows = 0
+    for chunk in chunks:
+        held.append(chunk)
+        held_rows += len(chunk[0])
+        if held_rows < max(batch_size, window if generator is not None else 0):
+            continue
+        rows = _joined(held)
+        if generator is not None:
+            rows = _permuted(rows, generator)
+        whole = held_rows - held_rows % batch_size
+        yield from (_cut(rows, at, at + batch_size) for at in range(0, whole, batch_size))
+        held = [_cut(rows, whole, held_rows)]
+        held_rows -= whole
+    if held_rows:
+        rows = _joined(held)
+        if generator is not None:
+            rows = _permuted(rows, generator)
+        yield from (_cut(rows, at, min(at + batch_size, held_rows)) for at in range(0, held_rows, batch_size))
+
+
+def _joined(held: list[Rows]) -> Rows:
+    return held[0] if len(held) == 1 else tuple(np.concatenate(parts) for parts in zip(*held, strict=True))
+
+
+def _permuted(rows: Rows, generator: np.random.Generator) -> Rows:
+    order_n = generator.permutation(len(rows[0]))
+    return tuple(part[order_n] for part in rows)
+
+
+def _cut(rows: Rows, start: int, stop: int) -> Rows:
+    return tuple(part[start:stop] for part in rows)

@@ -1,0 +1,135 @@
+"""`MetricModule`: measures of every task, over a window of the latest samples and over a lifetime.
+
+Glossary
+    lifetime   all samples since the start (or `reset`), kept as sums
+    window     the latest samples, kept themselves in a ring
+
+An update adds tensors to tensors on their device and never waits for it; the price of a value is paid by `compute`.
+
+Legend: T tasks, N samples of one update, W samples of the window, K sums of one measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.metrics.measure import AUC, NE, Calibration, LogLoss, Measure
+
+_EVERY_MEASURE = ("ne", "log_loss", "auc", "calibration")
+
+
+class MetricModule(Metric):
+    """Normalized entropy, log loss, AUC and calibration of one or several tasks.
+
+    A `torchmetrics.Metric`: `.to()`, `reset`, `state_dict` (after `persistent()`), and summing the states over the
+    ranks of a process group at `compute` are its own. Windows of several ranks are taken together.
+
+    Args:
+        tasks: names; one prediction and one label per task.
+        measures: any of "ne", "log_loss", "auc", "calibration", or `Measure` objects.
+        window: W, samples kept for the windowed values; 0 for lifetime values only. It takes 24 bytes per sample and
+            task.
+    """
+
+    full_state_update = False
+    higher_is_better = None
+    is_differentiable = False
+
+    def __init__(
+        self,
+        tasks: Sequence[str] = ("click",),
+        measures: Sequence[str | Measure] = _EVERY_MEASURE,
+        *,
+        window: int = 100_000,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if isinstance(tasks, str) or not tasks or len(set(tasks)) != len(tasks):
+            raise ConfigError(
+                f"MetricModule: tasks are {tasks!r}; give a list of at least one name, each once."
+            )
+        if window < 0:
+            raise ConfigError(f"MetricModule: window is {window}; it must be at least 0.")
+        self.tasks = tuple(tasks)
+        self.window = window
+        self._measures = tuple(_measure(given) for given in measures)
+        names = [measure.name for measure in self._measures]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"MetricModule: measures are {names}; give at least one, each once.")
+        nothing = torch.zeros(len(self.tasks), 0)
+        for measure in self._measures:
+            zeros_KT = torch.zeros_like(measure.sums(nothing, nothing, nothing))
+            self.add_state(f"sums_{measure.name}", zeros_KT, dist_reduce_fx="sum")
+        # Samples first, so that the windows of several ranks concatenate; weight 0 marks a place not filled yet.
+        self.add_state(
+            "window_samples",
+            torch.zeros(window, 3, len(self.tasks), dtype=torch.float64),
+            dist_reduce_fx="cat",
+        )
+        self.add_state("window_next", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+
+    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Add samples.
+
+        Args:
+            predictions: probabilities, [N] for one task or [T, N].
+            labels: the same shape; 0, 1 or anything between.
+            weights: the same shape, at least 0; 1 if not given.
+        """
+        samples = self._samples(predictions, labels, weights)
+        for measure in self._measures:
+            state = getattr(self, f"sums_{measure.name}")
+            state += measure.sums(samples[0], samples[1], samples[2])
+        if self.window:
+            latest = samples[:, :, -self.window :].permute(2, 0, 1)
+            count = latest.shape[0]
+            place = (self.window_next + torch.arange(count, device=latest.device)) % self.window
+            self.window_samples.index_copy_(0, place, latest)
+            self.window_next = (self.window_next + count) % self.window
+
+    def compute(self) -> dict[str, Tensor]:
+        """`{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`, float64 scalars; NaN where undefined."""
+        values = {}
+        window = self.window_samples
+        for measure in self._measures:
+            lifetime_T = measure.from_sums(getattr(self, f"sums_{measure.name}"))
+            for index, task in enumerate(self.tasks):
+                values[f"{task}/{measure.name}/lifetime"] = lifetime_T[index]
+                if self.window:
+                    values[f"{task}/{measure.name}/window"] = measure.exact(*window[:, :, index].unbind(1))
+        return values
+
+    def _samples(self, predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Float64 [3, T, N]: predictions, labels, weights."""
+        given = {"predictions": predictions, "labels": labels}
+        if weights is not None:
+            given["weights"] = weights
+        tasks = len(self.tasks)
+        for name, tensor in given.items():
+            shape = tuple(tensor.shape)
+            fits = (tensor.dim() == 2 and shape[0] == tasks) or (tensor.dim() == 1 and tasks == 1)
+            if not fits or shape != tuple(predictions.shape):
+                wanted = "[N]" if tasks == 1 else f"[{tasks}, N]"
+                raise InputError(
+                    f"MetricModule for {tasks} task(s): {name} has shape {list(shape)} beside predictions of shape "
+                    f"{list(predictions.shape)}; give all of them as {wanted}."
+                )
+        if weights is None:
+            weights = torch.ones_like(labels, dtype=torch.float64)
+        parts = [part.detach().double().reshape(tasks, -1) for part in (predictions, labels, weights)]
+        return torch.stack(parts)
+
+
+def _measure(given: str | Measure) -> Measure:
+    if isinstance(given, Measure):
+        return given
+    known: dict[str, Measure] = {measure.name: measure for measure in (NE(), LogLoss(), AUC(), Calibration())}
+    if given not in known:
+        raise ConfigError(f"MetricModule: there is no measure {given!r}; use one of {list(known)}.")
+    return known[given]
