@@ -4,14 +4,15 @@
 #   make test       set up .venv and run lint, types, contracts and the tests
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
-#   make check-wheel  install that wheel into fresh environments (CHECK_WHEEL=...) and run the op tests there
+#   make check-wheel  install that wheel into fresh environments and run the op tests there
+#   make native     build the native library into the working tree (the targets above do, when a source changed)
 #   make clean      remove what the targets above made
 #
 # Needs: python3 (>= 3.10) with venv, make, g++, git. cmake and ninja come from pip.
 #
 # Variables
 #   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
-#   TORCH_INDEX  a further package index, searched for torch: CPU builds     TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX  a further index to find torch in, for CPU builds            TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   ARGS         passed on to the program a target runs                     make train ARGS="--set train.steps=50"
 
 SHELL := /bin/bash
@@ -30,9 +31,7 @@ BIN := $(VENV)/bin
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-# Without this an install whose C++ does not compile falls back to pure Python.
-export TILEREC_NATIVE_REQUIRED := 1
-NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+LIBRARY := tilerec/ops/cpu/libtilerec_cpu.so
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -48,18 +47,22 @@ $(VENV)/.torch: constraints.txt
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt $(TORCH)
 	touch $@
 
-# Editable: Python files are read from the working tree; the native library is built here and installed beside
-# them. It is built again when one of its sources changes.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
-	$(call say,tilerec$(comma) its native library and its tools)
+# Editable: everything is read from the working tree.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(call say,tilerec and its tools)
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt scikit-build-core cmake ninja
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
-comma := ,
+$(LIBRARY): $(VENV)/.installed CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+	$(call say,native CPU library)
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING
+	$(BIN)/cmake --build build/native
+	touch $@
 
-.PHONY: setup
-setup: $(VENV)/.installed
+.PHONY: native setup
+native: $(LIBRARY)
+setup: $(VENV)/.installed $(LIBRARY)
 
 $(PEER)/.installed: benchmarks/peer-requirements.txt constraints.txt
 	$(call say,Peer environment in $(PEER): TorchRec + FBGEMM)
@@ -117,7 +120,7 @@ bench: setup $(PEER)/.installed
 wheel: setup
 	$(call say,wheel)
 	rm -rf dist build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	TILEREC_NATIVE_REQUIRED=1 $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	ls -l dist/*.whl
 
 .PHONY: check-wheel
@@ -127,5 +130,5 @@ check-wheel: wheel
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(PEER) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEER) $(LIBRARY) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
