@@ -1,0 +1,85 @@
+"""Variable batch: how many bags each key has, key by key and rank by rank.
+
+Glossary
+    stride      bags of one key, i.e. its batch size
+    counts_FR   bags of key f that came from rank r; a batch made in one place has R = 1
+    per_key     counts summed over ranks [F]
+    bag_offsets where the keys' bags begin in the flat lengths [F + 1]
+
+Counts are host numbers: they shape the batch. As a leaf of a pytree they are one int64 tensor on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+
+
+@final
+class Strides:
+    """Bags per key and rank; immutable."""
+
+    __slots__ = ("_counts", "_tensor_FR")
+
+    def __init__(self, counts: tuple[tuple[int, ...], ...] | None, tensor_FR: Tensor | None = None) -> None:
+        self._counts = counts
+        self._tensor_FR = tensor_FR
+
+    @staticmethod
+    def checked(keys: int, counts: Tensor | Sequence[Sequence[int]]) -> Strides:
+        """Strides from a caller's [F][R] counts.
+
+        Raises `InputError` unless there is one row per key, all of one width, without negative counts.
+        """
+        rows = counts.tolist() if isinstance(counts, Tensor) else counts
+        table = tuple(tuple(int(count) for count in row) for row in rows)
+        if len(table) != keys:
+            raise InputError(
+                f"stride_per_key_per_rank: {len(table)} rows for {keys} keys; wanted one list of batch sizes per key."
+            )
+        if len({len(row) for row in table}) > 1:
+            raise InputError("stride_per_key_per_rank: rows differ in length; wanted one batch size per rank for every key.")
+        if any(count < 0 for row in table for count in row):
+            raise InputError("stride_per_key_per_rank: it holds a negative batch size.")
+        return Strides(table)
+
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """Bags by key and rank."""
+        if self._counts is not None:
+            return self._counts
+        assert self._tensor_FR is not None, "strides hold numbers or a tensor"
+        counts = tuple(tuple(row) for row in self._tensor_FR.tolist())
+        if not torch.compiler.is_compiling():
+            self._counts = counts
+        return counts
+
+    def tensor(self) -> Tensor:
+        """Bags by key and rank, int64 [F, R] on the CPU."""
+        if self._tensor_FR is not None:
+            return self._tensor_FR
+        counts = self.counts()
+        return torch.tensor(counts, dtype=torch.int64).view(len(counts), len(counts[0]) if counts else 0)
+
+    def per_key(self) -> list[int]:
+        """Bags by key."""
+        return [sum(row) for row in self.counts()]
+
+    def bag_offsets(self) -> list[int]:
+        """Where each key's bags begin, with the end of the last."""
+        return list(accumulate(self.per_key(), initial=0))
+
+    def select(self, indices: Sequence[int]) -> Strides:
+        """The rows of the keys at `indices`."""
+        counts = self.counts()
+        return Strides(tuple(counts[index] for index in indices))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strides) and self.counts() == other.counts()
+
+    __hash__ = None  # type: ignore[assignment]
