@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
+
+SHAPES = [(0, 3, 2), (1, 1, 1), (4, 3, 0), (3, 5, 3), (2, 257, 2)]  # samples, features, layers
+
+
+def perturb(module: nn.Module) -> nn.Module:
+    """Values in float64 that no initialiser gives: biases are not zero."""
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    return module
+
+
+def sample_by_sample(
+    x0: torch.Tensor, cross: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor], layers: int
+) -> torch.Tensor:
+    """`x_{l+1} = cross(l, x_0, x_l) + x_l` for each sample alone."""
+    out = []
+    for x_0 in x0:
+        x_l = x_0
+        for layer in range(layers):
+            x_l = cross(layer, x_0, x_l) + x_l
+        out.append(x_l)
+    return torch.stack(out) if out else x0
+
+
+@pytest.mark.parametrize(("batch", "width", "layers"), SHAPES)
+def test_cross_net_is_equation_1_of_dcn_v2(batch: int, width: int, layers: int) -> None:
+    net = perturb(CrossNet(width, layers))
+    x = torch.randn(batch, width, dtype=torch.float64)
+
+    def cross(layer: int, x_0: torch.Tensor, x_l: torch.Tensor) -> torch.Tensor:
+        return x_0 * (torch.mv(net.kernels[layer], x_l) + net.bias[layer][:, 0])
+
+    torch.testing.assert_close(net(x), sample_by_sample(x, cross, layers))
+
+
+@pytest.mark.parametrize(("batch", "width", "layers"), SHAPES)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_low_rank_cross_net_is_equation_2_of_dcn_v2(batch: int, width: int, layers: int, rank: int) -> None:
+    net = perturb(LowRankCrossNet(width, layers, rank))
+    x = torch.randn(batch, width, dtype=torch.float64)
+
+    def cross(layer: int, x_0: torch.Tensor, x_l: torch.Tensor) -> torch.Tensor:
+        return x_0 * (torch.mv(net.W_kernels[layer] @ net.V_kernels[layer], x_l) + net.bias[layer])
+
+    torch.testing.assert_close(net(x), sample_by_sample(x, cross, layers))
+
+
+@pytest.mark.parametrize(("batch", "width", "layers"), SHAPES)
+def test_vector_cross_net_is_equation_3_of_dcn(batch: int, width: int, layers: int) -> None:
+    net = perturb(VectorCrossNet(width, layers))
+    x = torch.randn(batch, width, dtype=torch.float64)
+
+    def cross(layer: int, x_0: torch.Tensor, x_l: torch.Tensor) -> torch.Tensor:
+        # the paper's x_0 x_lᵀ w: an outer product, then a vector
+        return torch.outer(x_0, x_l) @ net.kernels[layer][:, 0] + net.bias[layer][:, 0]
+
+    torch.testing.assert_close(net(x), sample_by_sample(x, cross, layers))
+
+
+@pytest.mark.parametrize(("batch", "width", "layers"), SHAPES)
+@pytest.mark.parametrize("experts", [1, 3])
+def test_mixture_cross_net_is_equations_3_and_4_of_dcn_v2(
+    batch: int, width: int, layers: int, experts: int
+) -> None:
+    net = perturb(LowRankMixtureCrossNet(width, layers, experts, low_rank=2, activation=torch.tanh))
+    x = torch.randn(batch, width, dtype=torch.float64)
+
+    def cross(layer: int, x_0: torch.Tensor, x_l: torch.Tensor) -> torch.Tensor:
+        u, v, c = net.U_kernels[layer], net.V_kernels[layer], net.C_kernels[layer]
+        scores = [
+            (net.gates[e].weight[0] * x_l).sum() if experts > 1 else x_l.new_zeros(()) for e in range(experts)
+        ]
+        total = sum(score.exp() for score in scores)
+        out = torch.zeros_like(x_0)
+        for e in range(experts):
+            hidden = torch.tanh(c[e] @ torch.tanh(v[e] @ x_l))
+            out = out + scores[e].exp() / total * (x_0 * (u[e] @ hidden + net.bias[layer][:, 0]))
+        return out
+
+    torch.testing.assert_close(net(x), sample_by_sample(x, cross, layers))
+
+
+NETS = {
+    "full": lambda **kw: CrossNet(5, 2, **kw),
+    "low_rank": lambda **kw: LowRankCrossNet(5, 2, 3, **kw),
+    "vector": lambda **kw: VectorCrossNet(5, 2, **kw),
+    "mixture": lambda **kw: LowRankMixtureCrossNet(5, 2, 3, 2, activation=torch.tanh, **kw),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_gradient_check_passes_for_input_and_weights(name: str) -> None:
+    net = perturb(NETS[name]())
+    names = [n for n, _ in net.named_parameters()]
+    values = tuple(p.detach().clone().requires_grad_() for p in net.parameters())
+
+    def call(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(net, dict(zip(names, weights, strict=True)), (x,))
+        return out
+
+    assert torch.autograd.gradcheck(
+        call, (torch.randn(2, 5, dtype=torch.float64, requires_grad=True), *values)
+    )
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_it_compiles_in_one_graph_and_copies(name: str) -> None:
+    net = NETS[name]()
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(x), net(x))
+    assert torch.equal(copy.deepcopy(net)(x), net(x))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_device_and_dtype_reach_every_weight(name: str) -> None:
+    net = NETS[name](device=torch.device("meta"), dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in net.parameters())
+
+
+def test_names_and_shapes_of_the_state_are_fixed() -> None:
+    def shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(t.shape) for name, t in net.state_dict().items()}
+
+    assert shapes(CrossNet(5, 1)) == {"kernels.0": (5, 5), "bias.0": (5, 1)}
+    assert shapes(LowRankCrossNet(5, 1, 3)) == {"W_kernels.0": (5, 3), "V_kernels.0": (3, 5), "bias.0": (5,)}
+    assert shapes(VectorCrossNet(5, 1)) == {"kernels.0": (5, 1), "bias.0": (5, 1)}
+    mixture = {"U_kernels.0": (2, 5, 3), "V_kernels.0": (2, 3, 5), "C_kernels.0": (2, 3, 3), "bias.0": (5, 1)}
+    assert shapes(LowRankMixtureCrossNet(5, 1, 2, 3)) == mixture | {
+        "gates.0.weight": (1, 5),
+        "gates.1.weight": (1, 5),
+    }
+    assert not any(name.startswith("gates") for name in shapes(LowRankMixtureCrossNet(5, 1, 1, 3)))
+
+
+def test_initial_kernels_have_the_spread_of_one_matrix_whatever_the_experts() -> None:
+    net = LowRankMixtureCrossNet(300, 1, num_experts=4, low_rank=60)
+    assert net.U_kernels[0].std().item() == pytest.approx((2 / 360) ** 0.5, rel=0.05)
+    assert CrossNet(200, 1).kernels[0].std().item() == pytest.approx((2 / 400) ** 0.5, rel=0.05)
+    assert not net.bias[0].any()
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ConfigError, match="CrossNet: in_features is 0"):
+        CrossNet(0, 1)
+    with pytest.raises(ConfigError, match="LowRankCrossNet: low_rank is 0"):
+        LowRankCrossNet(5, 1, 0)
+    with pytest.raises(
+        ConfigError, match="VectorCrossNet: num_layers is -1; it must be a whole number of at least 0"
+    ):
+        VectorCrossNet(5, -1)
+    with pytest.raises(ConfigError, match="num_experts is 0"):
+        LowRankMixtureCrossNet(5, 1, 0)
+    for name, net in NETS.items():
+        with pytest.raises(InputError, match=re.escape("the input has shape [2, 4], wanted [batch, 5]")):
+            net()(torch.zeros(2, 4))
+        with pytest.raises(InputError, match=re.escape("the input has shape [5]")):
+            NETS[name]()(torch.zeros(5))

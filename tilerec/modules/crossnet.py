@@ -1,0 +1,237 @@
+"""Cross networks: explicit feature crosses of bounded degree.
+
+Nouns
+  x_0     the input of the network; every layer multiplies by it again, so after l layers there are crosses of
+          degree up to l + 1
+  x_l     the input of layer l
+  expert  one low-rank cross of a mixture; a softmax gate over x_l weighs the experts
+
+Equations (⊙ is the element-wise product; DCN is 1708.05123, DCN-V2 is 2008.13535)
+  CrossNet                x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l                        DCN-V2, eq. 1
+  LowRankCrossNet         x_{l+1} = x_0 ⊙ (W_l V_l x_l + b_l) + x_l                    DCN-V2, eq. 2
+  VectorCrossNet          x_{l+1} = x_0 (w_l · x_l) + b_l + x_l                        DCN, eq. 3
+  LowRankMixtureCrossNet  x_{l+1} = Σ_e G_e(x_l) E_e(x_l) + x_l                        DCN-V2, eq. 3
+                          E_e(x) = x_0 ⊙ (U_le g(C_le g(V_le x)) + b_l)                DCN-V2, eq. 4
+                          G(x) = softmax(gates x)
+
+Legend of the shapes in names: B samples, I features, R low rank, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilerec.modules.utils import TensorFunction, check_last_dim, check_size
+
+
+def _xavier_normal(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter whose last two dimensions are one matrix each, with standard deviation sqrt(2 / (rows + columns)).
+
+    Over a stack of experts torch's own initialiser would read the number of experts as fan and shrink every
+    matrix.
+    """
+    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    nn.init.normal_(parameter, std=(2.0 / (shape[-2] + shape[-1])) ** 0.5)
+    return parameter
+
+
+def _zeros(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+
+class CrossNet(nn.Module):
+    """Full-rank cross network, `x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l` (DCN-V2, 2008.13535, eq. 1).
+
+    Args:
+        in_features: features of the input and of the output.
+        num_layers: layers; 0 returns the input.
+        device, dtype: of the weights.
+
+    Shape: `[B, in_features]` in and out.
+
+    State: `kernels.<layer>` [in_features, in_features], `bias.<layer>` [in_features, 1].
+
+    With one feature, W = 2, b = 1 and x_0 = 3, a layer gives 3 · (2 · 3 + 1) + 3 = 24.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._in_features = check_size("CrossNet: in_features", in_features)
+        self._num_layers = check_size("CrossNet: num_layers", num_layers, least=0)
+        layers = range(num_layers)
+        self.kernels = nn.ParameterList(
+            _xavier_normal(in_features, in_features, device=device, dtype=dtype) for _ in layers
+        )
+        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_last_dim("CrossNet", input, self._in_features, dims=2)
+        x_BI = input
+        for kernel_II, bias_I1 in zip(self.kernels, self.bias, strict=True):
+            x_BI = torch.addcmul(x_BI, input, F.linear(x_BI, kernel_II, bias_I1.squeeze(1)))
+        return x_BI
+
+
+class LowRankCrossNet(nn.Module):
+    """Cross network with kernels of rank `low_rank`, `x_{l+1} = x_0 ⊙ (W_l V_l x_l + b_l) + x_l` (DCN-V2, eq. 2).
+
+    Args:
+        in_features: features of the input and of the output.
+        num_layers: layers; 0 returns the input.
+        low_rank: R. Cheaper than `CrossNet` while `2 R < in_features`.
+        device, dtype: of the weights.
+
+    Shape: `[B, in_features]` in and out.
+
+    State: `W_kernels.<layer>` [in_features, R], `V_kernels.<layer>` [R, in_features], `bias.<layer>`
+    [in_features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        low_rank: int = 1,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._in_features = check_size("LowRankCrossNet: in_features", in_features)
+        self._num_layers = check_size("LowRankCrossNet: num_layers", num_layers, least=0)
+        self._low_rank = check_size("LowRankCrossNet: low_rank", low_rank)
+        layers = range(num_layers)
+        self.W_kernels = nn.ParameterList(
+            _xavier_normal(in_features, low_rank, device=device, dtype=dtype) for _ in layers
+        )
+        self.V_kernels = nn.ParameterList(
+            _xavier_normal(low_rank, in_features, device=device, dtype=dtype) for _ in layers
+        )
+        self.bias = nn.ParameterList(_zeros(in_features, device=device, dtype=dtype) for _ in layers)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_last_dim("LowRankCrossNet", input, self._in_features, dims=2)
+        x_BI = input
+        for w_IR, v_RI, bias_I in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
+            x_BI = torch.addcmul(x_BI, input, F.linear(F.linear(x_BI, v_RI), w_IR, bias_I))
+        return x_BI
+
+
+class VectorCrossNet(nn.Module):
+    """Cross network with one vector per layer, `x_{l+1} = x_0 (w_l · x_l) + b_l + x_l` (DCN, 1708.05123, eq. 3).
+
+    Args:
+        in_features: features of the input and of the output.
+        num_layers: layers; 0 returns the input.
+        device, dtype: of the weights.
+
+    Shape: `[B, in_features]` in and out.
+
+    State: `kernels.<layer>` [in_features, 1], `bias.<layer>` [in_features, 1].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._in_features = check_size("VectorCrossNet: in_features", in_features)
+        self._num_layers = check_size("VectorCrossNet: num_layers", num_layers, least=0)
+        layers = range(num_layers)
+        self.kernels = nn.ParameterList(
+            _xavier_normal(in_features, 1, device=device, dtype=dtype) for _ in layers
+        )
+        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_last_dim("VectorCrossNet", input, self._in_features, dims=2)
+        x_BI = input
+        for kernel_I1, bias_I1 in zip(self.kernels, self.bias, strict=True):
+            x_BI = torch.addcmul(x_BI + bias_I1.squeeze(1), input, x_BI @ kernel_I1)
+        return x_BI
+
+
+class LowRankMixtureCrossNet(nn.Module):
+    """Mixture of low-rank crosses with a non-linearity inside (DCN-V2, eq. 3 and 4; the file's head has the equation).
+
+    The gates sum to 1, so the experts' weighted sum is one product with all `U` side by side: no [B, E, I]
+    tensor is made.
+
+    Args:
+        in_features: features of the input and of the output.
+        num_layers: layers; 0 returns the input.
+        num_experts: E; with one expert there is no gate.
+        low_rank: R.
+        activation: g, applied in the low-rank space.
+        device, dtype: of the weights.
+
+    Shape: `[B, in_features]` in and out.
+
+    State: `U_kernels.<layer>` [E, in_features, R], `V_kernels.<layer>` [E, R, in_features],
+    `C_kernels.<layer>` [E, R, R], `bias.<layer>` [in_features, 1], and for E > 1 `gates.<expert>.weight` [1,
+    in_features], shared by all layers.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        num_experts: int = 1,
+        low_rank: int = 1,
+        activation: nn.Module | TensorFunction = torch.relu,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._in_features = check_size("LowRankMixtureCrossNet: in_features", in_features)
+        self._num_layers = check_size("LowRankMixtureCrossNet: num_layers", num_layers, least=0)
+        self._num_experts = check_size("LowRankMixtureCrossNet: num_experts", num_experts)
+        self._low_rank = check_size("LowRankMixtureCrossNet: low_rank", low_rank)
+        layers = range(num_layers)
+        self.U_kernels = nn.ParameterList(
+            _xavier_normal(num_experts, in_features, low_rank, device=device, dtype=dtype) for _ in layers
+        )
+        self.V_kernels = nn.ParameterList(
+            _xavier_normal(num_experts, low_rank, in_features, device=device, dtype=dtype) for _ in layers
+        )
+        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+        if num_experts > 1:
+            self.gates = nn.ModuleList(
+                nn.Linear(in_features, 1, bias=False, device=device, dtype=dtype) for _ in range(num_experts)
+            )
+        self.C_kernels = nn.ParameterList(
+            _xavier_normal(num_experts, low_rank, low_rank, device=device, dtype=dtype) for _ in layers
+        )
+        self._activation = activation
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_last_dim("LowRankMixtureCrossNet", input, self._in_features, dims=2)
+        experts, rank, width = self._num_experts, self._low_rank, self._in_features
+        gates_EI = torch.cat([gate.weight for gate in self.gates]) if experts > 1 else None  # type: ignore[misc]
+        x_BI = input
+        for u_EIR, v_ERI, c_ERR, bias_I1 in zip(
+            self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True
+        ):
+            hidden_BER = self._activation(F.linear(x_BI, v_ERI.reshape(experts * rank, width)))
+            hidden_BER = hidden_BER.view(-1, experts, rank)
+            hidden_BER = self._activation(torch.einsum("ber,esr->bes", hidden_BER, c_ERR))
+            if gates_EI is not None:
+                hidden_BER = hidden_BER * F.linear(x_BI, gates_EI).softmax(dim=1).unsqueeze(2)
+            u_IER = u_EIR.transpose(0, 1).reshape(width, experts * rank)
+            cross_BI = F.linear(hidden_BER.reshape(-1, experts * rank), u_IER, bias_I1.squeeze(1))
+            x_BI = torch.addcmul(x_BI, input, cross_BI)
+        return x_BI

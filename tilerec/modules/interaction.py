@@ -1,0 +1,189 @@
+"""How DLRM lets dense and sparse features meet.
+
+Nouns
+  features of a sample  the embedded dense vector and F pooled embeddings, all of dim D: n = F + 1 vectors
+  pair                  (i, j) with i < j; n (n - 1) / 2 of them, in row-major order (0,1), (0,2), …, (1,2), …
+
+Legend of the shapes in names: B samples, F sparse features, D embedding dim, n = F + 1, P pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilerec.errors import InputError
+from tilerec.modules.utils import check_size
+
+
+def pair_count(vectors: int) -> int:
+    """n (n - 1) / 2: pairs among `vectors` vectors; 3 vectors have 3."""
+    return vectors * (vectors - 1) // 2
+
+
+def _pair_positions(vectors: int, device: torch.device) -> torch.Tensor:
+    """Where each pair stands in a flattened n × n matrix, [P]; n = 3: [1, 2, 5]."""
+    rows, columns = torch.triu_indices(vectors, vectors, offset=1, device=device)
+    return rows * vectors + columns
+
+
+def _pair_numbers(vectors: int, device: torch.device) -> torch.Tensor:
+    """The pair that stands at each place of a flattened symmetric n × n matrix, [n·n]; the diagonal holds P.
+
+    n = 3: [3, 0, 1, 0, 3, 2, 1, 2, 3].
+    """
+    index = torch.arange(vectors, device=device)
+    low = torch.minimum(index[:, None], index[None, :])
+    high = torch.maximum(index[:, None], index[None, :])
+    # rows above row `low` hold (n - 1) + (n - 2) + … = low (2n - low - 1) / 2 pairs
+    number = low * (2 * vectors - low - 1) // 2 + high - low - 1
+    return torch.where(low == high, pair_count(vectors), number).flatten()
+
+
+class _PairDots(torch.autograd.Function):
+    """Dot products of all pairs of n vectors.
+
+    The gradient of the n × n products is symmetric once each pair's gradient stands at (i, j) and (j, i), so
+    one batched product S X gives the gradient of X, where autograd would scatter and then take two. The
+    formula is made of differentiable operations, so a second derivative works.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_BnD)
+        products_Bnn = torch.bmm(x_BnD, x_BnD.transpose(1, 2))
+        return products_Bnn.flatten(1).index_select(1, _pair_positions(x_BnD.shape[1], x_BnD.device))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x_BnD,) = ctx.saved_tensors
+        grad_BP = grads[0]
+        batch, vectors, _ = x_BnD.shape
+        padded = torch.cat([grad_BP, grad_BP.new_zeros(batch, 1)], dim=1)
+        s_Bnn = padded.index_select(1, _pair_numbers(vectors, x_BnD.device)).view(batch, vectors, vectors)
+        return torch.bmm(s_Bnn.to(x_BnD.dtype), x_BnD)
+
+
+def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
+    """`out[b, p] = <x[b, i], x[b, j]>` for every pair p = (i, j), i < j, in row-major order.
+
+    Args:
+        x_BnD: [B, n, D], any floating dtype, contiguous or not.
+
+    Returns:
+        [B, n (n - 1) / 2], dtype of `x_BnD`.
+
+    The vectors [1, 0], [2, 3], [4, 5] give [2, 4, 23].
+    """
+    pairs: torch.Tensor = _PairDots.apply(x_BnD)  # type: ignore[no-untyped-call]
+    return pairs
+
+
+def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+    """The dense vector and the sparse ones of each sample, [B, F + 1, D]."""
+    batch, dim = dense_BD.shape if dense_BD.dim() == 2 else (-1, -1)
+    if dense_BD.dim() != 2 or tuple(sparse_BFD.shape) != (batch, sparse_count, dim):
+        raise InputError(
+            f"{what}: dense features have shape {list(dense_BD.shape)} and sparse features "
+            f"{list(sparse_BFD.shape)}, wanted [B, D] and [B, {sparse_count}, D]; give the dense arch the embedding "
+            "dim as its last layer size, and the number of sparse features the module was built with."
+        )
+    return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+
+
+class InteractionArch(nn.Module):
+    """Dot products of all pairs among the dense vector and the sparse ones, after the dense vector (DLRM, 1906.00091).
+
+    Args:
+        num_sparse_features: F.
+
+    Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, D + F + F (F - 1) / 2]`: the dense vector, then the
+    pairs in row-major order with the dense vector as number 0.
+
+    It has no parameters.
+    """
+
+    def __init__(self, num_sparse_features: int) -> None:
+        super().__init__()
+        self.F = check_size("InteractionArch: num_sparse_features", num_sparse_features, least=0)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        x_BnD = _stacked("InteractionArch", self.F, dense_features, sparse_features)
+        if self.F == 0:
+            return dense_features
+        return torch.cat([dense_features, pair_dots(x_BnD)], dim=1)
+
+
+class InteractionDCNArch(nn.Module):
+    """A cross network over all features of a sample side by side (DCN-V2, 2008.13535, in DLRM's place).
+
+    Args:
+        num_sparse_features: F.
+        crossnet: maps [B, (F + 1) D] to [B, (F + 1) D], such as `LowRankCrossNet((F + 1) * D, num_layers,
+            low_rank)`.
+
+    Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, (F + 1) D]`. Without sparse features the dense vector
+    is returned.
+
+    State: `crossnet.*`.
+    """
+
+    def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
+        super().__init__()
+        self.F = check_size("InteractionDCNArch: num_sparse_features", num_sparse_features, least=0)
+        self.crossnet = crossnet
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        x_BnD = _stacked("InteractionDCNArch", self.F, dense_features, sparse_features)
+        if self.F == 0:
+            return dense_features
+        crossed: torch.Tensor = self.crossnet(x_BnD.flatten(1))
+        return crossed
+
+
+class InteractionProjectionArch(nn.Module):
+    """Dot products between two learned sets of projected vectors, after the dense vector.
+
+    Each branch maps all features of a sample, side by side, to a few vectors of dim D; every vector of the
+    first is multiplied with every vector of the second. With F1 and F2 vectors that is F1 · F2 products
+    however many features there are, where `InteractionArch` makes (F + 1) F / 2.
+
+    Args:
+        num_sparse_features: F.
+        interaction_branch1: maps [B, (F + 1) D] to [B, F1 · D].
+        interaction_branch2: maps [B, (F + 1) D] to [B, F2 · D].
+
+    Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, D + F1 · F2]`.
+
+    State: `interaction_branch1.*`, `interaction_branch2.*`.
+    """
+
+    def __init__(
+        self, num_sparse_features: int, interaction_branch1: nn.Module, interaction_branch2: nn.Module
+    ) -> None:
+        super().__init__()
+        self.F = check_size("InteractionProjectionArch: num_sparse_features", num_sparse_features, least=0)
+        self.interaction_branch1 = interaction_branch1
+        self.interaction_branch2 = interaction_branch2
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        x_BnD = _stacked("InteractionProjectionArch", self.F, dense_features, sparse_features)
+        if self.F == 0:
+            return dense_features
+        batch, _, dim = x_BnD.shape
+        flat_BK = x_BnD.flatten(1)
+        projected = []
+        for number, branch in enumerate((self.interaction_branch1, self.interaction_branch2), start=1):
+            branch_BK: torch.Tensor = branch(flat_BK)
+            if branch_BK.shape[1] % dim:
+                raise InputError(
+                    f"InteractionProjectionArch: interaction_branch{number} returned {branch_BK.shape[1]} features, "
+                    f"wanted a multiple of the embedding dim {dim}; change its last layer size."
+                )
+            projected.append((branch_BK, branch_BK.shape[1] // dim))
+        (left_BK, left), (right_BK, right) = projected
+        # the second branch is read as [B, D, F2]: its features are the columns, as checkpoints of this model have them
+        products = torch.bmm(left_BK.view(batch, left, dim), right_BK.view(batch, dim, right))
+        return torch.cat([dense_features, products.flatten(1)], dim=1)
