@@ -9,8 +9,9 @@ Glossary
     cut       a row number where one bucket ends and the next begins
 
 One idea carries most of this file: keys, samples of one key and bags are all *segments*, so "permute keys", "select
-samples" and "drop bags" are the same op, `select_segments`, with offsets of a different grain. The size of every output is
-an argument or follows from shapes: no op asks the device how much it produced, so none of them waits for it.
+samples" and "drop bags" are the same op, `select_segments`, with offsets of a different grain. The size of
+every output is an argument or follows from shapes: no op asks the device how much it produced, so none of them
+waits for it.
 
 Shapes
     S segments, N items going in, P selected segments, M items coming out, B bags, L padded length, C buckets
@@ -163,7 +164,9 @@ def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tup
     return lengths_CS.to(lengths_S.dtype), local_N.index_select(0, position_N).to(ids_N.dtype), position_N
 
 
-def _bucketize_by_cuts_fake(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _bucketize_by_cuts_fake(
+    ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     buckets = cuts_C1.shape[0] - 1
     lengths_CS = lengths_S.new_empty(buckets * lengths_S.shape[0])
     return lengths_CS, ids_N.new_empty(ids_N.shape[0]), ids_N.new_empty(ids_N.shape[0], dtype=torch.int64)
@@ -189,7 +192,9 @@ def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding
         return values_N.new_full((bags, length, *values_N.shape[1:]), padding)
     rows_BL = values_N.index_select(0, position_BL.masked_fill(~present_BL, 0).flatten())
     present = present_BL.flatten().view(-1, *([1] * (values_N.dim() - 1)))
-    padded = torch.where(present, rows_BL, torch.full((), padding, dtype=values_N.dtype, device=values_N.device))
+    padded = torch.where(
+        present, rows_BL, torch.full((), padding, dtype=values_N.dtype, device=values_N.device)
+    )
     return padded.view(bags, length, *values_N.shape[1:])
 
 
@@ -295,7 +300,7 @@ for _name, (_reference, _fake) in _KERNELS.items():
 
 class _SelectSegments(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
     ) -> Tensor:
         ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
@@ -303,70 +308,70 @@ class _SelectSegments(torch.autograd.Function):
         return _below(_OPS.select_segments.default, values_N, offsets_S1, order_P, out_offsets_P1, total)
 
     @staticmethod
-    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _OPS.select_segments_backward(grad_M, *ctx.saved_tensors, ctx.items), None, None, None, None
 
 
 class _SelectSegmentsBackward(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
     ) -> Tensor:
         ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
         ctx.items = grad_M.shape[0]
-        return _below(_OPS.select_segments_backward.default, grad_M, offsets_S1, order_P, out_offsets_P1, total)
+        return _below(
+            _OPS.select_segments_backward.default, grad_M, offsets_S1, order_P, out_offsets_P1, total
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _OPS.select_segments(grad_N, *ctx.saved_tensors, ctx.items), None, None, None, None
 
 
 class _JaggedToPadded(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, values_N: Tensor, offsets_B1: Tensor, length: int, padding: float
-    ) -> Tensor:
+    def forward(ctx: Any, values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
         ctx.save_for_backward(offsets_B1)
         ctx.items = values_N.shape[0]
         return _below(_OPS.jagged_to_padded.default, values_N, offsets_B1, length, padding)
 
     @staticmethod
-    def backward(ctx: Any, grad_BL: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BL: Tensor) -> tuple[Tensor, None, None, None]:
         return _OPS.padded_to_jagged(grad_BL, *ctx.saved_tensors, ctx.items), None, None, None
 
 
 class _PaddedToJagged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
         ctx.save_for_backward(offsets_B1)
         ctx.length = padded_BL.shape[1]
         return _below(_OPS.padded_to_jagged.default, padded_BL, offsets_B1, total)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
         return _OPS.jagged_to_padded(grad_N, *ctx.saved_tensors, ctx.length, 0.0), None, None
 
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_N: Tensor, offsets_S1: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values_N: Tensor, offsets_S1: Tensor) -> Tensor:
         ctx.save_for_backward(offsets_S1)
         ctx.items = values_N.shape[0]
         return _below(_OPS.segment_sum.default, values_N, offsets_S1)
 
     @staticmethod
-    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
         return _OPS.repeat_segments(grad_S, *ctx.saved_tensors, ctx.items), None
 
 
 class _RepeatSegments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
         ctx.save_for_backward(offsets_S1)
         return _below(_OPS.repeat_segments.default, rows_S, offsets_S1, total)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
         return _OPS.segment_sum(grad_N, *ctx.saved_tensors), None, None
 
 
@@ -382,8 +387,8 @@ def _differentiable(name: str, formula: type[torch.autograd.Function]) -> None:
     def kernel(values: Tensor, *args: Any) -> Tensor:
         # Ids are the common payload and need no graph node.
         if values.requires_grad and torch.is_grad_enabled():
-            return formula.apply(values, *args)  # type: ignore[no-any-return]
-        return _below(op, values, *args)  # type: ignore[no-any-return]
+            return formula.apply(values, *args)
+        return _below(op, values, *args)
 
     LIBRARY.impl(name, kernel, "Autograd")
 
@@ -420,21 +425,19 @@ class Selected(NamedTuple):
 
 def offsets_from_lengths(lengths_S: Tensor) -> Tensor:
     """int64 [S + 1]: where segments begin. lengths [2, 0, 1] -> [0, 2, 2, 3]."""
-    return _OPS.offsets_from_lengths.default(lengths_S)  # type: ignore[no-any-return]
+    return _OPS.offsets_from_lengths.default(lengths_S)
 
 
 def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     """int64 [total]: the segment of every item. offsets [0, 2, 2, 3] -> [0, 0, 2]."""
-    return _OPS.segment_ids.default(offsets_S1, total)  # type: ignore[no-any-return]
+    return _OPS.segment_ids.default(offsets_S1, total)
 
 
 def select_segments(
     values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
     """Items of the segments `order_P`, one after the other; differentiable in `values_N`."""
-    return _OPS.select_segments.default(  # type: ignore[no-any-return]
-        values_N, offsets_S1, order_P, out_offsets_P1, total
-    )
+    return _OPS.select_segments.default(values_N, offsets_S1, order_P, out_offsets_P1, total)
 
 
 def select_jagged(
@@ -473,7 +476,8 @@ def bucketize_by_cuts(
     """
     if cuts_C1.dim() != 1 or cuts_C1.shape[0] < 2:
         raise InputError(
-            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; give one ascending list with at least 2 entries, "
+            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; give one ascending list with at "
+            f"least 2 entries, "
             f"the first row of each bucket and the end of the last."
         )
     lengths_CS, local_ids_N, positions_N = _OPS.bucketize_by_cuts.default(ids_N, lengths_S, cuts_C1)
@@ -483,7 +487,7 @@ def bucketize_by_cuts(
 
 def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float = 0.0) -> Tensor:
     """[B, length, ...]: bags as rows of one width, cut or padded at the end; differentiable in `values_N`."""
-    return _OPS.jagged_to_padded.default(values_N, offsets_B1, length, padding)  # type: ignore[no-any-return]
+    return _OPS.jagged_to_padded.default(values_N, offsets_B1, length, padding)
 
 
 def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int | None = None) -> Tensor:
@@ -493,14 +497,14 @@ def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int | None = 
     """
     if total is None:
         total = int(offsets_B1[-1].item())
-    return _OPS.padded_to_jagged.default(padded_BL, offsets_B1, total)  # type: ignore[no-any-return]
+    return _OPS.padded_to_jagged.default(padded_BL, offsets_B1, total)
 
 
 def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     """[S, ...]: the sum over each segment's items. values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]."""
-    return _OPS.segment_sum.default(values_N, offsets_S1)  # type: ignore[no-any-return]
+    return _OPS.segment_sum.default(values_N, offsets_S1)
 
 
 def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
     """[total, ...]: one row per segment, copied to each of its items."""
-    return _OPS.repeat_segments.default(rows_S, offsets_S1, total)  # type: ignore[no-any-return]
+    return _OPS.repeat_segments.default(rows_S, offsets_S1, total)

@@ -95,10 +95,14 @@ class JaggedTensor:
         match the values.
         """
         if not values:
-            raise InputError("JaggedTensor.from_dense: the list is empty; use JaggedTensor.empty(values_dtype=...).")
+            raise InputError(
+                "JaggedTensor.from_dense: the list is empty; use JaggedTensor.empty(values_dtype=...)."
+            )
         sizes = [bag.shape[0] for bag in values]
         if weights is not None and [bag.shape[0] for bag in weights] != sizes:
-            raise InputError("JaggedTensor.from_dense: weights and values differ in the number of bags or of their items.")
+            raise InputError(
+                "JaggedTensor.from_dense: weights and values differ in the number of bags or of their items."
+            )
         return JaggedTensor(
             torch.cat(values),
             None if weights is None else torch.cat(weights),
@@ -116,7 +120,8 @@ class JaggedTensor:
         segments = checked_segments("JaggedTensor.from_dense_lengths", lengths, None)
         if values.dim() < 2 or values.shape[0] != segments.count():
             raise InputError(
-                f"JaggedTensor.from_dense_lengths: values have shape {list(values.shape)} with {segments.count()} lengths; "
+                f"JaggedTensor.from_dense_lengths: values have shape {list(values.shape)} with "
+                f"{segments.count()} lengths; "
                 f"wanted one row per length."
             )
         offsets_B1 = segments.offsets()
@@ -128,7 +133,9 @@ class JaggedTensor:
                 )
         total = int(offsets_B1[-1].item())
         jagged_weights = None if weights is None else padded_to_jagged(weights, offsets_B1, total)
-        return JaggedTensor.from_segments(padded_to_jagged(values, offsets_B1, total), jagged_weights, segments)
+        return JaggedTensor.from_segments(
+            padded_to_jagged(values, offsets_B1, total), jagged_weights, segments
+        )
 
     def to_dense(self) -> list[Tensor]:
         """One tensor per bag: views of the values. Waits for the device."""
@@ -168,7 +175,9 @@ class JaggedTensor:
     def weights(self) -> Tensor:
         """One number per item; `InputError` if there are none."""
         if self._weights is None:
-            raise InputError("JaggedTensor: it has no weights; pass weights= when it is made, or ask weights_or_none().")
+            raise InputError(
+                "JaggedTensor: it has no weights; pass weights= when it is made, or ask weights_or_none()."
+            )
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -205,7 +214,11 @@ class JaggedTensor:
 
     def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
         """Overwrite this tensor's memory with `jt`, which must have the same shapes."""
-        ours = (self._values.shape, None if self._weights is None else self._weights.shape, self._segments.count())
+        ours = (
+            self._values.shape,
+            None if self._weights is None else self._weights.shape,
+            self._segments.count(),
+        )
         theirs = (jt._values.shape, None if jt._weights is None else jt._weights.shape, jt._segments.count())
         if ours != theirs:
             raise InputError(

@@ -115,12 +115,18 @@ class KeyedJaggedTensor:
             ("lengths_offset_per_key", lengths_offset_per_key, self.lengths_offset_per_key),
         ):
             if given and list(given) != derived():
-                raise InputError(f"KeyedJaggedTensor: {name} is {list(given)[:8]}, but the lengths say {derived()[:8]}.")
+                raise InputError(
+                    f"KeyedJaggedTensor: {name} is {list(given)[:8]}, but the lengths say {derived()[:8]}."
+                )
         if index_per_key is not None and index_per_key != self._keys.positions():
-            raise InputError("KeyedJaggedTensor: index_per_key contradicts keys; leave it out, it follows from them.")
+            raise InputError(
+                "KeyedJaggedTensor: index_per_key contradicts keys; leave it out, it follows from them."
+            )
         if jt_dict is not None:
             if tuple(jt_dict) != self._keys.names:
-                raise InputError("KeyedJaggedTensor: jt_dict and keys differ; leave jt_dict out, it follows from the rest.")
+                raise InputError(
+                    "KeyedJaggedTensor: jt_dict and keys differ; leave jt_dict out, it follows from the rest."
+                )
             self._jt_dict = dict(jt_dict)
 
     def _check_stride(self, stride: int | None) -> None:
@@ -140,7 +146,8 @@ class KeyedJaggedTensor:
             return
         if bags % keys != 0:
             raise InputError(
-                f"KeyedJaggedTensor: {bags} lengths are not a multiple of the {keys} keys; wanted one length per key and "
+                f"KeyedJaggedTensor: {bags} lengths are not a multiple of the {keys} keys; wanted one "
+                f"length per key and "
                 f"sample. For batch sizes that vary by key pass stride_per_key_per_rank=."
             )
         if stride is not None and stride * keys != bags:
@@ -152,11 +159,13 @@ class KeyedJaggedTensor:
     def _check_key_offsets(self, key_offsets: list[int]) -> None:
         if len(key_offsets) != len(self._keys) + 1:
             raise InputError(
-                f"KeyedJaggedTensor: {len(key_offsets) - 1} lengths per key for {len(self._keys)} keys; wanted one each."
+                f"KeyedJaggedTensor: {len(key_offsets) - 1} lengths per key for {len(self._keys)} keys; "
+                f"wanted one each."
             )
         if key_offsets[-1] != self._values.shape[0]:
             raise InputError(
-                f"KeyedJaggedTensor: the lengths sum to {key_offsets[-1]}, but there are {self._values.shape[0]} values; "
+                f"KeyedJaggedTensor: the lengths sum to {key_offsets[-1]}, but there are "
+                f"{self._values.shape[0]} values; "
                 f"validate_keyed_jagged_tensor() tells which bag is wrong."
             )
 
@@ -205,7 +214,9 @@ class KeyedJaggedTensor:
         ).sync()
 
     @staticmethod
-    def from_jt_dict(jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False) -> KeyedJaggedTensor:
+    def from_jt_dict(
+        jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False
+    ) -> KeyedJaggedTensor:
         """The features of a dict in its order.
 
         Features of different batch sizes make a variable batch; `force_variable_stride` makes one in any case.
@@ -216,7 +227,9 @@ class KeyedJaggedTensor:
         weighted = [part.weights_or_none() is not None for part in parts]
         if any(weighted) and not all(weighted):
             lacking = [key for key, has in zip(jt_dict, weighted, strict=True) if not has]
-            raise InputError(f"KeyedJaggedTensor.from_jt_dict: {lacking[:8]} have no weights, the others do; give all or none.")
+            raise InputError(
+                f"KeyedJaggedTensor.from_jt_dict: {lacking[:8]} have no weights, the others do; give all or none."
+            )
         strides = [part._segments.count() for part in parts]
         variable = force_variable_stride or any(stride != strides[0] for stride in strides)
         return KeyedJaggedTensor(
@@ -231,8 +244,9 @@ class KeyedJaggedTensor:
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """The features of all tensors, one tensor after the other; batch sizes must agree.
 
-        Tensors without keys add nothing. Key offsets are joined if all parts know theirs. Inverse indices must be on all
-        parts or on none. Raises `InputError` for an empty list, repeated keys, or parts that do not fit together.
+        Tensors without keys add nothing. Key offsets are joined if all parts know theirs. Inverse indices must
+        be on all parts or on none. Raises `InputError` for an empty list, repeated keys, or parts that do not
+        fit together.
         """
         if not kjt_list:
             raise InputError("KeyedJaggedTensor.concat: the list is empty; wanted at least one tensor.")
@@ -256,9 +270,14 @@ class KeyedJaggedTensor:
         inverse_indices = None
         if parts[0]._inverse_indices is not None:
             pairs = [part.inverse_indices() for part in parts]
-            inverse_indices = ([key for keys, _ in pairs for key in keys], torch.cat([index for _, index in pairs]))
+            inverse_indices = (
+                [key for keys, _ in pairs for key in keys],
+                torch.cat([index for _, index in pairs]),
+            )
         known = [part._key_offsets for part in parts]
-        key_lengths = [end - start for offsets in known if offsets is not None for start, end in pairwise(offsets)]
+        key_lengths = [
+            end - start for offsets in known if offsets is not None for start, end in pairwise(offsets)
+        ]
         return _assemble(
             Keys.of([key for part in parts for key in part._keys]),
             torch.cat([part._values for part in parts]),
@@ -266,7 +285,9 @@ class KeyedJaggedTensor:
             Segments(torch.cat([part.lengths() for part in parts]), None),
             strides=strides,
             inverse_indices=inverse_indices,
-            key_offsets=None if any(offsets is None for offsets in known) else list(accumulate(key_lengths, initial=0)),
+            key_offsets=None
+            if any(offsets is None for offsets in known)
+            else list(accumulate(key_lengths, initial=0)),
         )
 
     @staticmethod
@@ -281,14 +302,22 @@ class KeyedJaggedTensor:
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         return _assemble(
-            Keys.of(()), torch.empty(0, dtype=values_dtype, device=device), weights, Segments(lengths, None), stride=0
+            Keys.of(()),
+            torch.empty(0, dtype=values_dtype, device=device),
+            weights,
+            Segments(lengths, None),
+            stride=0,
         )
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
         """No keys and no bags, with the dtypes and the batch size of `kjt`."""
-        like = JaggedTensor.empty_like(JaggedTensor.from_segments(kjt._values, kjt._weights, kjt._segments), device)
-        return _assemble(Keys.of(()), like.values(), like.weights_or_none(), like._segments, stride=kjt.stride())
+        like = JaggedTensor.empty_like(
+            JaggedTensor.from_segments(kjt._values, kjt._weights, kjt._segments), device
+        )
+        return _assemble(
+            Keys.of(()), like.values(), like.weights_or_none(), like._segments, stride=kjt.stride()
+        )
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -329,7 +358,7 @@ class KeyedJaggedTensor:
         return self._segments.offsets_or_none()
 
     def stride(self) -> int:
-        """Batch size. For a variable batch: of the full batch if inverse indices tell, else the largest of the keys'."""
+        """Batch size. Of a variable batch: the full batch's if inverse indices tell, else the largest key's."""
         if self._inverse_indices is not None:
             return self._inverse_indices[1].shape[-1]
         if self._strides is not None:
@@ -371,7 +400,7 @@ class KeyedJaggedTensor:
 
         Raises `InputError` if the lengths do not sum to the number of values.
         """
-        self.offset_per_key()
+        self._host_key_offsets()
         return self
 
     def unsync(self) -> KeyedJaggedTensor:
@@ -382,14 +411,18 @@ class KeyedJaggedTensor:
 
     def length_per_key(self) -> list[int]:
         """Ids of each key [F]."""
-        return [end - start for start, end in pairwise(self.offset_per_key())]
+        return [end - start for start, end in pairwise(self._host_key_offsets())]
 
     def length_per_key_or_none(self) -> list[int] | None:
         """Ids of each key if the key offsets are at hand."""
         return None if self._key_offsets is None else self.length_per_key()
 
     def offset_per_key(self) -> list[int]:
-        """Where each key's ids begin [F + 1]."""
+        """Where each key's ids begin [F + 1]; the caller's own list."""
+        return list(self._host_key_offsets())
+
+    def _host_key_offsets(self) -> list[int]:
+        """Where each key's ids begin, fetched once."""
         if self._key_offsets is not None:
             return self._key_offsets
         key_offsets: list[int] = self._key_offsets_F1().tolist()
@@ -400,7 +433,7 @@ class KeyedJaggedTensor:
 
     def offset_per_key_or_none(self) -> list[int] | None:
         """Where each key's ids begin if that is at hand."""
-        return self._key_offsets
+        return None if self._key_offsets is None else list(self._key_offsets)
 
     def lengths_offset_per_key(self) -> list[int]:
         """Where each key's bags begin in the lengths [F + 1]."""
@@ -425,7 +458,9 @@ class KeyedJaggedTensor:
         """Where each key's ids begin, on the device: every B-th bag's offset."""
         offsets_S1 = self._segments.offsets()
         if self._strides is not None:
-            return offsets_S1.index_select(0, torch.tensor(self._strides.bag_offsets(), device=offsets_S1.device))
+            return offsets_S1.index_select(
+                0, torch.tensor(self._strides.bag_offsets(), device=offsets_S1.device)
+            )
         keys = len(self._keys)
         stride = self._segments.count() // keys if keys else 0
         if stride == 0:
@@ -435,11 +470,11 @@ class KeyedJaggedTensor:
     # -- slicing by key ----------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one feature, as views. `UnknownKeyError` (an `InputError` and a `KeyError`) if it is not there."""
+        """The bags of one feature, as views; `UnknownKeyError` (a `KeyError` too) if it is not there."""
         position = self._keys.position(key)
         if self._jt_dict is not None and not torch.compiler.is_compiling():
             return self._jt_dict[key]
-        key_offsets = self.offset_per_key()
+        key_offsets = self._host_key_offsets()
         start, end = key_offsets[position], key_offsets[position + 1]
         if self._strides is None:
             stride = self._segments.count() // len(self._keys)
@@ -494,7 +529,7 @@ class KeyedJaggedTensor:
             rows_FB1 = offsets_S1.unfold(0, stride + 1, stride)
             return (rows_FB1 - rows_FB1[:, :1]).unbind(0)
         bag_offsets = self._strides.bag_offsets()
-        starts = self.offset_per_key()
+        starts = self._host_key_offsets()
         return [
             offsets_S1[first : last + 1] - start
             for (first, last), start in zip(pairwise(bag_offsets), starts[:-1], strict=True)
@@ -507,13 +542,15 @@ class KeyedJaggedTensor:
         """
         parts = self._keys.split(segments)
         bounds = list(accumulate(segments, initial=0))
-        key_offsets = self.offset_per_key()
+        key_offsets = self._host_key_offsets()
         bag_bounds = self.lengths_offset_per_key()
         cuts = [key_offsets[bound] for bound in bounds]
         sizes = [end - start for start, end in pairwise(cuts)]
         values = self._values.split(sizes)
         weights = [None] * len(values) if self._weights is None else self._weights.split(sizes)
-        lengths = self._segments.lengths().split([bag_bounds[end] - bag_bounds[start] for start, end in pairwise(bounds)])
+        lengths = self._segments.lengths().split(
+            [bag_bounds[end] - bag_bounds[start] for start, end in pairwise(bounds)]
+        )
         stride = self.stride()
         return [
             _assemble(
@@ -534,12 +571,16 @@ class KeyedJaggedTensor:
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The features at `indices`, in that order; features may be left out but not repeated.
 
-        `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that leaves features
-        out needs the key offsets (and so may wait for the device).
+        `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that
+        leaves features out needs the key offsets (and so may wait for the device).
         """
         keys = self._keys.select(indices)
         device = self._values.device
-        order_P = torch.tensor(indices, dtype=torch.int64, device=device) if indices_tensor is None else indices_tensor
+        order_P = (
+            torch.tensor(indices, dtype=torch.int64, device=device)
+            if indices_tensor is None
+            else indices_tensor
+        )
         key_offsets = None
         if self._key_offsets is not None or len(keys) < len(self._keys):
             key_lengths = self.length_per_key()
@@ -616,9 +657,13 @@ class KeyedJaggedTensor:
                 f"KeyedJaggedTensor.copy_: keys {self.keys()[:8]} and {kjt.keys()[:8]} differ; wanted the same."
             )
         if self._strides != kjt._strides:
-            raise InputError("KeyedJaggedTensor.copy_: the batch sizes by key and rank differ; wanted the same.")
+            raise InputError(
+                "KeyedJaggedTensor.copy_: the batch sizes by key and rank differ; wanted the same."
+            )
         if (self._inverse_indices is None) != (kjt._inverse_indices is None):
-            raise InputError("KeyedJaggedTensor.copy_: only one of the two has inverse indices; wanted both or none.")
+            raise InputError(
+                "KeyedJaggedTensor.copy_: only one of the two has inverse indices; wanted both or none."
+            )
         target = JaggedTensor.from_segments(self._values, self._weights, self._segments)
         target.copy_(JaggedTensor.from_segments(kjt._values, kjt._weights, kjt._segments), non_blocking)
         if self._inverse_indices is not None:
@@ -635,7 +680,7 @@ class KeyedJaggedTensor:
                 tensor.record_stream(stream)
 
     def clear_storage(self) -> int:
-        """Free the memory of every tensor held, views of it included; returns the bytes freed. Nothing can be read after."""
+        """Free the memory under every tensor held and return its bytes; nothing can be read afterwards."""
         freed = 0
         for tensor in self._tensors():
             storage = tensor.untyped_storage()

@@ -5,8 +5,8 @@ Glossary
     Keys    an ordered, hashable list of them with a name -> position map
 
 A batch arrives thousands of times with the same keys, so everything that depends on names alone (the map, the check for
-repeats, the names of a permutation or of a split's parts) is worked out once per tuple of names. `Keys` is registered as
-a constant: `torch.compile` guards on its equality and folds positions into the graph.
+repeats, the names of a permutation or of a split's parts) is worked out once per tuple of names. `Keys` is
+registered as a constant: `torch.compile` guards on its equality and folds positions into the graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Keys(Sequence[str]):
 
     def __init__(self, names: Sequence[str]) -> None:
         if isinstance(names, str):
-            raise InputError(f"keys: got the string {names!r}; wanted a list of feature names; write [{names!r}].")
+            raise InputError(
+                f"keys: got the string {names!r}; wanted a list of feature names; write [{names!r}]."
+            )
         self.names = tuple(names)
         self._index = {name: position for position, name in enumerate(self.names)}
         if len(self._index) != len(self.names):
@@ -101,13 +103,16 @@ class Keys(Sequence[str]):
     def _select(self, indices: Sequence[int]) -> Keys:
         for index in indices:
             if not 0 <= index < len(self.names):
-                raise InputError(f"permute: index {index} is outside [0, {len(self.names)}), the positions of the keys.")
+                raise InputError(
+                    f"permute: index {index} is outside [0, {len(self.names)}), the positions of the keys."
+                )
         return Keys.of([self.names[index] for index in indices])
 
     def _split(self, segments: Sequence[int]) -> tuple[Keys, ...]:
         if any(size < 0 for size in segments) or sum(segments) != len(self.names):
             raise InputError(
-                f"split: segments {_shorten(segments)} sum to {sum(segments)}; wanted non-negative sizes that sum to the "
+                f"split: segments {_shorten(segments)} sum to {sum(segments)}; wanted non-negative sizes "
+                f"that sum to the "
                 f"number of keys, {len(self.names)}."
             )
         parts = []

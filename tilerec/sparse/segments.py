@@ -2,7 +2,8 @@
 
 Shapes
     lengths_S  int32 or int64   items per segment
-    offsets_S1 int32 or int64   where segments begin, with the end of the last:  offsets[s + 1] = offsets[s] + lengths[s]
+    offsets_S1 int32 or int64   where segments begin, with the end of the last:  offsets[s + 1] = offsets[s] +
+    lengths[s]
 
 Offsets derived from lengths are int64. Lengths derived from offsets keep the dtype of the offsets.
 """
@@ -84,7 +85,8 @@ class Segments:
         """The given tensors moved or copied; derived ones are cheaper derived again than moved."""
         lengths_S, offsets_S1 = self.given_lengths, self.given_offsets
         return Segments(
-            None if lengths_S is None else function(lengths_S), None if offsets_S1 is None else function(offsets_S1)
+            None if lengths_S is None else function(lengths_S),
+            None if offsets_S1 is None else function(offsets_S1),
         )
 
     def copy_(self, source: Segments, non_blocking: bool = False) -> None:
@@ -105,8 +107,8 @@ class Segments:
 def checked_segments(owner: str, lengths: Tensor | None, offsets: Tensor | None) -> Segments:
     """Segments from a caller's tensors; `owner` is the word for the errors.
 
-    Lengths may be [F, B] and are flattened. Shapes and dtypes are checked here, contents in `sparse/validate.py`, because
-    reading contents waits for the device.
+    Lengths may be [F, B] and are flattened. Shapes and dtypes are checked here, contents in
+    `sparse/validate.py`, because reading contents waits for the device.
     """
     if lengths is None and offsets is None:
         raise InputError(f"{owner}: got neither lengths nor offsets; give one of them.")
@@ -118,7 +120,8 @@ def checked_segments(owner: str, lengths: Tensor | None, offsets: Tensor | None)
     if offsets is not None:
         if offsets.dim() != 1 or offsets.shape[0] == 0:
             raise InputError(
-                f"{owner}: offsets have shape {list(offsets.shape)}; wanted one dimension with one entry more than there "
+                f"{owner}: offsets have shape {list(offsets.shape)}; wanted one dimension with one entry "
+                f"more than there "
                 f"are bags, [0] for none."
             )
         if lengths is not None and lengths.shape[0] + 1 != offsets.shape[0]:

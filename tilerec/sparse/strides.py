@@ -44,7 +44,9 @@ class Strides:
                 f"stride_per_key_per_rank: {len(table)} rows for {keys} keys; wanted one list of batch sizes per key."
             )
         if len({len(row) for row in table}) > 1:
-            raise InputError("stride_per_key_per_rank: rows differ in length; wanted one batch size per rank for every key.")
+            raise InputError(
+                "stride_per_key_per_rank: rows differ in length; wanted one batch size per rank for every key."
+            )
         if any(count < 0 for row in table for count in row):
             raise InputError("stride_per_key_per_rank: it holds a negative batch size.")
         return Strides(table)

@@ -1,0 +1,177 @@
+"""Checking what is inside a keyed jagged tensor: for loaders, tests, and the hour something went wrong.
+
+Constructors check shapes and types. Contents live on the device, so reading them costs a wait: it is done here, when
+asked for. Every message names the feature, the bag and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.jagged import repeat_segments
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+
+
+def validate_keyed_jagged_tensor(
+    kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig] | None = None
+) -> bool:
+    """True if the tensor is sound.
+
+    Checks that offsets start at 0 and do not descend, that no length is negative, that lengths and offsets agree, that
+    they add up to the number of values and weights, that inverse indices name bags there are, and, given table
+    `configs`, that ids are whole numbers in the tables' rows. Features that no config names are not checked for range.
+
+    Raises `InputError` for the first thing found wrong, with feature, bag and value. Waits for the device.
+    """
+    _check_offsets(kjt)
+    _check_lengths(kjt)
+    _check_sizes(kjt)
+    _check_inverse_indices(kjt)
+    if configs is not None:
+        _check_ids(kjt, configs)
+    return True
+
+
+def _check_offsets(kjt: KeyedJaggedTensor) -> None:
+    offsets_S1 = kjt._segments.given_offsets
+    if offsets_S1 is None:
+        return
+    first = int(offsets_S1[0].item())
+    if first != 0:
+        raise InputError(
+            f"KeyedJaggedTensor: the first offset is {first}; wanted 0, values of other tensors do not belong here."
+        )
+    bag = _first(offsets_S1.diff() < 0)
+    if bag is not None:
+        raise InputError(
+            f"{_place(kjt, bag)}: offsets descend from {int(offsets_S1[bag])} to "
+            f"{int(offsets_S1[bag + 1])}; wanted each "
+            f"at least as large as the one before."
+        )
+    lengths_S = kjt._segments.given_lengths
+    if lengths_S is not None:
+        bag = _first(lengths_S.long() != offsets_S1.long().diff())
+        if bag is not None:
+            raise InputError(
+                f"{_place(kjt, bag)}: its length is {int(lengths_S[bag])}, but its offsets hold "
+                f"{int(offsets_S1[bag + 1] - offsets_S1[bag])} ids; give only one of lengths and offsets."
+            )
+
+
+def _check_lengths(kjt: KeyedJaggedTensor) -> None:
+    lengths_S = kjt.lengths()
+    bag = _first(lengths_S < 0)
+    if bag is not None:
+        raise InputError(f"{_place(kjt, bag)}: its length is {int(lengths_S[bag])}; wanted 0 or more.")
+
+
+def _check_sizes(kjt: KeyedJaggedTensor) -> None:
+    offsets_S1, items = kjt.offsets(), kjt.values().shape[0]
+    total = int(offsets_S1[-1].item())
+    if total > items:
+        bag = _first(offsets_S1[1:] > items)
+        assert bag is not None, "the last offset exceeds the number of values"
+        raise InputError(
+            f"{_place(kjt, bag)}: it ends at id {int(offsets_S1[bag + 1])}, but there are only {items} "
+            f"values; the lengths "
+            f"sum to {total}."
+        )
+    if total < items:
+        raise InputError(
+            f"KeyedJaggedTensor: the lengths sum to {total}, but there are {items} values; the first that "
+            f"belongs to no bag "
+            f"is {kjt.values()[total].tolist()} at position {total}."
+        )
+    weights = kjt.weights_or_none()
+    if weights is not None and weights.shape[0] != items:
+        raise InputError(
+            f"KeyedJaggedTensor: {weights.shape[0]} weights for {items} values; wanted one each."
+        )
+
+
+def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
+    inverse_indices = kjt.inverse_indices_or_none()
+    if inverse_indices is None:
+        return
+    keys, index_FB = inverse_indices
+    if sorted(keys) != sorted(kjt.keys()):
+        raise InputError(
+            f"KeyedJaggedTensor: inverse indices are for {keys[:8]}, the keys are {kjt.keys()[:8]}; wanted the same."
+        )
+    if index_FB.dim() != 2 or index_FB.shape[0] != len(keys):
+        raise InputError(
+            f"KeyedJaggedTensor: inverse indices have shape {list(index_FB.shape)}; wanted [{len(keys)}, batch]."
+        )
+    stride = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
+    bags_F1 = torch.tensor([stride[key] for key in keys], device=index_FB.device).view(-1, 1)
+    wrong = _first(((index_FB < 0) | (index_FB >= bags_F1)).flatten())
+    if wrong is not None:
+        row, sample = divmod(wrong, index_FB.shape[1])
+        raise InputError(
+            f"Feature '{keys[row]}': sample {sample} uses bag {int(index_FB[row, sample])}; wanted one of its "
+            f"{stride[keys[row]]} bags."
+        )
+
+
+def _check_ids(kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> None:
+    ids_N = kjt.values()
+    if ids_N.is_floating_point() or ids_N.is_complex() or ids_N.dtype == torch.bool:
+        raise InputError(
+            f"KeyedJaggedTensor: values have dtype {ids_N.dtype}; ids of tables are whole numbers, use torch.int64."
+        )
+    if ids_N.dim() != 1:
+        raise InputError(
+            f"KeyedJaggedTensor: values have shape {list(ids_N.shape)}; wanted one id each, [N]."
+        )
+    # The smallest table decides where tables share a feature.
+    table: dict[str, tuple[int, str]] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            limit = (config.num_embeddings, config.name)
+            table[feature] = min(limit, table.get(feature, limit))
+    keys = kjt.keys()
+    unbounded = torch.iinfo(torch.int64).max
+    rows_F = torch.tensor([table.get(key, (unbounded, ""))[0] for key in keys], device=ids_N.device)
+    lowest_F = torch.tensor([0 if key in table else -unbounded - 1 for key in keys], device=ids_N.device)
+    starts_F1 = torch.tensor(kjt.offset_per_key(), device=ids_N.device)
+    ids_long_N = ids_N.long()
+    too_high = ids_long_N >= repeat_segments(rows_F, starts_F1, ids_N.shape[0])
+    too_low = ids_long_N < repeat_segments(lowest_F, starts_F1, ids_N.shape[0])
+    position = _first(too_high | too_low)
+    if position is None:
+        return
+    bag = (
+        int(torch.searchsorted(kjt.offsets().long(), torch.tensor(position, device=ids_N.device), right=True))
+        - 1
+    )
+    rows, name = table[_feature(kjt, bag)[0]]
+    raise InputError(
+        f"{_place(kjt, bag)}: id {int(ids_N[position])} (value {position}) is outside [0, {rows}), the rows of table "
+        f"'{name}'; map it into the table or enlarge num_embeddings."
+    )
+
+
+def _first(wrong: Tensor) -> int | None:
+    """The first true position."""
+    positions = wrong.nonzero()
+    return int(positions[0].item()) if positions.shape[0] > 0 else None
+
+
+def _feature(kjt: KeyedJaggedTensor, bag: int) -> tuple[str, int]:
+    """The feature of a flat bag number, and the bag's number in it."""
+    bag_offsets = kjt.lengths_offset_per_key()
+    position = max(f for f in range(len(bag_offsets) - 1) if bag_offsets[f] <= bag)
+    return kjt.keys()[position], bag - bag_offsets[position]
+
+
+def _place(kjt: KeyedJaggedTensor, bag: int) -> str:
+    feature, own_bag = _feature(kjt, bag)
+    return f"Feature '{feature}', bag {own_bag}"
