@@ -1,0 +1,62 @@
+// C interface of the updates: sum a step's row gradients, apply a row rule once per distinct row.
+//
+//   gradient record   row gradients not yet materialised: an output gradient, the ids it belongs to, and where each feature's
+//                     bags lie in both. Occurrence p of bag b of feature f has the row gradient
+//                     s * w_p * grad[grad_starts[f] + b * grad_strides[f] : + dim], s = 1 / (ids in the bag) for a mean
+//   part              some columns of a table; its rule runs in phases (rules.h)
+//
+// Arrays are parallel: per feature in a record, per table in tr_rows.
+#pragma once
+
+#include "tilerec.h"
+
+enum {
+  TR_RULE_STORE = 0,
+  TR_RULE_SGD = 1,
+  TR_RULE_ADAGRAD = 2,
+  TR_RULE_ROWWISE_ADAGRAD = 3,
+  TR_RULE_ADAM = 4,
+  TR_RULE_PARTIAL_ROWWISE_ADAM = 5,
+  TR_RULE_LAMB = 6,
+  TR_RULE_PARTIAL_ROWWISE_LAMB = 7,
+  TR_RULE_LARS_SGD = 8
+};
+
+typedef struct {
+  const void* grad;             // grad_count numbers of grad_type
+  const void* ids;              // ids_count of index_type
+  const int64_t* offsets;       // offsets_count, or null: every id is its own bag
+  const float* sample_weights;  // ids_count, or null
+  int64_t grad_count, ids_count, offsets_count, features;
+  const int64_t *tables, *starts, *bags, *grad_starts, *grad_strides, *means;
+  int32_t grad_type, index_type;
+} tr_gradient;
+
+typedef struct {
+  void* const* weights;  // per table, contiguous [rows, dims]
+  void* const* slots;    // slots[t * slots_per_table + k], fp32, contiguous [rows, dims] or [rows]
+  const int64_t *rows, *dims;
+  const int32_t* types;
+  const int64_t *steps, *seeds, *row_offsets, *column_offsets;  // two seeds per table
+  const double* hyper;
+  int64_t tables, slots_per_table, hypers;
+  int32_t rule;
+} tr_rows;
+
+// Updates every row that the record names, once. skipped[3]: how many rows had a summed gradient that is not finite (they
+// keep weights and slots), table and row of the first, -1 if none.
+TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int32_t threads, int64_t* skipped, tr_report* report);
+
+// The distinct rows of a record whose features all read one table of `rows` rows (0: not known): how many, then the rows
+// ascending and their summed gradients [count, dim]. The handle is null if report->status is not 0; free it once.
+TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, int32_t threads, int64_t* count, tr_report* report);
+TR_API void tr_sum_finish(void* handle, int64_t* rows_out, float* grads_out);
+TR_API void tr_sum_free(void* handle);
+
+// One column part of a table in phases: tables->tables is 1, `dim` the columns of the whole row, rows_U and grads [U, width]
+// as tr_sum gives them, scalars [P, U] the reduced row sums of the earlier phases (all of them for the apply).
+// out: [U, K, 1], or [U, K, blocks] if exact: a value per aligned block of 8 global columns that the part touches.
+TR_API void tr_rule_partials(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
+                             int64_t dim, int32_t phase, int32_t exact, int32_t threads, float* out, tr_report* report);
+TR_API void tr_rule_apply(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
+                          int64_t dim, int32_t threads, tr_report* report);

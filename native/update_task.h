@@ -1,0 +1,51 @@
+// What update.cpp hands to its kernels: plain records, nothing in them runs.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace tilerec {
+
+// Where the sorted occurrences of one table have their gradient rows: occurrence i's is
+//     grad[place[payload] or start + payload * stride : + dim], times scale[payload] if there is a scale.
+struct Gather {
+  const void* grad;
+  const int64_t* place;
+  const float* scale;
+  int64_t start, stride, dim;
+  const void* keys;  // sorted, `count` of `key_kind`
+  size_t count;
+  int32_t key_kind, payload_bits, grad_type;
+};
+
+enum { kKey32 = 0, kKey64 = 1, kKeyWide = 2 };
+
+constexpr int kMaxSlots = 3;
+
+// One table under one rule.
+struct Target {
+  void* weights;
+  float* slots[kMaxSlots];
+  const double* hyper;
+  int64_t dim, full_dim;  // columns at hand, and of the whole row
+  int64_t step, row_offset, column_offset;
+  uint32_t seeds[2];
+  int32_t type, rule, hypers;
+};
+
+// The runs (equal rows) that begin in a unit: units are this long at most.
+constexpr size_t kUnit = 512;
+
+// Longer runs are summed in pieces of this many occurrences, pieces in order, so that threads can share a run. The bits
+// depend on the run alone, never on the threads.
+constexpr size_t kPiece = 4096;
+
+struct UnitResult {
+  int64_t skipped, first_row;  // rows whose gradient was not finite; the least of them
+  size_t long_begin, long_end; // the run longer than kPiece, if long_begin < long_end; it is left to the caller
+};
+
+// Floats of scratch a kernel needs for `dim` columns.
+constexpr int64_t scratch_floats(int64_t dim) { return 8 * (dim + 128); }
+
+}  // namespace tilerec
