@@ -112,7 +112,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         MLP(0, [3])
     with pytest.raises(ConfigError, match="each of layer_sizes is -3"):
         MLP(4, [-3])
-    with pytest.raises(ConfigError, match="Perceptron: out_size is 2.5"):
+    with pytest.raises(ConfigError, match=r"Perceptron: out_size is 2\.5"):
         Perceptron(4, 2.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=re.escape("MLP: the input has shape [2, 5], wanted […, 4]")):
         MLP(4, [3])(torch.zeros(2, 5))

@@ -1,0 +1,324 @@
+"""Feature processors: what happens to a feature's ids and weights before its table is read.
+
+Nouns
+  position  where an id stands in its bag, counted from 0: `position_N = arange(N) - offsets[bag of N]`
+  position weight  a learned number per feature and position; a pooled lookup multiplies the row at that
+  position by it
+
+Legend of the shapes in names: N ids, B bags of one feature, F features, FB bags of all features
+    (feature-major),
+L max_feature_length of one feature.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.utils import check_size
+from tilerec.ops.jagged import repeat_segments
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+_NO_LIMIT = torch.iinfo(torch.int64).max
+
+
+def _precise_errors(lengths: Tensor) -> bool:
+    """Whether the host may look at `lengths`: in eager mode on the CPU. Elsewhere it would wait for the device."""
+    return lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _assert_on_device(fits: Tensor, message: str) -> None:
+    """Raises where `fits` lives, without the host waiting for it; a meta tensor has nothing to check."""
+    if fits.device.type != "meta":
+        torch._assert_async(fits, message)
+
+
+class FeatureProcessor(nn.Module, abc.ABC):
+    """Maps one feature's `JaggedTensor` to another, usually one with other weights."""
+
+    @abc.abstractmethod
+    def forward(self, features: JaggedTensor) -> JaggedTensor: ...
+
+
+class PositionWeightedModule(FeatureProcessor):
+    """Gives each id the learned weight of its position in the bag; weights the input has are replaced.
+
+    Args:
+        max_feature_length: L, the most ids a bag may have.
+        device: of the weights.
+
+    Shape: a `JaggedTensor` of N ids to one with the same ids and weights [N].
+
+    State: `position_weight` [L], ones at first.
+
+    Raises:
+        ConfigError: L below 1.
+        InputError: a bag with more than L ids (in eager mode on the CPU; elsewhere the device raises a
+            RuntimeError that names L).
+
+    Weights [0.5, 0.2] over bags [7], [], [7, 8] give [0.5, 0.5, 0.2].
+    """
+
+    def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        length = check_size("PositionWeightedModule: max_feature_length", max_feature_length)
+        self.position_weight = nn.Parameter(torch.empty(length, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All weights 1."""
+        with torch.no_grad():
+            self.position_weight.fill_(1.0)
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        lengths_B, offsets_B1, limit = features.lengths(), features.offsets(), self.position_weight.shape[0]
+        if _precise_errors(lengths_B):
+            if lengths_B.numel() and int(lengths_B.max()) > limit:
+                bag = int((lengths_B > limit).nonzero()[0])
+                raise InputError(
+                    f"PositionWeightedModule: bag {bag} has {int(lengths_B[bag])} ids, more than max_feature_length "
+                    f"{limit}; raise max_feature_length or cut the bags."
+                )
+        else:
+            _assert_on_device(
+                (lengths_B <= limit).all(),
+                f"PositionWeightedModule: a bag has more ids than max_feature_length {limit}; raise "
+                "max_feature_length or cut the bags.",
+            )
+        total = features.values().shape[0]
+        start_N = repeat_segments(offsets_B1[:-1], offsets_B1, total)
+        position_N = torch.arange(total, device=start_N.device) - start_N
+        return JaggedTensor(
+            values=features.values(),
+            weights=self.position_weight.gather(0, position_N),
+            lengths=lengths_B,
+            offsets=offsets_B1,
+        )
+
+    def extra_repr(self) -> str:
+        return f"max_feature_length={self.position_weight.shape[0]}"
+
+
+class FeatureProcessorsCollection(nn.Module, abc.ABC):
+    """Maps a `KeyedJaggedTensor` to another: feature processors for several features at once."""
+
+    @abc.abstractmethod
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor: ...
+
+
+class PositionWeightedModuleCollection(FeatureProcessorsCollection):
+    """`PositionWeightedModule` for several features with one gather for all of them, however many there are.
+
+    Features without an entry get weight 1; entries without a feature in the batch are not used. Weights the
+    input has are replaced.
+
+    Args:
+        max_feature_lengths: the most ids a bag may have, per feature.
+        device: of the weights.
+
+    Shape: a `KeyedJaggedTensor` of N ids to one with the same ids and weights [N].
+
+    State: `position_weights.<feature>` [L], ones at first.
+
+    Raises:
+        ConfigError: a length below 1, a feature name that cannot be part of a parameter's name.
+        InputError: a bag with more ids than its feature's length (in eager mode on the CPU; elsewhere the
+            device raises a RuntimeError).
+
+    Weights a: [0.5, 0.2], b: [3.0] over a's bags [7], [7, 8] and b's bags [], [9] give [0.5, 0.5, 0.2, 3.0].
+    """
+
+    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        self.position_weights = nn.ParameterDict()
+        for name, length in max_feature_lengths.items():
+            check_size(f"PositionWeightedModuleCollection: max_feature_lengths['{name}']", length)
+            try:
+                self.position_weights[name] = nn.Parameter(torch.empty(length, device=device))
+            except KeyError as error:
+                raise ConfigError(
+                    f"PositionWeightedModuleCollection: feature '{name}' cannot name a parameter ({error.args[0]}); "
+                    "rename the feature."
+                ) from None
+        self.max_feature_lengths = dict(max_feature_lengths)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All weights 1."""
+        with torch.no_grad():
+            for weight in self.position_weights.values():
+                weight.fill_(1.0)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return weigh_by_position(features, self.position_weights)
+
+    def extra_repr(self) -> str:
+        return f"max_feature_lengths={self.max_feature_lengths}"
+
+
+class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
+    """One `FeatureProcessor` per feature as a collection.
+
+    Features without a processor get weight 1. Position-weighted modules alone are done in one gather; where
+    there are other processors, each is called by itself, and may change its feature's ids as well as its
+    weights.
+
+    Args:
+        feature_processors: per feature.
+
+    State: `_feature_processors.<feature>.*`.
+    """
+
+    def __init__(self, feature_processors: nn.ModuleDict) -> None:
+        super().__init__()
+        self._feature_processors = feature_processors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return apply_feature_processors_to_kjt(features, dict(self._feature_processors.items()))
+
+
+def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """`features` with the weight of its position at every id, 1 for a feature that `weights` does not have.
+
+    The weights of the features at hand lie in one vector: weight number `start of the feature + position`. A
+        one closes the
+    vector for the features without weights.
+
+    Args:
+        features: N ids.
+        weights: per feature, [L] of one floating dtype.
+
+    Raises:
+        InputError: a bag with more ids than its feature has weights.
+    """
+    keys = features.keys()
+    found = [weights.get(key) for key in keys]
+    starts: list[int] = []
+    limits: list[int] = []
+    end = 0
+    for weight in found:
+        starts.append(end)
+        limits.append(_NO_LIMIT if weight is None else weight.shape[0])
+        end += 0 if weight is None else weight.shape[0]
+    values, lengths_FB, offsets_FB1 = features.values(), features.lengths(), features.offsets()
+    device, total = values.device, values.shape[0]
+    _check_positions(features, lengths_FB, limits)
+    first = next((weight for weight in found if weight is not None), None)
+    if first is None:
+        weight_N = torch.ones(total, device=device)
+    else:
+        table = torch.cat([weight for weight in found if weight is not None] + [first.new_ones(1)])
+        start_FB = _per_bag(torch.tensor(starts, device=device), features)
+        index_N = torch.arange(total, device=device)
+        index_N = index_N + repeat_segments(start_FB - offsets_FB1[:-1], offsets_FB1, total)
+        if any(weight is None for weight in found):
+            has_FB = _per_bag(torch.tensor([weight is not None for weight in found], device=device), features)
+            has_N = repeat_segments(has_FB.to(torch.int64), offsets_FB1, total)
+            index_N = torch.where(has_N > 0, index_N, end)
+        weight_N = table.gather(0, index_N)
+    return _with_weights(features, weight_N)
+
+
+def _per_bag(rows_F: Tensor, features: KeyedJaggedTensor) -> Tensor:
+    """One entry per bag from one per feature."""
+    if not features.variable_stride_per_key():
+        return rows_F.unsqueeze(1).expand(-1, features.stride()).reshape(-1)
+    strides = features.stride_per_key()
+    return rows_F.repeat_interleave(torch.tensor(strides, device=rows_F.device), output_size=sum(strides))
+
+
+def _check_positions(features: KeyedJaggedTensor, lengths_FB: Tensor, limits: list[int]) -> None:
+    limit_FB = _per_bag(torch.tensor(limits, dtype=torch.int64, device=lengths_FB.device), features)
+    if not _precise_errors(lengths_FB):
+        shown = [
+            (key, limit) for key, limit in zip(features.keys(), limits, strict=True) if limit != _NO_LIMIT
+        ][:8]
+        _assert_on_device(
+            (lengths_FB <= limit_FB).all(),
+            f"Position weights: a bag has more ids than the max_feature_length of its feature (features, lengths: "
+            f"{shown}); raise it or cut the bags.",
+        )
+        return
+    if not bool((lengths_FB > limit_FB).any()):
+        return
+    place = int((lengths_FB > limit_FB).nonzero()[0])
+    bag = place
+    for key, stride, limit in zip(features.keys(), features.stride_per_key(), limits, strict=True):
+        if bag < stride:
+            raise InputError(
+                f"Feature '{key}': bag {bag} has {int(lengths_FB[place])} ids, more than max_feature_length {limit}; "
+                "raise max_feature_length or cut the bags."
+            )
+        bag -= stride
+    raise AssertionError("the lengths have more entries than the strides say")
+
+
+def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
+    """The same bags with `weights` instead of those they had."""
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=weights,
+        lengths=features.lengths(),
+        offsets=features.offsets(),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        offset_per_key=features.offset_per_key_or_none(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def apply_feature_processors_to_kjt(
+    features: KeyedJaggedTensor, feature_processors: Mapping[str, nn.Module]
+) -> KeyedJaggedTensor:
+    """Each feature that has a processor through its own; the others get weight 1.
+
+    Raises:
+        InputError: a feature that has a processor is not in the batch; a processor returned no weights.
+    """
+    keys = features.keys()
+    known = set(keys)
+    missing = [name for name in feature_processors if name not in known]
+    if missing:
+        raise InputError(
+            f"Feature '{missing[0]}' has a processor but is not in the batch, whose features are {keys}; add it to "
+            "the batch."
+        )
+    position_weights = {
+        name: processor.position_weight
+        for name, processor in feature_processors.items()
+        if type(processor) is PositionWeightedModule
+    }
+    if len(position_weights) == len(feature_processors):
+        return weigh_by_position(features, position_weights)
+    values, weights, lengths = [], [], []
+    for key in keys:
+        jagged: JaggedTensor = features[key]
+        if key in feature_processors:
+            jagged = feature_processors[key](jagged)
+            if jagged.weights_or_none() is None:
+                raise InputError(
+                    f"Feature '{key}': its processor {type(feature_processors[key]).__name__} returned no weights; "
+                    "return a JaggedTensor with weights (ones, where it has none)."
+                )
+            weights.append(jagged.weights())
+        else:
+            weights.append(torch.ones(jagged.values().shape[0], device=jagged.values().device))
+        values.append(jagged.values())
+        lengths.append(jagged.lengths())
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat(values),
+        weights=torch.cat(weights),
+        lengths=torch.cat(lengths),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
