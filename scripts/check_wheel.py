@@ -132,7 +132,12 @@ def build_without_compiler(folder: Path) -> Path:
     shutil.copytree(
         ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist", "__pycache__", "*.so")
     )
-    without = {**os.environ, "CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "TILEREC_NATIVE_REQUIRED": "0"}
+    without = {
+        **os.environ,
+        "CXX": "/nonexistent/c++",
+        "CC": "/nonexistent/cc",
+        "TILEREC_NATIVE_REQUIRED": "0",
+    }
     run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)],
         env=without,
