@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_window_holds_exactly_the_latest_samples_however_they_are_batched(
 ) -> None:
     p, y, w = _samples(2, 70)
     metrics = MetricModule(("click", "like"), window=window)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         metrics.update(p[:, start:stop], y[:, start:stop], w[:, start:stop])
     values = metrics.compute()
     assert len(values) == 2 * 4 * 2

@@ -49,10 +49,9 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` still reads these tensors, so their memory is not reused under it."""
-        # Tensor.record_stream is annotated for CUDA streams only.
-        self.dense_features.record_stream(stream)  # type: ignore[arg-type]
-        self.sparse_features.record_stream(stream)  # type: ignore[arg-type]
-        self.labels.record_stream(stream)  # type: ignore[arg-type]
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
 
     @property
     def batch_size(self) -> int:

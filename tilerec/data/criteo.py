@@ -164,7 +164,7 @@ def _has_header(path: Path) -> bool:
     except OSError as error:
         raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path.") from error
     first_line = start.split(b"\n", 1)[0]
-    return b"\t" not in first_line and any(65 <= byte for byte in first_line[:16])
+    return b"\t" not in first_line and any(byte >= 65 for byte in first_line[:16])
 
 
 def _batch(rows: Rows) -> Batch:

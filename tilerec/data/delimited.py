@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterator
@@ -179,19 +178,9 @@ class DelimitedFile:
         line = 1
         rest = b""
         with self._open() as stream:
-            first = True
-            while True:
-                try:
-                    chunk = stream.read(self._block_bytes)
-                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    raise InputError(
-                        f"{self.path}: the compressed data breaks off or is damaged after line {line - 1 + rest.count(10)}"
-                        f" ({error}); fetch the file again."
-                    ) from error
-                if first:
-                    chunk, first = chunk.removeprefix(b"\xef\xbb\xbf"), False
-                if not chunk:
-                    break
+            while chunk := self._chunk(stream, line + rest.count(b"\n")):
+                if line == 1 and not rest:
+                    chunk = chunk.removeprefix(b"\xef\xbb\xbf")
                 end = chunk.rfind(b"\n") + 1
                 if end:
                     text = rest + chunk[:end]
@@ -208,6 +197,26 @@ class DelimitedFile:
         if rest:
             yield line, rest
 
+    def _chunk(self, stream: BinaryIO, line: int) -> bytes:
+        """About `block_bytes` of text, empty at the end of the file; `line` is the number of the line it starts in."""
+        parts: list[bytes] = []
+        size = 0
+        # read1 gives what could be unpacked before damage, so that the error can name the line.
+        while size < self._block_bytes:
+            try:
+                part = stream.read1(self._block_bytes - size)  # type: ignore[attr-defined]
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                line += sum(part.count(b"\n") for part in parts)
+                raise InputError(
+                    f"{self.path}:{line}: the compressed data breaks off or is damaged in this line or after it"
+                    f" ({error}); fetch the file again."
+                ) from error
+            if not part:
+                break
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts)
+
     def _open(self) -> BinaryIO:
         try:
             stream = self.path.open("rb")
@@ -216,8 +225,7 @@ class DelimitedFile:
         magic = stream.read(2)
         stream.seek(0)
         if magic == b"\x1f\x8b":
-            # GzipFile does not close a file object it is given; BufferedReader does, through _Gzip.
-            return io.BufferedReader(_Gzip(stream), 1 << 16)
+            return _Gzip(stream)  # type: ignore[return-value]
         return stream
 
     def _names(self) -> str:
@@ -366,7 +374,8 @@ class DelimitedFile:
         low_ok = value is not None and (column.low is None or value >= column.low)
         if value is None or not low_ok or (column.high is not None and value > column.high):
             raise InputError(
-                f"{self.path}:{number}: column {column.name!r} reads {_shown(text)}, wanted {column.wanted}; {_NEXT_MOVE}"
+                f"{self.path}:{number}: column {column.name!r} reads {_shown(text)}, wanted {column.wanted};"
+                f" {_NEXT_MOVE}"
             )
         return value
 

@@ -41,6 +41,9 @@ class MetricModule(Metric):
     higher_is_better = None
     is_differentiable = False
 
+    window_samples: Tensor  # float64 [W, 3, T]: prediction, label, weight
+    window_next: Tensor  # int64 []: where in the ring the next sample goes
+
     def __init__(
         self,
         tasks: Sequence[str] = ("click",),

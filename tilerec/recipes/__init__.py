@@ -1,0 +1,21 @@
+"""Whole runs: functions that return a run's config."""
+
+from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
+from tilerec.recipes.model import DLRMConfig, DotConfig, DotModel
+from tilerec.recipes.registry import RECIPES, find_recipe, make_run
+from tilerec.recipes.runs import criteo, movielens, synthetic
+
+__all__ = [
+    "RECIPES",
+    "find_recipe",
+    "make_run",
+    "synthetic",
+    "movielens",
+    "criteo",
+    "SyntheticData",
+    "MovieLensData",
+    "CriteoData",
+    "DLRMConfig",
+    "DotConfig",
+    "DotModel",
+]

@@ -1,0 +1,121 @@
+"""Model configs of the recipes.
+
+Legend: B samples, D embedding dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.data.dataset import Dataset
+from tilerec.errors import ConfigError
+from tilerec.models.dlrm import DLRM
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.mlp import MLP
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.train.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DLRMConfig(ModelConfig):
+    """A DLRM with one table per sparse feature.
+
+    Attributes:
+        embedding_dim: D of every table.
+        dense_arch: layers of the MLP over dense features, before its last one, which has D outputs.
+        over_arch: layers of the MLP over the interactions, before its last one, which has one output.
+        mean_pooling: bags are averaged instead of summed.
+        init_bound: initial rows are uniform in ±init_bound; 0 for ±sqrt(1 / rows of the table).
+    """
+
+    embedding_dim: int = 16
+    dense_arch: tuple[int, ...] = (64,)
+    over_arch: tuple[int, ...] = (64, 32)
+    mean_pooling: bool = False
+    init_bound: float = 0.0
+
+    def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
+        if not dataset.dense_features:
+            raise ConfigError("A DLRM reads at least one dense feature, and the dataset has none; use another model.")
+        tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
+        return DLRM(
+            EmbeddingBagCollection(tables, device=device),
+            dense_in_features=len(dataset.dense_features),
+            dense_arch_layer_sizes=[*self.dense_arch, self.embedding_dim],
+            over_arch_layer_sizes=[*self.over_arch, 1],
+            dense_device=device,
+        )
+
+
+@dataclass(frozen=True)
+class DotConfig(ModelConfig):
+    """`DotModel` for datasets with two sparse features.
+
+    Attributes:
+        embedding_dim: D.
+        layers: of the MLP, before its last one, which has one output.
+        init_bound: initial rows are uniform in ±init_bound; 0 for ±sqrt(1 / rows of the table).
+    """
+
+    embedding_dim: int = 16
+    layers: tuple[int, ...] = (32,)
+    init_bound: float = 0.0
+
+    def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
+        if len(dataset.sparse_features) != 2:
+            names = [feature.name for feature in dataset.sparse_features]
+            raise ConfigError(f"The dot model takes two sparse features; the dataset has {names}.")
+        tables = _tables(dataset, self.embedding_dim, mean=False, bound=self.init_bound)
+        return DotModel(EmbeddingBagCollection(tables, device=device), self.layers, device)
+
+
+class DotModel(nn.Module):
+    """logit = <a, b> / sqrt(D) + MLP([a, b]) for the vectors a, b of two features (user and item, say).
+
+    Args:
+        embedding_bag_collection: two tables of one dim D, one feature each.
+        layers: sizes of the MLP's hidden layers.
+        device: of the MLP.
+
+    Shape: dense features are ignored; `KeyedJaggedTensor` of B samples to logits [B].
+    """
+
+    def __init__(
+        self, embedding_bag_collection: EmbeddingBagCollection, layers: tuple[int, ...], device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+        self._dim = embedding_bag_collection.embedding_bag_configs()[0].embedding_dim
+        hidden: list[nn.Module] = [MLP(2 * self._dim, list(layers), device=device)] if layers else []
+        width = layers[-1] if layers else 2 * self._dim
+        self.over_arch = nn.Sequential(*hidden, nn.Linear(width, 1, device=device))
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        both = self.embedding_bag_collection(sparse_features).values()
+        return dot_logits(both, self.over_arch)
+
+
+def dot_logits(both: Tensor, over_arch: nn.Module) -> Tensor:
+    """The head of `DotModel`: [B, 2 D] (a beside b) to logits [B]."""
+    a_BD, b_BD = both.chunk(2, dim=1)
+    logits: Tensor = (a_BD * b_BD).sum(1) / a_BD.shape[1] ** 0.5 + over_arch(both).squeeze(1)
+    return logits
+
+
+def _tables(dataset: Dataset, dim: int, *, mean: bool, bound: float) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            num_embeddings=feature.num_rows,
+            embedding_dim=dim,
+            name=f"{feature.name}_table",
+            feature_names=[feature.name],
+            pooling="MEAN" if mean else "SUM",
+            weight_init_min=-bound if bound else None,
+            weight_init_max=bound if bound else None,
+        )
+        for feature in dataset.sparse_features
+    ]

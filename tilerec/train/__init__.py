@@ -1,0 +1,33 @@
+"""The train loop, its config, and the scores at its end."""
+
+from tilerec.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.train.loop import RunResult, train
+from tilerec.train.loss import click_loss
+from tilerec.train.optimizers import Optimizers
+from tilerec.train.override import override, override_all, settings
+from tilerec.train.report import report
+from tilerec.train.watch import Event, JsonLines, TensorBoard, Terminal, Watcher
+
+__all__ = [
+    "train",
+    "report",
+    "RunConfig",
+    "DataConfig",
+    "ModelConfig",
+    "TrainConfig",
+    "RunResult",
+    "Scores",
+    "evaluate",
+    "predict",
+    "click_loss",
+    "Optimizers",
+    "override",
+    "override_all",
+    "settings",
+    "Event",
+    "Watcher",
+    "JsonLines",
+    "TensorBoard",
+    "Terminal",
+]

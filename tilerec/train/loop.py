@@ -1,0 +1,267 @@
+"""The train loop: batches in, a trained model and its scores out.
+
+    for each batch:  clear gradients, set learning rates
+                     logits = model(dense, sparse); loss = mean cross entropy
+                     backward (tables update here), step (everything else updates here)
+
+Numbers stay on the device between two log events; reading them is the loop's only wait for it.
+
+Legend: B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from tilerec.data.batch import Batch
+from tilerec.data.dataset import Dataset
+from tilerec.data.delimited import RowCount
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.metrics.module import MetricModule
+from tilerec.train.config import RunConfig
+from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.train.loss import click_loss
+from tilerec.train.optimizers import Optimizers
+from tilerec.train.override import settings
+from tilerec.train.watch import Event, JsonLines, TensorBoard, Terminal, Watcher, finite
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run found.
+
+    Attributes:
+        name: of the recipe.
+        steps, samples: done in training.
+        seconds: of training, without reading the scores.
+        held_out: scores on the held-out part after the last step.
+        best: scores there of the true probabilities, where the data know them.
+        best_expected_auc: AUC of the true probabilities, expected over the labels they could have given.
+        rows: of the source, with bad rows left out.
+        model: the trained model.
+        log_dir: where the logs are; "" for none.
+    """
+
+    name: str
+    steps: int
+    samples: int
+    seconds: float
+    held_out: Scores
+    best: Scores | None
+    best_expected_auc: float | None
+    rows: RowCount
+    model: nn.Module
+    log_dir: str
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training samples per second of training, reading the data included."""
+        return self.samples / self.seconds if self.seconds else math.nan
+
+
+def train(config: RunConfig, *, console: Console | None = None, watchers: Sequence[Watcher] = ()) -> RunResult:
+    """Run a recipe.
+
+    Args:
+        config: the whole run.
+        console: where progress goes; None is silent.
+        watchers: further ones, besides the logs in `config.log_dir`; closed at the end.
+
+    Raises:
+        InputError: data that cannot be read; ConfigError: settings that contradict each other; TilerecError: a loss
+            that is not finite.
+    """
+    options = config.train
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = _device(options.device)
+    dataset = config.data.open()
+    torch.manual_seed(options.seed)
+    model = config.model.build(dataset, device)
+    heard_by = list(watchers)
+    try:
+        if config.log_dir:
+            heard_by += _logs(config)
+        if console is not None:
+            heard_by.append(Terminal(console, options.max_steps or None))
+        run = _Run(config, dataset, model, device, heard_by)
+        run.learn()
+        predictions, labels = predict(model, dataset.held_out(options.eval_batch_size), device)
+        held_out = Scores.of(predictions, labels)
+        run.tell("eval", _values(held_out))
+    finally:
+        for watcher in heard_by:
+            watcher.close()
+    best, expected = _best(dataset, labels)
+    result = RunResult(
+        name=config.name,
+        steps=run.steps,
+        samples=run.samples,
+        seconds=run.seconds,
+        held_out=held_out,
+        best=best,
+        best_expected_auc=expected,
+        rows=dataset.row_count(),
+        model=model,
+        log_dir=config.log_dir,
+    )
+    if config.log_dir:
+        _write_json(Path(config.log_dir) / "summary.json", summary(result))
+    return result
+
+
+def summary(result: RunResult) -> dict[str, object]:
+    """The result as JSON values."""
+    return {
+        "recipe": result.name,
+        "steps": result.steps,
+        "samples": result.samples,
+        "seconds": result.seconds,
+        "samples_per_second": result.samples_per_second,
+        "held_out": asdict(result.held_out),
+        "best": None if result.best is None else asdict(result.best),
+        "best_expected_auc": result.best_expected_auc,
+        "rows": asdict(result.rows),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+class _Run:
+    """A run in progress: model, optimizers, counters."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, heard_by: list[Watcher]
+    ) -> None:
+        self._options = config.train
+        self._dataset = dataset
+        self._model = model
+        self._device = device
+        self._heard_by = heard_by
+        self._optimizers = Optimizers(model, config.train)
+        self._metrics = MetricModule(measures=["auc"], window=config.train.metric_window).to(device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._logged_steps = 0
+        self.steps = 0
+        self.samples = 0
+        self.seconds = 0.0
+
+    def learn(self) -> None:
+        """All epochs, or up to the last step."""
+        options = self._options
+        self._model.train()
+        since = time.perf_counter()
+        for batch in self._batches():
+            loss = self._step(batch)
+            self.steps += 1
+            self.samples += batch.batch_size
+            self._loss_sum += loss
+            if self.steps % options.log_every == 0:
+                values = self._progress()
+                # Reading the values has waited for the device, so the clock tells its time too.
+                self.seconds += time.perf_counter() - since
+                self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+                since = time.perf_counter()
+            if options.eval_every and self.steps % options.eval_every == 0 and self.steps != options.max_steps:
+                self._wait()
+                self.seconds += time.perf_counter() - since
+                scores = evaluate(self._model, self._dataset.held_out(options.eval_batch_size), self._device)
+                self.tell("eval", _values(scores))
+                since = time.perf_counter()
+        if not self.steps:
+            raise ConfigError("The training part has no samples; give more data, or hold out less of it.")
+        if self.steps > self._logged_steps:
+            values = self._progress()
+            self.seconds += time.perf_counter() - since
+            self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+
+    def tell(self, kind: str, values: dict[str, float]) -> None:
+        """Every watcher hears it."""
+        assert kind in ("train", "eval")
+        event = Event(kind, self.steps, self.samples, values)  # type: ignore[arg-type]
+        for watcher in self._heard_by:
+            watcher.record(event)
+
+    def _batches(self) -> Iterator[Batch]:
+        for epoch in range(self._options.epochs):
+            for batch in self._dataset.train(self._options.batch_size, epoch):
+                if self._options.max_steps and self.steps == self._options.max_steps:
+                    return
+                yield batch
+
+    def _step(self, batch: Batch) -> Tensor:
+        """One update; the loss, still on the device."""
+        batch = batch.to(self._device, non_blocking=True)
+        self._optimizers.prepare(self.steps)
+        logits = self._model(batch.dense_features, batch.sparse_features)
+        loss = click_loss(logits, batch.labels)
+        loss.backward()
+        self._optimizers.step()
+        self._metrics.update(logits.detach().reshape(-1).sigmoid(), batch.labels)
+        return loss.detach()
+
+    def _progress(self) -> dict[str, float]:
+        """Mean loss since the last event and AUC of the latest samples; waits for the device."""
+        loss = self._loss_sum.item() / (self.steps - self._logged_steps)
+        if not math.isfinite(loss):
+            raise TilerecError(
+                f"The loss is {loss} after step {self.steps}; lower train.embedding_optimizer.lr or "
+                "train.dense_optimizer.lr, or look for values that are not finite in the dense features."
+            )
+        self._loss_sum.zero_()
+        self._logged_steps = self.steps
+        factor = self._options.lr_factor(self.steps - 1)
+        return {"loss": loss, "auc": self._metrics.compute()["click/auc/window"].item(), "lr_factor": factor}
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"train.device is {name!r}, which this machine or torch has not; use 'cpu'.") from error
+    return device
+
+
+def _values(scores: Scores) -> dict[str, float]:
+    return {name: value for name, value in asdict(scores).items() if name != "samples"}
+
+
+def _best(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None]:
+    true = dataset.best_predictions()
+    if true is None:
+        return None, None
+    return Scores.of(true, labels), Scores.of(true, true).auc
+
+
+def _logs(config: RunConfig) -> list[Watcher]:
+    folder = Path(config.log_dir)
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"log_dir {config.log_dir!r} holds the logs of another run; name a new folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "config.json", {"name": config.name, **settings(config)})
+        return [JsonLines(folder), TensorBoard(folder)]
+    except OSError as error:
+        raise ConfigError(f"log_dir {config.log_dir!r} cannot be written ({error.strerror}); name another.") from error
+
+
+def _write_json(path: Path, values: dict[str, object]) -> None:
+    """Whole or not at all: a run that is stopped leaves no half file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(finite(values), indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(part, path)

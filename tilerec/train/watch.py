@@ -1,0 +1,145 @@
+"""Who hears what a run does: JSONL, TensorBoard, the terminal.
+
+Glossary
+    event     one thing the run has to tell: "train" every few steps, "eval" after an evaluation
+    watcher   hears every event; a run has several
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        kind: which sort.
+        step: steps done so far.
+        samples: training samples seen so far.
+        values: numbers by name, such as "loss"; samples_per_second counts training time only.
+    """
+
+    kind: Literal["train", "eval"]
+    step: int
+    samples: int
+    values: Mapping[str, float]
+
+
+class Watcher(ABC):
+    """Hears a run's events."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Called in order, from one thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The run is over, or has failed."""
+
+
+class JsonLines(Watcher):
+    """`metrics.jsonl`: one JSON object per event; a value that is not a finite number is null."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+
+    def record(self, event: Event) -> None:
+        line = {"kind": event.kind, "step": event.step, "samples": event.samples, **event.values}
+        self._file.write(json.dumps(finite(line)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Watcher):
+    """Scalars `train/…` and `eval/…` over steps, for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def record(self, event: Event) -> None:
+        for name, value in event.values.items():
+            self._writer.add_scalar(f"{event.kind}/{name}", value, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Terminal(Watcher):
+    """A progress bar on a terminal; a line per event elsewhere.
+
+    Args:
+        console: where to write.
+        total_steps: for the bar; None if nobody knows.
+    """
+
+    def __init__(self, console: Console, total_steps: int | None) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                _Steps(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, numbers="")
+            self._progress.start()
+
+    def record(self, event: Event) -> None:
+        names = ("loss", "auc", "samples_per_second") if event.kind == "train" else ("auc", "log_loss", "ne")
+        numbers = "  ".join(_SHOWN[name](event.values[name]) for name in names)
+        if self._progress is None:
+            self._console.print(f"{event.kind:5s} step {event.step:>6,}  {numbers}", highlight=False)
+        elif event.kind == "train":
+            self._progress.update(self._task, completed=event.step, numbers=numbers)
+        else:
+            self._progress.console.print(f"held out, step {event.step:,}:  {numbers}", highlight=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+_SHOWN = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "auc": lambda value: f"AUC {value:.4f}",
+    "log_loss": lambda value: f"log loss {value:.4f}",
+    "ne": lambda value: f"NE {value:.4f}",
+    "samples_per_second": lambda value: f"{value:,.0f} samples/s",
+}
+
+
+class _Steps(ProgressColumn):
+    """`120/1,024`, or `120` where the end is unknown."""
+
+    def render(self, task: Task) -> Text:
+        done = f"{task.completed:,.0f}"
+        return Text(done if task.total is None else f"{done}/{task.total:,.0f}", style="progress.download")
+
+
+def finite(value: Any) -> Any:
+    """The value with every number that JSON cannot hold replaced by None."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
