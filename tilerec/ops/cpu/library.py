@@ -1,8 +1,9 @@
 """The native CPU library: finding it, loading it, and what its callers share.
 
-`libtilerec_cpu.so` lies beside this file, in a checkout (`cmake -S . -B build/native && cmake --build build/native`) as in an
-installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes: it knows neither Python's nor PyTorch's version. Where it
-is missing, too old or unwanted, `library()` is None, the reference kernels run, and one log line says why.
+`libtilerec_cpu.so` lies beside this file, in a checkout (`cmake -S . -B build/native && cmake --build build/native`)
+as in an installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes: it knows neither Python's nor
+PyTorch's version. Where it is missing, too old or unwanted, `library()` is None, the reference kernels run, and one
+log line says why.
 
 OpenMP. The library is compiled with OpenMP and linked without it; its few OpenMP symbols resolve to the runtime PyTorch
 has loaded, so both share one pool of threads. PyTorch loads that runtime for itself only, so it is made visible
@@ -41,7 +42,7 @@ ISAS = ("base", "avx2", "avx512")
 class Report(ctypes.Structure):
     """`tr_report`: what a function found wrong; `status` 0 is nothing."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         ("status", ctypes.c_int64),
         ("feature", ctypes.c_int64),
         ("position", ctypes.c_int64),
@@ -52,7 +53,7 @@ class Report(ctypes.Structure):
 class Table(ctypes.Structure):
     """`tr_table`: a contiguous table of rows x dim numbers."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("dim", ctypes.c_int64),
@@ -84,6 +85,11 @@ def status() -> LibraryStatus:
     return _loaded()[1]
 
 
+def reason() -> str:
+    """Why the library does not serve; empty when it does."""
+    return status().reason
+
+
 @functools.lru_cache(maxsize=1)
 def _loaded() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     found, state = _load()
@@ -105,15 +111,15 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     except (OSError, AttributeError) as error:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
     if version != ABI_VERSION:
-        return None, LibraryStatus(path, f"{path} has interface version {version}, wanted {ABI_VERSION}; build it again")
+        return None, LibraryStatus(path, f"{path} has interface {version}, wanted {ABI_VERSION}; build it again")
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
 
 
 def _promote_openmp() -> str:
     """Make the OpenMP runtime PyTorch has loaded visible to the libraries loaded later; its path, "" if there is none.
 
-    Wheels carry it under several names (`libgomp.so.1`, `libgomp-<hash>.so.1.0.0`, `libiomp5.so`, `libomp.so`), so it is looked
-    for among the files this process has mapped, PyTorch's own first.
+    Wheels carry it under several names (`libgomp.so.1`, `libgomp-<hash>.so.1.0.0`, `libiomp5.so`, `libomp.so`), so it
+    is looked for among the files this process has mapped, PyTorch's own first.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

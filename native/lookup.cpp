@@ -1,0 +1,184 @@
+// Calls of lookup.h: resolving places, cutting the work into parts, handing parts to threads.
+#include "lookup.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "isa.h"
+#include "parallel.h"
+
+TILEREC_DECLARE(LookupFault pooled_part(const LookupPart& part))
+TILEREC_DECLARE(LookupFault sequence_part(const LookupPart& part))
+TILEREC_DECLARE(LookupFault sample_weight_part(const LookupPart& part))
+
+namespace tilerec {
+namespace {
+
+constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is done before a second thread has woken up
+constexpr int64_t kPartsPerThread = 8;
+constexpr int64_t kStreamBytes = int64_t(1) << 62;
+
+using Kernel = LookupFault (*)(const LookupPart&);
+
+struct Piece {
+  int64_t feature, begin, end;
+};
+
+int64_t bytes_of(int64_t type) { return type == TR_F32 ? 4 : 2; }
+
+int64_t clamp(int64_t x, int64_t most) { return std::max<int64_t>(0, std::min(x, most)); }
+
+// The features of a pooled call. False: a call that contradicts itself.
+bool resolve(const tr_lookup& call, std::vector<LookupFeature>& features) {
+  std::vector<int64_t> key_starts;
+  if (call.batch_count != 1) {
+    key_starts.resize(static_cast<size_t>(call.batch_count) + 1);
+    for (int64_t k = 0; k < call.batch_count; k++) key_starts[k + 1] = key_starts[k] + call.batches[k];
+  }
+  int64_t width = 0, place = 0;
+  for (int64_t f = 0; f < call.features; f++) width += call.dims[call.tables[f]];
+  for (int64_t f = 0; f < call.features; f++) {
+    const int64_t table = call.tables[f], key = call.keys[f], dim = call.dims[table];
+    const bool uniform = call.batch_count == 1;
+    if (!uniform && key >= call.batch_count) return false;
+    const int64_t bags = uniform ? call.batches[0] : call.batches[key];
+    const int64_t first = uniform ? key * bags : key_starts[key];
+    if (bags < 0 || first + bags + 1 > call.offset_count) return false;
+    features[f] = {call.data[table], static_cast<uint64_t>(call.rows[table]), dim, static_cast<int32_t>(call.types[table]),
+                   call.means && call.means[f] != 0, bags, call.offsets + first, place, uniform ? width : dim};
+    place += uniform ? dim : bags * dim;
+  }
+  return true;
+}
+
+// Work in bytes moved; a bag costs about as much as a short row.
+int64_t cost_of(const tr_lookup& call, const LookupFeature& f, int64_t ids, int64_t bags) {
+  return ids * (f.dim * bytes_of(f.type) + 16) + bags * (f.dim * bytes_of(call.number_type) + 32);
+}
+
+// Runs the parts on threads. Every thread begins with its own run of neighbouring parts (so that two threads rarely keep
+// the same table in their caches) and then takes what others have left. Which thread does a part changes no bit.
+void run(tr_lookup& call, const std::vector<LookupFeature>& features, const std::vector<Piece>& pieces, int threads,
+         int64_t scratch, bool stream, Kernel kernel) {
+  std::vector<LookupFault> faults(pieces.size(), LookupFault{TR_OK, 0, 0});
+  std::unique_ptr<std::atomic<size_t>[]> next(new std::atomic<size_t>[static_cast<size_t>(threads)]);
+  std::vector<float> scratches(static_cast<size_t>(scratch * threads));
+  for (int t = 0; t < threads; t++) next[t] = pieces.size() * static_cast<size_t>(t) / static_cast<size_t>(threads);
+  parallel(threads, [&](const Team& team) {
+    float* mine = scratches.data() + scratch * team.thread;
+    for (int i = 0; i < threads; i++) {
+      const int owner = (team.thread + i) % threads;
+      const size_t end = pieces.size() * static_cast<size_t>(owner + 1) / static_cast<size_t>(threads);
+      for (size_t at; (at = next[owner].fetch_add(1, std::memory_order_relaxed)) < end;) {
+        const Piece& piece = pieces[at];
+        faults[at] = kernel({&call, &features[piece.feature], piece.begin, piece.end, mine, stream});
+      }
+    }
+  });
+  for (size_t at = 0; at < pieces.size(); at++)
+    if (faults[at].status != TR_OK) {
+      call.report = {faults[at].status, pieces[at].feature, faults[at].position, faults[at].value};
+      return;  // pieces are in the order (feature, position): this is the first
+    }
+}
+
+void cut(std::vector<Piece>& pieces, int64_t feature, int64_t begin, int64_t end, int64_t cost, int64_t part_cost) {
+  const int64_t count = end - begin, parts = std::max<int64_t>(1, std::min(count, (cost + part_cost - 1) / part_cost));
+  for (int64_t i = 0; i < parts; i++) pieces.push_back({feature, begin + count * i / parts, begin + count * (i + 1) / parts});
+}
+
+int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
+  call.report = {TR_OK, 0, 0, 0};
+  std::vector<LookupFeature> features(static_cast<size_t>(call.features));
+  if (!resolve(call, features)) {
+    call.report.status = TR_BAD_ARGUMENT;
+    return TR_BAD_ARGUMENT;
+  }
+  std::vector<int64_t> costs(features.size());
+  int64_t total = 0, widest = 0;
+  for (size_t f = 0; f < features.size(); f++) {
+    const LookupFeature& feature = features[f];
+    const int64_t ids = clamp(feature.offsets[feature.bags], call.id_count) - clamp(feature.offsets[0], call.id_count);
+    total += costs[f] = cost_of(call, feature, std::max<int64_t>(ids, 0), feature.bags);
+    widest = std::max(widest, feature.dim);
+  }
+  const int threads = total < kBytesForThreads ? 1 : static_cast<int>(std::max<int64_t>(1, call.threads));
+  const int64_t part_cost = threads == 1 ? total + 1 : std::max<int64_t>(16 << 10, total / (threads * kPartsPerThread) + 1);
+  std::vector<Piece> pieces;
+  std::vector<bool> seen;
+  for (size_t f = 0; f < features.size(); f++) {
+    if (one_key_at_a_time) {
+      // Features of one key add to the same numbers: a second reader of a key waits until the first ones are done.
+      const size_t key = static_cast<size_t>(call.keys[f]);
+      if (seen.size() <= key) seen.resize(key + 1, false);
+      if (seen[key]) {
+        run(call, features, pieces, threads, widest, false, kernel);
+        if (call.report.status != TR_OK) return call.report.status;
+        pieces.clear();
+        std::fill(seen.begin(), seen.end(), false);
+      }
+      seen[key] = true;
+    }
+    cut(pieces, static_cast<int64_t>(f), 0, features[f].bags, costs[f], part_cost);
+  }
+  run(call, features, pieces, threads, one_key_at_a_time ? widest : 0, false, kernel);
+  if (call.report.status == TR_BAD_OFFSETS)
+    call.report.position += features[static_cast<size_t>(call.report.feature)].offsets - call.offsets;
+  return call.report.status;
+}
+
+int64_t sequence_call(tr_lookup& call) {
+  call.report = {TR_OK, 0, 0, 0};
+  std::vector<LookupFeature> features(static_cast<size_t>(call.features));
+  std::vector<Piece> pieces;
+  int64_t total = 0;
+  for (int64_t f = 0; f < call.features; f++) {
+    const int64_t table = call.tables[f], begin = call.offsets[f], end = call.offsets[f + 1];
+    if (begin < 0 || end < begin || end > call.id_count) {
+      const bool first = begin < 0 || begin > call.id_count;
+      call.report = {TR_BAD_OFFSETS, f, first ? f : f + 1, first ? begin : end};
+      return TR_BAD_OFFSETS;
+    }
+    features[f] = {call.data[table], static_cast<uint64_t>(call.rows[table]), call.dims[table],
+                   static_cast<int32_t>(call.types[table]), false, end - begin, nullptr, 0, 0};
+    total += cost_of(call, features[f], end - begin, end - begin);
+  }
+  const int threads = total < kBytesForThreads ? 1 : static_cast<int>(std::max<int64_t>(1, call.threads));
+  const int64_t part_cost = threads == 1 ? total + 1 : std::max<int64_t>(16 << 10, total / (threads * kPartsPerThread) + 1);
+  for (int64_t f = 0; f < call.features; f++)
+    cut(pieces, f, call.offsets[f], call.offsets[f + 1], cost_of(call, features[f], features[f].bags, features[f].bags),
+        part_cost);
+  const bool stream = call.features > 0 && call.id_count * call.dims[call.tables[0]] * bytes_of(call.number_type) >= kStreamBytes;
+  run(call, features, pieces, threads, 0, stream, TILEREC_CALL(sequence_part));
+  return call.report.status;
+}
+
+template <class Body>
+int64_t guarded(tr_lookup* call, Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    call->report = {TR_NO_MEMORY, 0, 0, 0};
+    return TR_NO_MEMORY;
+  }
+}
+
+}  // namespace
+}  // namespace tilerec
+
+using namespace tilerec;
+
+TR_API int64_t tr_pooled_lookup(tr_lookup* call) {
+  return guarded(call, [&] { return pooled_call(*call, TILEREC_CALL(pooled_part), false); });
+}
+
+TR_API int64_t tr_sequence_lookup(tr_lookup* call) {
+  return guarded(call, [&] { return sequence_call(*call); });
+}
+
+TR_API int64_t tr_sample_weight_grad(tr_lookup* call) {
+  return guarded(call, [&] { return pooled_call(*call, TILEREC_CALL(sample_weight_part), true); });
+}

@@ -1,0 +1,74 @@
+// Looking rows up: the C functions and what their kernels are given (tilerec/ops/lookup.py is the specification).
+//
+//   out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of bag (f, b); empty bag: zeros
+//
+// Sums run in fp32 in the order of the occurrences: a multiplication by w_p (if there are weights) and an addition per row, a
+// division by L at the end of a mean, one rounding to the type of the output.
+#pragma once
+
+#include "tilerec.h"
+
+// One call. Arrays of features: tables, keys, means. Arrays of tables: rows, dims, types, data.
+typedef struct {
+  int64_t features;
+  const int64_t *tables, *keys, *means;
+  int64_t table_count;
+  const int64_t *rows, *dims, *types;
+  const void* const* data;
+  int64_t batch_count;     // 1: every key has batches[0] bags; otherwise one entry per key
+  const int64_t* batches;
+  const void* ids;
+  int64_t index_type, id_count;
+  const int64_t* offsets;  // pooled: first id per bag; sequence: first id per feature
+  int64_t offset_count;
+  const float* sample_weights;  // or null
+  void* numbers;                // the output; of tr_sample_weight_grad: the output's gradient
+  int64_t number_type;
+  float* sample_grads;          // tr_sample_weight_grad alone: [id_count], zeros
+  int64_t threads;
+  tr_report report;
+} tr_lookup;
+
+// Each returns report.status.
+//
+// Example: one table {{1, 2}, {3, 4}}, ids {0, 1, 1}, offsets {0, 2, 3}, sum: out {{4, 6}, {3, 4}}.
+TR_API int64_t tr_pooled_lookup(tr_lookup* call);
+// Row by row: out[p] = W[ids[p]]; keys, means, batches and sample_weights are not read. Same example: {{1, 2}, {3, 4}, {3, 4}}.
+TR_API int64_t tr_sequence_lookup(tr_lookup* call);
+// sample_grads[p] += s * <numbers[f, b], W[ids_p]>, features in their order. In a product's sum, eight running sums over
+// the columns c % 8 are added up as ((0+1)+(2+3))+((4+5)+(6+7)).
+TR_API int64_t tr_sample_weight_grad(tr_lookup* call);
+
+#if defined(__cplusplus)
+namespace tilerec {
+
+// A feature of one call, all places resolved: bag b holds the ids offsets[b] .. offsets[b + 1] and its result lies at
+// number numbers_start + b * numbers_stride.
+struct LookupFeature {
+  const void* data;
+  uint64_t rows;
+  int64_t dim;
+  int32_t type;
+  bool mean;
+  int64_t bags;
+  const int64_t* offsets;
+  int64_t numbers_start, numbers_stride;
+};
+
+// A run of one feature's bags (sequence: of one feature's ids) for one thread. `scratch`: as many floats as the widest table.
+struct LookupPart {
+  const tr_lookup* call;
+  const LookupFeature* feature;
+  int64_t begin, end;
+  float* scratch;
+  bool stream;  // sequence: write past the caches
+};
+
+// What a part found wrong, first in its order; status TR_OK if nothing. Value and position as in tr_report, a bag's number
+// counted from the feature's first bag.
+struct LookupFault {
+  int64_t status, position, value;
+};
+
+}  // namespace tilerec
+#endif
