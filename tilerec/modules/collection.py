@@ -58,13 +58,19 @@ def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, .
     seen: set[str] = set()
     for config in configs:
         if not config.name or "." in config.name or "," in config.name or "@" in config.name:
-            raise ConfigError(f"{kind}: table name {config.name!r} must be non-empty and without '.', ',' or '@'.")
+            raise ConfigError(
+                f"{kind}: table name {config.name!r} must be non-empty and without '.', ',' or '@'."
+            )
         if config.name in seen:
-            raise ConfigError(f"{kind}: two tables are called '{config.name}'; names must differ within a collection.")
+            raise ConfigError(
+                f"{kind}: two tables are called '{config.name}'; names must differ within a collection."
+            )
         seen.add(config.name)
         for feature in config.feature_names:
             if not feature or "," in feature or "@" in feature:
-                raise ConfigError(f"Table '{config.name}': feature {feature!r} must be non-empty and without ',' or '@'.")
+                raise ConfigError(
+                    f"Table '{config.name}': feature {feature!r} must be non-empty and without ',' or '@'."
+                )
     readers = Counter(feature for config in configs for feature in config.feature_names)
     return tuple(
         Slot(
@@ -97,7 +103,9 @@ class TableCollection(nn.Module):
         self._configs = tuple(tables)
         self._slots = feature_slots(self._configs, kind)
         self._holder = holder
-        self._output_dtype = data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
+        self._output_dtype = (
+            data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
+        )
         if self._output_dtype is not None:
             dtype_to_data_type(self._output_dtype)
         self._on_bad_id = on_bad_id
@@ -106,7 +114,11 @@ class TableCollection(nn.Module):
         self.seed = int(torch.randint(1 << 62, ()))
         self.add_module(holder, nn.ModuleDict({c.name: Table(c, device, self.seed) for c in self._configs}))
         self._renew_sinks()
-        lay_flat(self.parameters())
+        self._lay_flat()
+
+    def _lay_flat(self) -> None:
+        """Own tables side by side; those tied to another collection's stay in its storage."""
+        lay_flat(t.weight for t in self._tables.values() if t.seed == self.seed and not t.tied)
 
     @property
     def _tables(self) -> nn.ModuleDict:
@@ -148,7 +160,9 @@ class TableCollection(nn.Module):
             return (False,) * len(self._configs)
         return tuple(t.rows.takes_gradients and t.weight.requires_grad for t in self._tables.values())
 
-    def _route(self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]) -> tuple[Lookup, ...]:
+    def _route(
+        self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]
+    ) -> tuple[Lookup, ...]:
         """The lookups for a batch with these keys; `split` gives slots that must not share one a different mark."""
         position = {key: k for k, key in enumerate(keys)}
         order = {config.name: t for t, config in enumerate(self._configs)}
@@ -196,7 +210,9 @@ class TableCollection(nn.Module):
         handles = [table.rows.handle for table in tables]
         if handles != self._handles:
             if torch.compiler.is_compiling():
-                raise RuntimeError(f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it.")
+                raise RuntimeError(
+                    f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it."
+                )
             self._renew_sinks()
         return [table.weight for table in tables], self._sinks, self._no_sinks
 
@@ -220,7 +236,9 @@ class TableCollection(nn.Module):
         info = torch.iinfo(ids.dtype)
         keys = features.keys()
         # A key that no table reads keeps its ids; one that several read is clamped into the smallest.
-        last_K = torch.tensor([min(readers[k]) - 1 if k in readers else info.max for k in keys], device=ids.device)
+        last_K = torch.tensor(
+            [min(readers[k]) - 1 if k in readers else info.max for k in keys], device=ids.device
+        )
         first_K = torch.tensor([0 if k in readers else info.min for k in keys], device=ids.device)
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
         clamped = torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
@@ -236,7 +254,7 @@ class TableCollection(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:
         super()._apply(fn, recurse)
-        lay_flat(self.parameters())
+        self._lay_flat()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,7 +263,7 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._renew_sinks()
-        lay_flat(self.parameters())
+        self._lay_flat()
 
 
 def key_starts(features: KeyedJaggedTensor) -> Tensor:

@@ -1,6 +1,6 @@
 """`EmbeddingCollection`: many tables, one row per id, in the order of the ids.
 
-  out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths() are the feature's own
+out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths() are the feature's own
 """
 
 from __future__ import annotations
@@ -77,12 +77,21 @@ class EmbeddingCollection(TableCollection):
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(ids, starts, order, own_starts, sum(own_sizes))
             out, _ = torch.ops.tilerec.sequence_lookup(
-                leaves, sinks if lookup.attached else no_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
+                leaves,
+                sinks if lookup.attached else no_sinks,
+                own_ids,
+                own_starts,
+                lookup.tables,
+                dtype,
+                lookup.names,
             )
             for s, k, rows in zip(lookup.slots, lookup.keys, out.split(own_sizes), strict=True):
                 feature = features[keys[k]]
                 results[self._slots[s].name] = JaggedTensor(
-                    rows, feature.values() if self._need_indices else None, feature.lengths(), feature.offsets()
+                    rows,
+                    feature.values() if self._need_indices else None,
+                    feature.lengths(),
+                    feature.offsets(),
                 )
         return {slot.name: results[slot.name] for slot in self._slots}
 

@@ -85,10 +85,14 @@ class EmbeddingBagCollection(TableCollection):
             if len(lookups) == 1 and not variable:
                 return KeyedTensor(self._names, self._dims, out)
             dims = [self._dims[s] for s in lookup.slots]
-            parts = self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
+            parts = (
+                self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
+            )
             for s, part in zip(lookup.slots, parts, strict=True):
                 blocks[s] = part
-        return KeyedTensor(self._names, self._dims, torch.cat([block for block in blocks if block is not None], dim=1))
+        return KeyedTensor(
+            self._names, self._dims, torch.cat([block for block in blocks if block is not None], dim=1)
+        )
 
     def _expanded(
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]

@@ -30,6 +30,8 @@ class Table(nn.Module):
     def __init__(self, config: AnyTableConfig, device: torch.device | str | None, seed: int) -> None:
         super().__init__()
         self.config = config
+        self.seed = seed  # of the collection that made it
+        self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
         self.rows = TableRows(config.name, Place((first, second)))
         shape = (config.num_embeddings, config.embedding_dim)
@@ -64,7 +66,9 @@ class Table(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "weight" and isinstance(value, nn.Parameter):
-            self.rows = getattr(value, "_tilerec_rows", None) or self.rows
+            theirs = getattr(value, "_tilerec_rows", None)
+            if theirs is not None and theirs is not self.rows:
+                self.rows, self.tied = theirs, True
             self.rows.bind(value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:

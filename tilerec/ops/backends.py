@@ -10,10 +10,6 @@ from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup
 from tilerec.ops import random as random
 from tilerec.ops import update as update
-from tilerec.ops.cpu import jagged as cpu_jagged
-from tilerec.ops.cpu import lookup as cpu_lookup
-from tilerec.ops.cpu import random as cpu_random
-from tilerec.ops.cpu import update as cpu_update
 from tilerec.ops.cpu.library import library
 
 
@@ -21,7 +17,9 @@ def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    for backend in (cpu_jagged, cpu_lookup, cpu_random, cpu_update):
+    from tilerec.ops.cpu import jagged, lookup, random, update
+
+    for backend in (jagged, lookup, random, update):
         backend.register(native)
     return True
 

@@ -55,7 +55,9 @@ def apply_optimizer_in_backward(
 def _spec(optimizer_class: Any, kwargs: dict[str, Any]) -> OptimizerSpec:
     if isinstance(optimizer_class, OptimizerSpec):
         if kwargs:
-            raise TypeError(f"optimizer_kwargs {sorted(kwargs)} come with a ready {type(optimizer_class).__name__}; set them there.")
+            raise TypeError(
+                f"optimizer_kwargs {sorted(kwargs)} come with a ready {type(optimizer_class).__name__}; set them there."
+            )
         return optimizer_class
     return from_torch(optimizer_class, kwargs)
 
@@ -69,7 +71,9 @@ def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> Non
     for parameter in params:
         rows = getattr(parameter, "_tilerec_rows", None)
         if rows is None:
-            raise TypeError(f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} that is none.")
+            raise TypeError(
+                f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} that is none."
+            )
         rows.sparse_grad = enabled
 
 

@@ -7,7 +7,7 @@ storage by itself, so a leaf that is moved elsewhere stays right: it just is not
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,27 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.numel() // unit) * unit
 
 
-def _owns_storage(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+def _adjacent(group: Sequence[nn.Parameter]) -> bool:
+    """Whether the leaves already are consecutive ranges of one storage."""
+    place = group[0].data_ptr()
+    for parameter in group:
+        if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != group[0].untyped_storage().data_ptr():
+            return False
+        place += _padded(parameter) * parameter.element_size()
+    return True
 
 
 def lay_flat(parameters: Iterable[nn.Parameter]) -> None:
-    """Move leaves that own their storage into ranges of one storage per (dtype, device).
+    """Move leaves into consecutive ranges of one storage per (dtype, device), in the given order.
 
-    Leaves that already are ranges of a larger storage stay there (a table tied to another module's), as do meta leaves.
-    Peak memory is twice the group's bytes while it is copied.
+    Meta leaves stay as they are. Peak memory is twice the group's bytes while it is copied.
     """
     groups: defaultdict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in {id(p): p for p in parameters}.values():
-        if parameter.device.type != "meta" and _owns_storage(parameter) and parameter.is_contiguous():
+    for parameter in parameters:
+        if parameter.device.type != "meta":
             groups[(parameter.dtype, parameter.device)].append(parameter)
     for (dtype, device), group in groups.items():
-        if len(group) < 2:
+        if _adjacent(group):
             continue
         with torch.no_grad():
             flat = torch.zeros(sum(map(_padded, group)), dtype=dtype, device=device)

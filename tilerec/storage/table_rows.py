@@ -63,8 +63,7 @@ class TableRows(GradientSink):
         self.place = place
         self.spec: OptimizerSpec | None = None
         self.group: HyperGroup | None = None
-        self.slots: list[Tensor] = []
-        self.updates = 0
+        self.state: dict[str, Tensor] = {}  # slots by name, and the table's update count
         self.skipped_rows = 0
         self.sparse_grad = False
         self._leaf: weakref.ref[nn.Parameter] | None = None
@@ -89,25 +88,41 @@ class TableRows(GradientSink):
         if self.spec is not None:
             marks._tilerec_optimizer = self.spec
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        for k, slot in enumerate(self.slots):
-            if slot.is_meta and not leaf.is_meta:
-                assert self.spec is not None
-                self.slots[k] = torch.full(slot.shape, self.spec.slots[k].init, dtype=wide, device=leaf.device)
-            else:
-                self.slots[k] = slot.to(device=leaf.device, dtype=wide)
-            if leaf.device.type == "cpu" and leaf.is_shared() and not self.slots[k].is_shared():
-                self.slots[k].share_memory_()
+        for slot in self.spec.slots if self.spec is not None else ():
+            tensor = self.state[slot.name]
+            if tensor.is_meta and not leaf.is_meta:
+                tensor = torch.full(tensor.shape, slot.init, dtype=wide, device=leaf.device)
+            tensor = tensor.to(device=leaf.device, dtype=wide)
+            if leaf.device.type == "cpu" and leaf.is_shared():
+                tensor.share_memory_()
+            self.state[slot.name] = tensor
 
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
         leaf = self.leaf
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
-        self.spec, self.group, self.updates = spec, group, 0
-        self.slots = [
-            torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device) for slot in spec.slots
-        ]
+        self.spec, self.group = spec, group
+        self.state = {
+            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device)
+            for slot in spec.slots
+        }
+        self.state[self._counter] = torch.zeros((), dtype=torch.int64)
         self.bind(leaf)
+
+    @property
+    def _counter(self) -> str:
+        return "updates" if "step" in {slot.name for slot in self.spec.slots} else "step"  # type: ignore[union-attr]
+
+    @property
+    def updates(self) -> int:
+        """How many updates the table has had since its optimizer was attached."""
+        return int(self.state[self._counter]) if self.spec is not None else 0
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """The optimizer's slots, in the order of its spec."""
+        return [self.state[slot.name] for slot in self.spec.slots] if self.spec is not None else []
 
     def batch_key(self) -> Hashable:
         if self.spec is None:
@@ -125,7 +140,7 @@ class TableRows(GradientSink):
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
         for table in tables:
-            table.updates += 1
+            table.state[table._counter] += 1
         leaves = [table.leaf for table in tables]
         slots = [slot for table in tables for slot in table.slots]
         result = torch.ops.tilerec.update_rows_(

@@ -1,0 +1,86 @@
+"""Counter-based random numbers: the published answers, and bits that depend on the place alone."""
+
+import pytest
+import torch
+
+from tilerec.ops import backends  # noqa: F401
+from tilerec.ops.random import philox, random_fill_reference_, random_words, stochastic_round, table_key
+
+KEY = [0x1234ABCD, 0xDEADBEEF]
+
+
+def _philox(counter: list[int], key: list[int]) -> list[int]:
+    return [int(x) for x in philox(tuple(torch.tensor([c]) for c in counter), key)]  # type: ignore[arg-type]
+
+
+def test_philox_gives_the_published_answers() -> None:
+    """Known answers of the Random123 distribution for Philox4x32-10."""
+    ones = 0xFFFFFFFF
+    assert _philox([0] * 4, [0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert _philox([ones] * 4, [ones, ones]) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    digits = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    assert _philox(digits, [0xA4093822, 0x299F31D0]) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("rows", "columns"), [((3, 9), (0, 7)), ((0, 11), (1, 4)), ((10, 11), (5, 19)), ((4, 4), (2, 3))])
+def test_a_tile_has_the_bits_of_the_whole_table(kind, dtype, rows, columns) -> None:
+    whole = torch.empty(11, 19, dtype=dtype)
+    torch.ops.tilerec.random_fill_(whole, KEY, 0, 0, kind, -0.5, 2.0)
+    tile = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=dtype)
+    torch.ops.tilerec.random_fill_(tile, KEY, rows[0], columns[0], kind, -0.5, 2.0)
+    assert torch.equal(tile, whole[rows[0] : rows[1], columns[0] : columns[1]])
+
+
+@pytest.mark.parametrize("offset", [0, 2**31 - 3, 2**32 - 2, 2**40])
+def test_the_fill_equals_the_reference_at_any_row(offset: int) -> None:
+    got, want = torch.empty(5, 6), torch.empty(5, 6)
+    torch.ops.tilerec.random_fill_(got, KEY, offset, 3, "uniform", -1.0, 1.0)
+    random_fill_reference_(want, KEY, offset, 3, "uniform", -1.0, 1.0)
+    assert torch.equal(got, want)
+    assert not torch.equal(got[0], got[1])
+
+
+def test_values_have_the_asked_distribution() -> None:
+    x = torch.empty(2000, 50)
+    torch.ops.tilerec.random_fill_(x, KEY, 0, 0, "uniform", -1.0, 3.0)
+    assert x.min() >= -1 and x.max() < 3
+    assert x.mean().item() == pytest.approx(1.0, abs=0.02)
+    assert x.var().item() == pytest.approx(16 / 12, rel=0.02)
+    torch.ops.tilerec.random_fill_(x, KEY, 0, 0, "normal", 2.0, 0.5)
+    assert x.mean().item() == pytest.approx(2.0, abs=0.01)
+    assert x.std().item() == pytest.approx(0.5, rel=0.02)
+
+
+def test_tables_of_other_names_and_seeds_differ() -> None:
+    keys = [tuple(table_key(seed, name)) for seed in (1, 2, 2**40 + 1) for name in ("a", "b")]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0 + 2**-13, -3.14159, 0.1, 2.0**-20 * 1.37, -(2.0**-16) * 1.001, 0.0, 123.456])
+    rows = torch.arange(40_000)
+    words = random_words(rows, x.numel(), KEY, 0, 1)
+    rounded = stochastic_round(x.expand(rows.numel(), -1), words, dtype).double()
+    low, high = rounded.amin(0), rounded.amax(0)
+    exact = x.double()
+    assert torch.all((low <= exact) & (exact <= high))
+    step = (high - low).clamp(min=1e-30)
+    assert torch.all(((rounded.mean(0) - exact) / step).abs() < 0.02)
+    for column in range(x.numel()):
+        assert rounded[:, column].unique().numel() <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_leaves_exact_and_special_values(dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf"), float("nan"), 2.0**-24]])
+    words = random_words(torch.arange(1), 8, KEY, 0, 9)
+    got = stochastic_round(x, words, dtype)
+    want = x.to(dtype)
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_random_fill_passes_opcheck() -> None:
+    torch.library.opcheck(torch.ops.tilerec.random_fill_, (torch.zeros(3, 5), KEY, 0, 0, "uniform", 0.0, 1.0))

@@ -1,0 +1,16 @@
+"""tilerec: training recommender models whose embedding tables do not fit on one device."""
+
+from tilerec.errors import ConfigError as ConfigError
+from tilerec.errors import InputError as InputError
+from tilerec.errors import TilerecError as TilerecError
+from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
+from tilerec.ops import backends as backends
+from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
+from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
+from tilerec.sparse.keyed_tensor import KeyedTensor as KeyedTensor
+from tilerec.spec.table import DataType as DataType
+from tilerec.spec.table import EmbeddingBagConfig as EmbeddingBagConfig
+from tilerec.spec.table import EmbeddingConfig as EmbeddingConfig
+from tilerec.spec.table import PoolingType as PoolingType

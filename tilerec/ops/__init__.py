@@ -1,0 +1,1 @@
+"""The op families: schema, reference, fake kernel and autograd; backends register onto them."""

@@ -1,0 +1,1 @@
+"""What a user says and what a plan says: frozen records, no tensors."""
