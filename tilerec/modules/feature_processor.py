@@ -155,7 +155,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
                 weight.fill_(1.0)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        return weigh_by_position(features, self.position_weights)
+        return weigh_by_position(features, dict(self.position_weights.items()))
 
     def extra_repr(self) -> str:
         return f"max_feature_lengths={self.max_feature_lengths}"

@@ -77,7 +77,7 @@ def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
 
     The vectors [1, 0], [2, 3], [4, 5] give [2, 4, 23].
     """
-    pairs: torch.Tensor = _PairDots.apply(x_BnD)  # type: ignore[no-untyped-call]
+    pairs: torch.Tensor = _PairDots.apply(x_BnD)
     return pairs
 
 

@@ -92,7 +92,7 @@ def check_module_output_dimension(
 ) -> bool:
     """True if `module` (every one, if several) maps `in_features` to `out_features`."""
     modules = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else module
-    return all(get_module_output_dimension(m, in_features) == out_features for m in modules)  # type: ignore[union-attr]
+    return all(get_module_output_dimension(m, in_features) == out_features for m in modules)
 
 
 def init_mlp_weights_xavier_uniform(m: nn.Module) -> None:

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.models.dlrm import DLRM, DLRM_DCN, DenseArch, DLRM_Projection, DLRMTrain, OverArch, SparseArch
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import EmbeddingBagConfig
+
+# torch 2.13's tracer makes an instance of every autograd.Function it meets, which torch itself deprecates
+traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+DIM, DENSE = 3, 5
+
+
+def tables(device: str | None = None) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(20, DIM, "t1", feature_names=["b"]),
+        EmbeddingBagConfig(20, DIM, "t2", feature_names=["a", "b"], pooling="mean"),
+    ]
+    return EmbeddingBagCollection(configs, device=device)
+
+
+Make = Callable[..., nn.Module]
+MODELS: dict[str, Make] = {
+    "DLRM": lambda ebc, **kw: DLRM(ebc, DENSE, [4, DIM], [6, 1], **kw),
+    "DLRM_DCN": lambda ebc, **kw: DLRM_DCN(ebc, DENSE, [4, DIM], [6, 1], 2, 3, **kw),
+    "DLRM_Projection": lambda ebc, **kw: DLRM_Projection(
+        ebc, DENSE, [4, DIM], [6, 1], [7, 2 * DIM], [4 * DIM], **kw
+    ),
+}
+
+
+@dataclass
+class Batch:
+    dense_features: torch.Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: torch.Tensor
+
+
+def batch(size: int, dtype: torch.dtype = torch.float32) -> Batch:
+    lengths = torch.randint(0, 4, (2 * size,))
+    ids = torch.randint(0, 20, (int(lengths.sum()),))
+    return Batch(
+        torch.randn(size, DENSE, dtype=dtype),
+        KeyedJaggedTensor.from_lengths_sync(["a", "b"], ids, lengths),
+        torch.randint(0, 2, (size,)),
+    )
+
+
+def perceptrons(state: dict[str, torch.Tensor], name: str, x: torch.Tensor, layers: int) -> torch.Tensor:
+    """`max(0, W x + b)`, layer after layer, for one sample."""
+    for layer in range(layers):
+        linear = f"{name}._mlp.{layer}._linear"
+        x = (state[f"{linear}.weight"] @ x + state[f"{linear}.bias"]).clamp(min=0)
+    return x
+
+
+def logit_by_hand(
+    model: str, state: dict[str, torch.Tensor], dense: torch.Tensor, bags: dict[str, list[int]]
+) -> float:
+    """One sample, from the state dict and the paper."""
+    rows = {t: state[f"sparse_arch.embedding_bag_collection.embedding_bags.{t}.weight"] for t in ("t1", "t2")}
+    pooled = []
+    for table, feature, mean in (("t1", "b", False), ("t2", "a", True), ("t2", "b", True)):
+        total = sum((rows[table][i] for i in bags[feature]), torch.zeros(DIM, dtype=torch.float64))
+        pooled.append(total / max(len(bags[feature]), 1) if mean else total)
+    vectors = [perceptrons(state, "dense_arch.model", dense, 2), *pooled]
+    x = torch.cat(vectors)
+    if model == "DLRM":
+        met = [vectors[i] @ vectors[j] for i in range(4) for j in range(i + 1, 4)]
+        x = torch.cat([vectors[0], torch.stack(met)])
+    elif model == "DLRM_DCN":
+        x_0 = x
+        for layer in range(2):
+            w, v, b = (state[f"inter_arch.crossnet.{n}.{layer}"] for n in ("W_kernels", "V_kernels", "bias"))
+            x = x_0 * (w @ (v @ x) + b) + x
+    else:
+        left = perceptrons(state, "inter_arch.interaction_branch1.model", x, 2).view(2, DIM)
+        right = perceptrons(state, "inter_arch.interaction_branch2.model", x, 1).view(DIM, 4)
+        x = torch.cat([vectors[0], (left @ right).flatten()])
+    hidden = perceptrons(state, "over_arch.model.0", x, 1)
+    return float(state["over_arch.model.1.weight"][0] @ hidden + state["over_arch.model.1.bias"][0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_logits_are_those_of_the_paper_sample_by_sample(name: str, size: int) -> None:
+    model = MODELS[name](tables()).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    inputs = batch(size, torch.float64)
+    logits = model(inputs.dense_features, inputs.sparse_features)
+    assert logits.shape == (size, 1)
+    bags = {k: [b.tolist() for b in inputs.sparse_features[k].to_dense()] for k in ("a", "b")}
+    for sample in range(size):
+        wanted = logit_by_hand(
+            name, model.state_dict(), inputs.dense_features[sample], {k: bags[k][sample] for k in bags}
+        )
+        assert float(logits[sample, 0].detach()) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_the_state_are_fixed(name: str) -> None:
+    def linears(stage: str, layers: int) -> list[str]:
+        return [f"{stage}._mlp.{n}._linear.{p}" for n in range(layers) for p in ("weight", "bias")]
+
+    inner = {
+        "DLRM": [],
+        "DLRM_DCN": [
+            f"inter_arch.crossnet.{n}.{i}" for n in ("W_kernels", "V_kernels", "bias") for i in range(2)
+        ],
+        "DLRM_Projection": [
+            *linears("inter_arch.interaction_branch1.model", 2),
+            *linears("inter_arch.interaction_branch2.model", 1),
+        ],
+    }[name]
+    assert list(MODELS[name](tables()).state_dict()) == [
+        *(f"sparse_arch.embedding_bag_collection.embedding_bags.{t}.weight" for t in ("t1", "t2")),
+        *linears("dense_arch.model", 2),
+        *inner,
+        *linears("over_arch.model.0", 1),
+        "over_arch.model.1.weight",
+        "over_arch.model.1.bias",
+    ]
+
+
+@traced
+@pytest.mark.parametrize("name", MODELS)
+def test_it_compiles_in_one_graph_with_gradients(name: str) -> None:
+    model = MODELS[name](tables())
+    compiled = torch.compile(
+        lambda d, s: model(d, s).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for size in (4, 7):
+        inputs = batch(size)
+        wanted = torch.autograd.grad(
+            model(inputs.dense_features, inputs.sparse_features).square().sum(), model.parameters()
+        )
+        got = torch.autograd.grad(compiled(inputs.dense_features, inputs.sparse_features), model.parameters())
+        torch.testing.assert_close(got, wanted)
+
+
+# … and looks at `.grad` of inputs that are no leaves
+@traced
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiling_the_dense_path_changes_neither_names_nor_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DLRM(tables(), DENSE, [4, DIM], [6, 1])
+    inputs = batch(4)
+    wanted, names = model(inputs.dense_features, inputs.sparse_features), list(model.state_dict())
+    used: list[str] = []
+
+    def compile_(module: nn.Module, mode: str) -> None:
+        used.append(f"{type(module).__name__} {mode}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "compile", compile_)
+        model.compile_dense_path("default")
+    assert used == ["DenseArch default", "InteractionArch default", "OverArch default"]
+    for stage in (model.dense_arch, model.inter_arch, model.over_arch):
+        stage.compile(backend="aot_eager")
+    torch.testing.assert_close(model(inputs.dense_features, inputs.sparse_features), wanted)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_device_is_for_all_but_the_tables(name: str) -> None:
+    model = MODELS[name](tables(), dense_device=torch.device("meta"))
+    meta = {n for n, p in model.named_parameters() if p.is_meta}
+    assert meta == {n for n, _ in model.named_parameters() if "embedding_bags" not in n}
+
+
+def test_a_meta_model_made_real_gives_the_logits_of_its_state() -> None:
+    model = DLRM(tables(), DENSE, [4, DIM], [6, 1])
+    empty = DLRM(tables("meta"), DENSE, [4, DIM], [6, 1], dense_device=torch.device("meta"))
+    assert not list(empty.buffers())
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    inputs = batch(3)
+    assert torch.equal(
+        empty(inputs.dense_features, inputs.sparse_features),
+        model(inputs.dense_features, inputs.sparse_features),
+    )
+    assert torch.equal(
+        copy.deepcopy(model)(inputs.dense_features, inputs.sparse_features),
+        model(inputs.dense_features, inputs.sparse_features),
+    )
+
+
+def test_the_sparse_arch_stacks_features_in_its_order() -> None:
+    arch = SparseArch(tables())
+    inputs = batch(4)
+    assert arch.sparse_feature_names == ["b@t1", "a", "b@t2"]
+    assert (arch.F, arch.D) == (3, DIM)
+    pooled = arch.embedding_bag_collection(inputs.sparse_features)
+    out = arch(inputs.sparse_features)
+    for number, name in enumerate(arch.sparse_feature_names):
+        assert torch.equal(out[:, number], pooled[name])
+
+
+class Reordered(nn.Module):
+    """Tables that return their keys in another order, as a wrapper around them may."""
+
+    def __init__(self, bags: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.bags = bags
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self.bags.embedding_bag_configs()
+
+    def forward(self, features: KeyedJaggedTensor) -> object:
+        pooled = self.bags(features)
+        names = pooled.keys()[::-1]
+        return type(pooled).from_tensor_list(names, [pooled[name] for name in names])
+
+
+def test_the_sparse_arch_follows_names_not_places() -> None:
+    bags = tables()
+    inputs = batch(4)
+    arch = SparseArch(Reordered(bags))  # type: ignore[arg-type]
+    assert torch.equal(arch(inputs.sparse_features), SparseArch(bags)(inputs.sparse_features))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [0, 1, 6])
+def test_the_training_loss_is_binary_cross_entropy_by_hand(name: str, size: int) -> None:
+    train = DLRMTrain(MODELS[name](tables()))
+    inputs = batch(size)
+    if size == 0:  # a mean over nothing
+        loss, (_, logits, labels) = train(inputs)
+        assert math.isnan(loss.item())
+        assert logits.shape == labels.shape == (0,)
+        return
+    loss, (detached, logits, labels) = train(inputs)
+    wanted = 0.0
+    for logit, label in zip(logits.tolist(), inputs.labels.tolist(), strict=True):
+        probability = 1 / (1 + math.exp(-logit))
+        wanted -= math.log(probability if label else 1 - probability) / size
+    assert loss.item() == pytest.approx(wanted, rel=1e-5)
+    assert torch.equal(detached, loss.detach())
+    assert not logits.requires_grad
+    assert torch.equal(labels, inputs.labels)
+
+
+def test_training_lowers_the_loss_with_attached_and_dense_optimizers() -> None:
+    model = DLRMTrain(DLRM(tables(), DENSE, [8, DIM], [8, 1]))
+    apply_optimizer_in_backward(
+        torch.optim.Adagrad, model.model.sparse_arch.embedding_bag_collection.parameters(), {"lr": 0.1}
+    )
+    dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
+    optimizer = torch.optim.Adagrad(dense, lr=0.05)
+    inputs = batch(32)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss, _ = model(inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_stages_have_the_shapes_they_say() -> None:
+    assert DenseArch(5, [4, 3])(torch.zeros(2, 5)).shape == (2, 3)
+    assert OverArch(5, [4, 3, 2])(torch.zeros(2, 5)).shape == (2, 2)
+    assert (OverArch(5, [4, 1])(torch.randn(64, 5)) < 0).any() or (
+        OverArch(5, [4, 1])(-torch.ones(9, 5)) < 0
+    ).any()
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"DLRM: dense_arch_layer_sizes is \[4, 2\]; its last .* embedding_dim 3"
+    ):
+        DLRM(tables(), DENSE, [4, 2], [6, 1])
+    with pytest.raises(ConfigError, match=r"DLRM_DCN: dense_arch_layer_sizes is \[\]"):
+        DLRM_DCN(tables(), DENSE, [], [6, 1], 2, 3)
+    with pytest.raises(
+        ConfigError, match=r"OverArch: layer_sizes is \[1\]; it must have at least two layers"
+    ):
+        DLRM(tables(), DENSE, [DIM], [1])
+    with pytest.raises(ConfigError, match="OverArch: each of layer_sizes is 0"):
+        OverArch(4, [3, 0])
+    with pytest.raises(
+        ConfigError, match=r"interaction_branch2_layer_sizes is \[4\]; its last .* multiple .* 3"
+    ):
+        DLRM_Projection(tables(), DENSE, [DIM], [6, 1], [6], [4])
+    with pytest.raises(ConfigError, match="low_rank is 0"):
+        DLRM_DCN(tables(), DENSE, [DIM], [6, 1], 2, 0)
+    mixed = EmbeddingBagCollection([EmbeddingBagConfig(9, 3, "t1"), EmbeddingBagConfig(9, 4, "t2")])
+    with pytest.raises(ConfigError, match="DLRM: table 't2' has embedding_dim 4 and table 't1' 3"):
+        DLRM(mixed, DENSE, [DIM], [6, 1])
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    model = DLRM(tables(), DENSE, [4, DIM], [6, 1])
+    inputs = batch(4)
+    with pytest.raises(InputError, match=r"the input has shape \[4, 7\], wanted \[…, 5\]"):
+        model(torch.zeros(4, 7), inputs.sparse_features)
+    with pytest.raises(InputError, match=r"InteractionArch: dense features have shape \[3, 3\]"):
+        model(torch.zeros(3, DENSE), inputs.sparse_features)
+    with pytest.raises(
+        InputError, match=r"labels of shape \[4, 1\] and the model gave logits of shape \[4\]"
+    ):
+        DLRMTrain(model)(Batch(inputs.dense_features, inputs.sparse_features, inputs.labels[:, None]))

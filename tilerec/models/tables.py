@@ -1,0 +1,30 @@
+"""What a model reads off the tables it is given: output names and their common dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import feature_slots
+from tilerec.spec.table import EmbeddingBagConfig
+
+
+def output_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
+    """Keys of the pooled output, table by table: the feature, or `feature@table` where several tables read it."""
+    return [slot.name for slot in feature_slots(tables, "EmbeddingBagCollection")]
+
+
+def common_dim(model: str, tables: Sequence[EmbeddingBagConfig]) -> int:
+    """The embedding dim of all `tables`.
+
+    Raises:
+        ConfigError: tables of several dims.
+    """
+    dim = tables[0].embedding_dim
+    for table in tables:
+        if table.embedding_dim != dim:
+            raise ConfigError(
+                f"{model}: table '{table.name}' has embedding_dim {table.embedding_dim} and table '{tables[0].name}' "
+                f"{dim}; the interaction needs one dim for all tables."
+            )
+    return dim
