@@ -13,8 +13,8 @@ Glossary
 
 Only rows that the batch looked up move: moments, momentum and decay of the other rows stay as they are.
 
-Defaults follow `torch.optim` where torch has the optimizer. Where it has not, `lr`, `eps`, `betas`, `momentum` and
-`trust_coefficient` are those of FBGEMM's fused embeddings, which TorchRec users get when they leave them
+Defaults follow `torch.optim` where torch has the optimizer. Where it has not, `lr`, `eps`, `betas`, `momentum`,
+and `trust_coefficient` are those of FBGEMM's fused embeddings, which TorchRec users get when they leave them
 out; the one exception is `RowWiseAdagrad.eps`, which follows the signature of TorchRec's `RowWiseAdagrad`.
 """
 
@@ -583,8 +583,8 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
             such as "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
         kwargs: its settings. What is left out takes the spec's default. Besides the fields of the spec,
             `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused`, `capturable` are
-            dropped (they choose how torch runs, not what it computes); `amsgrad`, `maximize`, `differentiable`,
-            `dampening` are refused unless off.
+            dropped (they choose how torch runs, not what it computes); `amsgrad`, `maximize`,
+            `differentiable`, `dampening` are refused unless off.
 
     TorchRec's and FBGEMM's fused "Adam" decays decoupled, so those names with a weight_decay give `AdamW`.
 

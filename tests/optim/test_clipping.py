@@ -1,0 +1,158 @@
+"""GradientClippingOptimizer equals torch's own clipping followed by a step."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tilerec.errors import ConfigError
+from tilerec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from tilerec.optim.wrapper import KeyedOptimizerWrapper
+
+
+def _params() -> dict[str, nn.Parameter]:
+    params = {
+        "a": nn.Parameter(torch.ones(3)),
+        "b": nn.Parameter(torch.ones(2, 2)),
+        "c": nn.Parameter(torch.ones(1)),
+    }
+    params["a"].grad = torch.tensor([3.0, 0.0, -4.0])
+    params["b"].grad = torch.tensor([[1.0, -2.0], [2.0, 4.0]])
+    return params  # c has no gradient
+
+
+def _clipping(params: dict[str, nn.Parameter], **kwargs: Any) -> GradientClippingOptimizer:
+    return GradientClippingOptimizer(
+        KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=0.1)), **kwargs
+    )
+
+
+@pytest.mark.parametrize("max_gradient", [0.5, 1.0, 100.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, "inf", float("inf")])
+def test_norm_clipping_equals_torchs(norm_type: Any, max_gradient: float) -> None:
+    ours, theirs = _params(), _params()
+    opt = _clipping(ours, clipping=GradientClipping.NORM, max_gradient=max_gradient, norm_type=norm_type)
+    opt.step()
+    total = torch.nn.utils.clip_grad_norm_(theirs.values(), max_gradient, float(norm_type))
+    torch.optim.SGD(theirs.values(), lr=0.1).step()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=0, atol=0)
+    torch.testing.assert_close(opt.last_total_grad_norm, total, rtol=0, atol=0)
+
+
+def test_value_clipping_clamps_every_element() -> None:
+    params = _params()
+    opt = _clipping(params, clipping="value", max_gradient=1.5)
+    opt.step()
+    assert params["a"].grad.tolist() == [1.5, 0.0, -1.5]  # type: ignore[union-attr]
+    assert params["b"].grad.tolist() == [[1.0, -1.5], [1.5, 1.5]]  # type: ignore[union-attr]
+    torch.testing.assert_close(params["a"].detach(), torch.tensor([0.85, 1.0, 1.15]))
+    assert opt.last_total_grad_norm is None
+
+
+def test_no_clipping_is_the_default() -> None:
+    params = _params()
+    opt = _clipping(params)
+    opt.step()
+    assert params["a"].grad.tolist() == [3.0, 0.0, -4.0]  # type: ignore[union-attr]
+    assert opt.last_total_grad_norm is None
+
+
+@pytest.mark.parametrize("clipping", list(GradientClipping))
+def test_the_norm_is_tracked_before_clipping(clipping: GradientClipping) -> None:
+    params = _params()
+    opt = _clipping(params, clipping=clipping, max_gradient=1.0, track_grad_norm=True)
+    opt.step()
+    assert float(opt.last_total_grad_norm) == pytest.approx(50.0**0.5)  # type: ignore[arg-type]
+
+
+def test_repeated_entries_of_a_sparse_gradient_are_one_element() -> None:
+    table = nn.Parameter(torch.ones(5, 1))
+    table.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 3]]), torch.tensor([[1.0], [2.0], [4.0]]), (5, 1), check_invariants=True
+    )
+    opt = _clipping({"t": table}, clipping=GradientClipping.NORM, max_gradient=1.0)
+    opt.step()
+    assert float(opt.last_total_grad_norm) == pytest.approx(5.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(table.detach()[:, 0], torch.tensor([1.0, 1 - 0.06, 1.0, 1 - 0.08, 1.0]))
+
+
+def test_the_closures_gradients_are_clipped() -> None:
+    p = nn.Parameter(torch.ones(1))
+    opt = _clipping({"p": p}, clipping=GradientClipping.VALUE, max_gradient=1.0)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = (100.0 * p).sum()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).item() == 100.0
+    assert p.item() == pytest.approx(0.9)
+
+
+def test_without_gradients_nothing_happens() -> None:
+    opt = _clipping({"p": nn.Parameter(torch.ones(1))}, clipping=GradientClipping.NORM)
+    opt.step()
+    assert float(opt.last_total_grad_norm) == 0.0  # type: ignore[arg-type]
+    assert opt.params["p"].item() == 1.0
+
+
+def test_a_nan_gradient_shows_in_the_norm() -> None:
+    params = _params()
+    params["a"].grad[0] = float("nan")  # type: ignore[index]
+    opt = _clipping(params, clipping=GradientClipping.NORM, max_gradient=1.0)
+    assert torch.isnan(opt.clip_grad_norm_())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"clipping": "sometimes"}, "clipping is 'sometimes', wanted one of"),
+        ({"max_gradient": 0.0}, "max_gradient is 0.0, wanted > 0"),
+        ({"max_gradient": float("nan")}, "max_gradient is nan"),
+        ({"norm_type": 0.0}, "norm_type is 0.0, wanted a number > 0"),
+        ({"norm_type": "two"}, "norm_type is 'two'"),
+        ({"param_to_pgs": {"p": ["group"]}}, "param_to_pgs are not supported"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _clipping(_params(), **kwargs)
+
+
+def test_a_global_norm_is_accepted_for_one_process_and_refused_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {"clipping": GradientClipping.NORM, "enable_global_grad_clip": True, "max_gradient": 1.0}
+    assert _clipping(_params(), **alone).step() is None
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="a norm over 2 ranks"):
+        _clipping(_params(), **alone)
+
+
+def test_parameters_that_the_backward_pass_updates_are_named_in_a_warning() -> None:
+    params = _params()
+    params["b"]._tilerec_optimizer = object()  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="b are updated by the backward pass and not clipped"):
+        _clipping(params, clipping=GradientClipping.NORM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _clipping(params)
+
+
+def test_state_is_that_of_the_optimizer_inside() -> None:
+    params = _params()
+    inner = KeyedOptimizerWrapper(params, lambda p: torch.optim.Adam(p))
+    opt = GradientClippingOptimizer(inner, GradientClipping.NORM)
+    opt.step()
+    assert opt.state_dict()["state"].keys() == {"a", "b"}
+    torch.testing.assert_close(opt.state_dict(), inner.state_dict(), rtol=0, atol=0)

@@ -1,0 +1,420 @@
+"""An optimizer whose state is saved under parameter names, so that it outlives the order of parameters.
+
+Glossary
+    params         name -> parameter
+    state          parameter -> its state: a dict of tensors and numbers, possibly nested
+    param group    a dict: "params" (the parameters) and their settings (lr, ...)
+    state dict     {"state": {name: state}, "param_groups": [{"params": sorted names, ...settings}]}; the second key
+                   only after `save_param_groups(True)`. Plain dicts of tensors and numbers: `torch.save` and
+                   `torch.distributed.checkpoint` take it as it is.
+
+Loading is in place: tensors keep their storage, so whoever else holds them (a table's rows, a captured graph) sees the
+loaded values. It is all or nothing: everything is checked before the first value is written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tilerec.errors import ConfigError
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class KeyedOptimizer(Optimizer):
+    """Names the parameters, state and settings of something that updates them.
+
+    By itself it updates nothing: `step()` runs the closure and returns its loss. `KeyedOptimizerWrapper` puts a torch
+    optimizer behind it; the fused optimizer of embedding modules puts the backward pass behind it.
+
+    Args:
+        params: name -> parameter. One name per parameter.
+        state: parameter -> its state; kept, not copied.
+        param_groups: dicts with "params" (all of them named above) and settings; kept, not copied.
+
+    Raises:
+        ConfigError: a parameter with two names, or a parameter in `state` or `param_groups` without a name.
+    """
+
+    params: Mapping[str, Tensor]
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        state: Mapping[Any, Any],
+        param_groups: Iterable[MutableMapping[str, Any]],
+    ) -> None:
+        self._start()
+        self.params = params
+        self.state = state  # type: ignore[assignment]
+        self.param_groups = list(param_groups)  # type: ignore[arg-type]
+        names = self._names()
+        for where, tensors in (
+            ("state", list(state)),
+            ("param_groups", [p for g in self.param_groups for p in g["params"]]),
+        ):
+            for tensor in tensors:
+                if tensor not in names:
+                    raise ConfigError(
+                        f"{type(self).__name__}: {where} holds {_shown(tensor)}, which is not in params "
+                        f"({', '.join(params) or 'none'}); name it there."
+                    )
+
+    def _start(self) -> None:
+        """What torch's own constructor sets up (hooks, profiling), without its parameter groups."""
+        # torch restores a pickled optimizer this way; unlike its constructor it takes "no parameters".
+        Optimizer.__setstate__(self, {"defaults": {}, "_save_groups": False})
+
+    def _names(self) -> dict[Tensor, str]:
+        names: dict[Tensor, str] = {}
+        for name, tensor in self.params.items():
+            if tensor in names:
+                raise ConfigError(
+                    f"{type(self).__name__}: '{names[tensor]}' and '{name}' are one parameter; name it once."
+                )
+            names[tensor] = name
+        return names
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, if any, and return its loss."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    # -------------------------------------------------------------------------------------------- state dict
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether the state dict also holds the groups' settings (they are then required when loading)."""
+        self._save_groups = save
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name. The tensors are the live ones, the containers are copies."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        out = self._state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, out)
+            out = out if changed is None else changed
+        return out
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load in place; the inverse of `state_dict()`.
+
+        A parameter that has no state yet takes the loaded one over (cloned, on the parameter's device). Settings that
+        a loaded group lacks stay as they are, additional ones are taken. `param_groups` are read only after
+        `save_param_groups(True)`.
+
+        Raises:
+            ConfigError: names, state names, shapes or groups differ. Nothing has been written then.
+        """
+        given = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, given)
+            given = given if changed is None else changed
+        plan: list[Callable[[], None]] = []
+        self._plan_load(given, plan)
+        with torch.no_grad():
+            for write in plan:
+                write()
+        self.post_load_state_dict()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def post_load_state_dict(self) -> None:
+        """Called at the end of every `load_state_dict`, for a subclass that derives something from its state."""
+
+    def _state_dict(self) -> dict[str, Any]:
+        self._refuse_unnamed_state()
+        state = self.state
+        out: dict[str, Any] = {
+            "state": {name: _copied(state[p]) for name, p in self.params.items() if p in state}
+        }
+        if self._save_groups:
+            names = self._names()
+            out["param_groups"] = [
+                {"params": sorted(names[p] for p in group["params"]), **_copied(_settings(group))}
+                for group in self.param_groups
+            ]
+        return out
+
+    def _state_names(self) -> list[str]:
+        """Every name that "state" of the state dict may hold."""
+        return list(self.params)
+
+    def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
+        """Check everything, and append the writes to `plan`."""
+        who = type(self).__name__
+        self._refuse_unnamed_state()
+        if "state" not in given:
+            raise ConfigError(
+                f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict()."
+            )
+        loaded, state = given["state"], self.state
+        here = {name for name, p in self.params.items() if state.get(p)}
+        _same_keys(f"{who}: state", here, loaded, optional=set(self.params) - here)
+        for name, value in loaded.items():
+            tensor = self.params[name]
+            if name in here:
+                _plan_value(state, tensor, value, f"{who}: state of '{name}'", plan)
+            elif value:
+                plan.append(_setter(state, tensor, _adopted(value, tensor)))
+        if self._save_groups:
+            if "param_groups" not in given:
+                raise ConfigError(
+                    f"{who}: save_param_groups(True) is set, but the state dict has no 'param_groups'; save it with "
+                    "them, or call save_param_groups(False) before loading."
+                )
+            self._plan_groups(given["param_groups"], plan)
+
+    def _plan_groups(self, loaded: Iterable[Mapping[str, Any]], plan: list[Callable[[], None]]) -> None:
+        who, names = type(self).__name__, self._names()
+        groups = {tuple(sorted(names[p] for p in group["params"])): group for group in self.param_groups}
+        given = {tuple(sorted(group["params"])): group for group in loaded}
+        if set(groups) != set(given):
+            raise ConfigError(
+                f"{who}: the loaded param groups hold {_listed(given)}, the ones here {_listed(groups)}; make the "
+                "optimizer with the same groups, or call save_param_groups(False) before loading."
+            )
+        for key, group in given.items():
+            for setting, value in _settings(group).items():
+                if isinstance(groups[key].get(setting), Tensor):
+                    _plan_value(groups[key], setting, value, f"{who}: param group setting '{setting}'", plan)
+                else:
+                    plan.append(_setter(groups[key], setting, _copied(value)))
+
+    def _refuse_unnamed_state(self) -> None:
+        known = set(self.params.values())
+        for tensor in self.state:
+            if tensor not in known:
+                raise ConfigError(
+                    f"{type(self).__name__}: there is state for {_shown(tensor)}, which has no name; add it with "
+                    "add_param_group, or pass it in params."
+                )
+
+    # ------------------------------------------------------------------------------------- parameters, settings
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Add a group of named parameters: `{"params": {name: parameter} or [(name, parameter), ...], "lr": ...}`.
+
+        Raises:
+            ConfigError: parameters without names, or a name or a parameter that is already here.
+        """
+        named = self._new_params(param_group)
+        self.param_groups.append({**_settings(param_group), "params": list(named.values())})
+        self.params = {**self.params, **named}
+
+    def _new_params(self, param_group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The named parameters of a group to be added, checked."""
+        who, given = type(self).__name__, param_group.get("params")
+        pairs = list(given.items()) if isinstance(given, Mapping) else None
+        if pairs is None and isinstance(given, Iterable) and not isinstance(given, Tensor):
+            pairs = [pair for pair in given if isinstance(pair, tuple) and len(pair) == 2]
+            pairs = pairs if len(pairs) == len(list(given)) else None
+        if not pairs or not all(isinstance(n, str) and isinstance(p, Tensor) for n, p in pairs):
+            raise ConfigError(
+                f"{who}: add_param_group needs names; pass {{'params': {{name: parameter, ...}}, ...}} or "
+                "[(name, parameter), ...]."
+            )
+        names = self._names()
+        for name, tensor in pairs:
+            if name in self.params or tensor in names:
+                raise ConfigError(
+                    f"{who}: add_param_group got '{name}', which is already here as "
+                    f"'{names.get(tensor, name)}'; a parameter belongs to one group."
+                )
+        return dict(pairs)
+
+    @torch.no_grad()
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Create the state that `step()` would create lazily, as a checkpoint needs it before loading.
+
+        Takes a step with zero gradients for the parameters that have no state yet, then puts parameters, gradients
+        and step counts back: training goes on as if nothing had happened (except for SGD with dampening, which torch
+        leaves out of a first step only). Needs a copy of those parameters for a moment.
+
+        Args:
+            sparse_grad_parameter_names: parameters that get sparse (COO) gradients; some optimizers tell them apart.
+        """
+        sparse = sparse_grad_parameter_names or set()
+        unknown = sparse - set(self.params)
+        if unknown:
+            raise ConfigError(
+                f"{type(self).__name__}: init_state got {sorted(unknown)}, which are not parameters."
+            )
+        new = {n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}
+        if not new:
+            return
+        grads = {p: p.grad for p in self.params.values()}
+        values = {p: p.detach().clone() for p in new.values()}
+        decays = [group.get("weight_decay") for group in self.param_groups]
+        try:
+            for tensor in grads:
+                tensor.grad = None
+            for name, tensor in new.items():
+                layout = torch.sparse_coo if name in sparse else torch.strided
+                tensor.grad = torch.zeros_like(tensor, layout=layout)
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = 0 * decay
+            self._bare_step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+            for tensor, grad in grads.items():
+                tensor.grad = grad
+            for tensor, value in values.items():
+                tensor.detach().copy_(value)
+        for tensor in new.values():
+            _set_step(self.state.get(tensor, {}), 0)
+
+    def _bare_step(self) -> None:
+        self.step()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the step count of every parameter's state, where the optimizer keeps one."""
+        self.init_state()
+        for tensor in self.params.values():
+            _set_step(self.state.get(tensor, {}), step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Write settings into every group that has them: `{"lr": 0.1}`.
+
+        Raises:
+            ConfigError: a setting that no group has.
+        """
+        for setting, value in params_dict.items():
+            groups = [group for group in self.param_groups if setting in group and setting != "params"]
+            if not groups:
+                raise ConfigError(
+                    f"{type(self).__name__}: no param group has a setting '{setting}'; they have "
+                    f"{sorted({key for group in self.param_groups for key in _settings(group)})}."
+                )
+            for group in groups:
+                write_setting(group, setting, value)
+
+    # --------------------------------------------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks, and the `step` that a scheduler wrapped, belong to this object and not to its copies.
+        return {key: value for key, value in self.__dict__.items() if key not in (*_HOOKS, "step")}
+
+
+def write_setting(group: MutableMapping[str, Any], setting: str, value: Any) -> None:
+    """Write a setting of a param group; a tensor is written in place (captured graphs hold on to it)."""
+    if isinstance(group.get(setting), Tensor) and not isinstance(value, Tensor):
+        group[setting].fill_(value)
+    else:
+        group[setting] = value
+
+
+def _set_step(state: Any, step: int) -> None:
+    if isinstance(state, MutableMapping) and "step" in state:
+        write_setting(state, "step", step)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copied(value: Any) -> Any:
+    """The same tensors and numbers in new containers."""
+    if isinstance(value, Mapping):
+        ordered = isinstance(value, OrderedDict)
+        return (OrderedDict if ordered else dict)((key, _copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _adopted(value: Any, parameter: Tensor) -> Any:
+    """Loaded state for a parameter that had none. A step count stays where it was (torch keeps it on the CPU)."""
+    if isinstance(value, Mapping):
+        return {
+            key: item.detach().clone()
+            if key == "step" and isinstance(item, Tensor)
+            else _adopted(item, parameter)
+            for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(_adopted(item, parameter) for item in value)
+    return value.detach().to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Callable[[], None]]) -> None:
+    """Plan to load `loaded` into `holder[key]`, tensors in place."""
+    current = holder[key]
+    if isinstance(current, Tensor):
+        if isinstance(loaded, (int, float)) and current.dim() == 0:
+            plan.append(lambda: _discard(current.fill_(loaded)))
+            return
+        if not isinstance(loaded, Tensor) or loaded.shape != current.shape:
+            got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
+            raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {tuple(current.shape)}.")
+        plan.append(lambda: _discard(current.detach().copy_(loaded)))
+    elif isinstance(current, Mapping):
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(
+                f"{where}: got {type(loaded).__name__}, wanted a dict with {sorted(map(str, current))}."
+            )
+        _same_keys(where, set(current), loaded)
+        for name, value in loaded.items():
+            _plan_value(current, name, value, f"{where} / '{name}'", plan)
+    elif isinstance(current, list):
+        if not isinstance(loaded, (list, tuple)) or len(loaded) != len(current):
+            raise ConfigError(f"{where}: got {loaded!r:.80}, wanted a list of {len(current)}.")
+        for index, value in enumerate(loaded):
+            _plan_value(current, index, value, f"{where} / {index}", plan)
+    else:
+        plan.append(
+            _setter(holder, key, loaded.detach().clone() if isinstance(loaded, Tensor) else _copied(loaded))
+        )
+
+
+def _setter(holder: Any, key: Any, value: Any) -> Callable[[], None]:
+    def write() -> None:
+        holder[key] = value
+
+    return write
+
+
+def _discard(_: Tensor) -> None:
+    return None
+
+
+def _same_keys(
+    where: str, here: set[Any], loaded: Mapping[Any, Any], optional: set[Any] | None = None
+) -> None:
+    missing, extra = here - set(loaded), set(loaded) - here - (optional or set())
+    if missing or extra:
+        raise ConfigError(
+            f"{where}: the loaded one "
+            + " and ".join(
+                f"{verb} {sorted(map(str, names))}"
+                for verb, names in (("lacks", missing), ("also has", extra))
+                if names
+            )
+            + f"; wanted {sorted(map(str, here))}."
+        )
+
+
+def _listed(groups: Iterable[tuple[str, ...]]) -> str:
+    return "; ".join("[" + ", ".join(key) + "]" for key in groups) or "none"
+
+
+def _shown(key: Any) -> str:
+    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)

@@ -1,0 +1,161 @@
+"""Keyed optimizers around others: a torch optimizer under parameter names, and the base of those that add to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tilerec.errors import ConfigError
+from tilerec.optim.keyed import KeyedOptimizer, _settings
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """A torch optimizer whose state is saved under parameter names.
+
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=1e-3))
+
+    Args:
+        params: name -> parameter.
+        optim_factory: makes the optimizer from the list of parameters.
+        pass_params_dict: hand the factory the name -> parameter dict in place of the list.
+
+    Raises:
+        ConfigError: the factory made an optimizer over a parameter that is not in `params`.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optim_factory: Callable[[Any], Optimizer],
+        pass_params_dict: bool = False,
+    ) -> None:
+        self._start()
+        self.params = dict(params)
+        self._optimizer = optim_factory(self.params if pass_params_dict else list(self.params.values()))
+        names = self._names()
+        for group in self._optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor not in names:
+                    raise ConfigError(
+                        f"KeyedOptimizerWrapper: {type(self._optimizer).__name__} has a parameter of shape "
+                        f"{tuple(tensor.shape)} that is not in params; name it there."
+                    )
+        self.defaults = self._optimizer.defaults
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _bare_step(self) -> None:
+        self._optimizer.step()
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        named = self._new_params(param_group)
+        by_name = any("param_names" in group for group in self._optimizer.param_groups)
+        tensors = list(named.items()) if by_name else list(named.values())
+        self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
+        self.params = {**self.params, **named}
+
+    def set_optimizer_step(self, step: int) -> None:
+        own = getattr(self._optimizer, "set_optimizer_step", None)
+        if own is not None:
+            own(step)
+        else:
+            super().set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        own = getattr(self._optimizer, "update_hyper_parameters", None)
+        if own is not None:
+            own(params_dict)
+        else:
+            super().update_hyper_parameters(params_dict)
+
+    def post_load_state_dict(self) -> None:
+        own = getattr(self._optimizer, "post_load_state_dict", None)
+        if own is not None:
+            own()
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """Passes everything on to the keyed optimizer inside; `WarmupOptimizer` and `GradientClippingOptimizer` add to it.
+
+    Raises:
+        ConfigError: `optimizer` is not a `KeyedOptimizer`.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        self._start()
+        if not isinstance(optimizer, KeyedOptimizer):
+            raise ConfigError(
+                f"{type(self).__name__}: got a {type(optimizer).__name__}, wanted a KeyedOptimizer; wrap it: "
+                "KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: ...)."
+            )
+        self._optimizer = optimizer
+        self.defaults = optimizer.defaults
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        return self._optimizer.params
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        self._optimizer.add_param_group(param_group)
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        self._optimizer.init_state(sparse_grad_parameter_names)
+
+    def save_param_groups(self, save: bool) -> None:
+        super().save_param_groups(save)
+        self._optimizer.save_param_groups(save)
+
+    def set_optimizer_step(self, step: int) -> None:
+        self._optimizer.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        self._optimizer.update_hyper_parameters(params_dict)
+
+    def post_load_state_dict(self) -> None:
+        if type(self._optimizer).load_state_dict is KeyedOptimizer.load_state_dict:
+            self._optimizer.post_load_state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def _state_names(self) -> list[str]:
+        return self._optimizer._state_names()
+
+    def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
+        if type(self._optimizer).load_state_dict is KeyedOptimizer.load_state_dict:
+            self._optimizer._plan_load(given, plan)
+        else:
+            plan.append(lambda: self._optimizer.load_state_dict(given))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} ({self._optimizer!r})"
