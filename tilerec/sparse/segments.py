@@ -30,13 +30,23 @@ class Segments:
     same kind would look different to the compiler and each state would cost a compilation.
     """
 
-    __slots__ = ("_derived_lengths", "_derived_offsets", "given_lengths", "given_offsets")
+    __slots__ = ("_derived_lengths", "_derived_offsets", "_row", "given_lengths", "given_offsets")
 
-    def __init__(self, given_lengths: Tensor | None, given_offsets: Tensor | None) -> None:
+    def __init__(
+        self,
+        given_lengths: Tensor | None,
+        given_offsets: Tensor | None,
+        row: tuple[Tensor, int] | None = None,
+    ) -> None:
+        """`row`: offsets that stand in row number `row[1]` of a table, computed with those of the other keys.
+
+        It is sliced when asked for: a thousand keys are a thousand views that most readers never look at.
+        """
         self.given_lengths = given_lengths
         self.given_offsets = given_offsets
         self._derived_lengths: Tensor | None = None
         self._derived_offsets: Tensor | None = None
+        self._row = row
 
     def lengths(self) -> Tensor:
         """Items per segment [S]."""
@@ -59,7 +69,10 @@ class Segments:
         if torch.compiler.is_compiling():
             return offsets_from_lengths(self.given_lengths)
         if self._derived_offsets is None:
-            self._derived_offsets = offsets_from_lengths(self.given_lengths)
+            if self._row is not None:
+                self._derived_offsets = self._row[0][self._row[1]]
+            else:
+                self._derived_offsets = offsets_from_lengths(self.given_lengths)
         return self._derived_offsets
 
     def lengths_or_none(self) -> Tensor | None:
@@ -72,7 +85,7 @@ class Segments:
         """Offsets if they are at hand without work."""
         if self.given_offsets is not None or torch.compiler.is_compiling():
             return self.given_offsets
-        return self._derived_offsets
+        return self._derived_offsets if self._row is None else self.offsets()
 
     def count(self) -> int:
         """How many segments; read from a shape, so it costs no wait and stays symbolic in a graph."""
@@ -97,6 +110,7 @@ class Segments:
             self.given_offsets.copy_(source.offsets(), non_blocking=non_blocking)
         self._derived_lengths = None
         self._derived_offsets = None
+        self._row = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, given or derived."""

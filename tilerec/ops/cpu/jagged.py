@@ -241,7 +241,8 @@ def _item_bytes(tensor: Tensor, leading: int) -> int:
 def _error(op: str, report: Report) -> Exception:
     if report.status == BAD_OFFSETS:
         return InputError(
-            f"{op}: offset {report.value} after segment {report.position} descends or does not fit the number of items; "
+            f"{op}: offset {report.value} after segment {report.position} descends or does not fit the "
+            f"number of items; "
             f"wanted non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
         )
     if report.status == BAD_ID:

@@ -1,0 +1,210 @@
+"""Host time of keyed jagged tensors: ours beside TorchRec's, in one interleaved run.
+
+    TILEREC_PEER_PYTHON=path/to/python python benchmarks/jagged.py [--keys 1000] [--batch 64] [--rounds 15]
+
+The claim: at 1,000 features x 64 samples, `to_dict`, `split` into 100 and `permute` take at most half of
+TorchRec's time.
+
+Two worker processes, one per library, build the same seeded batch and are asked in turn for one round of each case, so
+a change in the machine's load meets both. Before any time is printed the workers' results are compared. A case
+is timed on a fresh tensor each time (both libraries remember `to_dict`); "synced" tensors know their key
+offsets, "fresh" ones are built and synced inside of the timed span. Without a peer interpreter only our own
+times are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+CASES = {
+    "to_dict": "synced",
+    "split": "synced",
+    "permute": "synced",
+    "permute_half": "synced",
+    "getitem": "synced",
+    "construct": "fresh",
+    "to_dict_fresh": "fresh",
+    "split_fresh": "fresh",
+    "permute_fresh": "fresh",
+}
+CLAIMED = ("to_dict", "split", "permute")
+
+
+def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, tuple[Callable[[], Any],
+Callable[[Any], Any]]]:     """For each case: what is prepared untimed, and what is timed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    names = [f"feature_{i}" for i in range(keys)]
+    lengths = torch.randint(0, 5, (keys * batch,), generator=generator)
+    total = int(lengths.sum())
+    values = torch.randint(0, 10**6, (total,), generator=generator)
+    weights = torch.rand(total, generator=generator) if weighted else None
+    order = torch.randperm(keys, generator=generator).tolist()
+    parts = min(100, keys)
+    segments = [keys // parts + (i < keys % parts) for i in range(parts)]
+
+    def synced() -> Any:
+        return kjt_type.from_lengths_sync(names, values, lengths, weights)
+
+    def nothing() -> None:
+        return None
+
+    return {
+        "to_dict": (synced, lambda kjt: kjt.to_dict()),
+        "split": (synced, lambda kjt: kjt.split(segments)),
+        "permute": (synced, lambda kjt: kjt.permute(order)),
+        "permute_half": (synced, lambda kjt: kjt.permute(order[: keys // 2])),
+        "getitem": (synced, lambda kjt: kjt[names[keys // 2]]),
+        "construct": (nothing, lambda _: synced()),
+        "to_dict_fresh": (nothing, lambda _: synced().to_dict()),
+        "split_fresh": (nothing, lambda _: synced().split(segments)),
+        "permute_fresh": (nothing, lambda _: synced().permute(order)),
+    }
+
+
+def digest(result: Any) -> str:
+    """A fingerprint of everything a result holds."""
+    state = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, dict):
+            for key, item in part.items():
+                state.update(key.encode())
+                add(item)
+        elif isinstance(part, list):
+            for item in part:
+                add(item)
+        else:
+            if hasattr(part, "keys"):
+                state.update("|".join(part.keys()).encode())
+                state.update(str(part.stride()).encode())
+            state.update(part.values().numpy().tobytes())
+            state.update(part.lengths().long().numpy().tobytes())
+            state.update(part.offsets().long().numpy().tobytes())
+            if part.weights_or_none() is not None:
+                state.update(part.weights().numpy().tobytes())
+
+    add(result)
+    return state.hexdigest()
+
+
+def work(library: str, keys: int, batch: int, weighted: bool, repeats: int) -> None:
+    """Answer requests from the parent: one case's name a line, one JSON line back."""
+    import torch
+
+    torch.set_num_threads(1)
+    if library == "tilerec":
+        from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+    else:
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    prepared = cases(KeyedJaggedTensor, keys, batch, weighted)
+    print(json.dumps({"torch": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        prepare, run = prepared[line.strip()]
+        seconds = []
+        for _ in range(repeats):
+            argument = prepare()
+            start = time.perf_counter()
+            result = run(argument)
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps({"seconds": statistics.median(seconds), "digest": digest(result)}), flush=True)
+
+
+class Worker:
+    """One library in a process of its own."""
+
+    def __init__(self, python: str, library: str, arguments: Iterable[str]) -> None:
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        if library == "tilerec":
+            # The checkout this file is in, after whatever the caller chose.
+            root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+        else:
+            environment.pop("PYTHONPATH", None)
+        command = [python, "-W", "ignore", os.path.abspath(__file__), "--worker", library, *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment 
+        self.about = self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"{self.process.args!r} ended with code {self.process.wait()}; run it by hand to see why.")
+
+    def ask(self, case: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(case + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--weighted", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls in one round")
+    parser.add_argument("--peer-python", default=os.environ.get("TILEREC_PEER_PYTHON"))
+    parser.add_argument("--worker", choices=["tilerec", "torchrec"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.keys, options.batch, options.weighted, options.repeats)
+        return 0
+    arguments = ["--keys", str(options.keys), "--batch", str(options.batch), "--repeats", str(options.repeats)]
+    arguments += ["--weighted"] if options.weighted else []
+    workers = {"tilerec": Worker(sys.executable, "tilerec", arguments)}
+    if options.peer_python:
+        workers["torchrec"] = Worker(options.peer_python, "torchrec", arguments)
+    print(f"{options.keys} keys x {options.batch}, {'weighted' if options.weighted else 'unweighted'}, one thread")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    for name, worker in workers.items():
+        print(f"{name}: torch {worker.about['torch']}")
+    for case in CASES:
+        digests = {worker.ask(case)["digest"] for worker in workers.values()}
+        if len(digests) != 1:
+            raise SystemExit(f"{case}: the results differ; no times are printed.")
+    if "torchrec" in workers:
+        print("results: equal in all cases")
+    missed = []
+    for case, kind in CASES.items():
+        times: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(options.rounds):
+            for name, worker in workers.items():
+                times[name].append(worker.ask(case)["seconds"] * 1e6)
+        medians = {name: statistics.median(series) for name, series in times.items()}
+        line = f"{case:14s} {kind:7s}" + "".join(f"  {name} {median:9.1f} us" for name, median in medians.items())
+        if "torchrec" in medians:
+            ratio = medians["tilerec"] / medians["torchrec"]
+            line += f"  ratio {ratio:5.2f}"
+            if case in CLAIMED and ratio > 0.5:
+                missed.append(case)
+        print(line)
+    for worker in workers.values():
+        worker.close()
+    if missed:
+        print(f"the claim (half of TorchRec's time) is missed by: {', '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
