@@ -1,7 +1,8 @@
 """Lookups by the native library: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on CPU.
 
-`tilerec/ops/lookup.py` says what they mean; here only arguments change form. What a layout (tables, keys, means, shapes and
-dtypes) needs as C arrays is made once and kept: a call with 26 tables must cost microseconds. Tables in fp64 go to the reference.
+`tilerec/ops/lookup.py` says what they mean; here only arguments change form. What a layout (tables, keys, means, shapes
+and dtypes) needs as C arrays is made once and kept: a call with 26 tables must cost microseconds. Tables in fp64 go to
+the reference.
 
 Legend: T tables, F features, N ids, B samples, C sum of the features' dims.
 """

@@ -1,0 +1,48 @@
+"""Initial values by the native library: `random_fill_` on CPU.
+
+The words are those of `tilerec/ops/random.py`, bit for bit, and so are uniform values. Normal values go through the
+library's own logarithm, sine and cosine in float64, the same bits on every machine; after rounding to fp32 they equal the
+reference's except where the two lie on either side of a rounding boundary (about once in 10^7 values).
+fp64 tiles and others the library does not read go to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.cpu.library import DTYPES
+from tilerec.ops.library import LIBRARY
+from tilerec.ops.random import random_fill_reference_
+
+_KINDS = {"uniform": 0, "normal": 1}
+
+
+def _random_fill(function: Callable[..., None]) -> Callable[..., None]:
+    def random_fill_(
+        out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+    ) -> None:
+        if out.dtype not in DTYPES or kind not in _KINDS or out.dim() != 2 or not out.is_contiguous():
+            random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
+            return
+        rows, width = out.shape
+        function(
+            out.data_ptr(), DTYPES[out.dtype], rows, width, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, row_offset,
+            column_offset, _KINDS[kind], a, b, torch.get_num_threads(),
+        )  # fmt: skip
+
+    return random_fill_
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Let the native library serve `random_fill_` on CPU."""
+    function = library.tr_random_fill
+    function.restype = None
+    function.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_uint32] * 2, *[ctypes.c_int64] * 3, *[ctypes.c_float] * 2,
+        ctypes.c_int64,
+    ]  # fmt: skip
+    LIBRARY.impl("random_fill_", _random_fill(function), "CPU", allow_override=True)
