@@ -1,0 +1,172 @@
+"""The Criteo format in both layouts, against values computed by hand."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from tilerec.data.batch import Batch
+from tilerec.data.criteo import DENSE, SPARSE, Criteo
+from tilerec.data.rows import hash_rows
+from tilerec.errors import ConfigError, InputError
+
+Row = list[str]  # label, 13 counts, 26 categories
+
+
+def _rows(count: int, seed: int = 0) -> list[Row]:
+    draw = random.Random(seed)
+    return [
+        [
+            str(draw.randrange(2)),
+            *("" if draw.random() < 0.3 else str(draw.randrange(-2, 900)) for _ in DENSE),
+            *("" if draw.random() < 0.2 else f"{draw.randrange(50):08x}" for _ in SPARSE),
+        ]
+        for _ in range(count)
+    ]
+
+
+def _csv(path: Path, rows: list[Row]) -> Path:
+    names = ["Id", "Label", *DENSE, *SPARSE]
+    lines = [",".join(names), *(",".join([str(1000 + index), *row]) for index, row in enumerate(rows))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _tsv(path: Path, rows: list[Row], *, zipped: bool = False) -> Path:
+    text = "".join("\t".join(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if zipped else text)
+    return path
+
+
+def _columns(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, list[list[list[int]]]]:
+    """Labels, dense features, and per sample and feature the ids."""
+    labels = torch.cat([batch.labels for batch in batches])
+    dense = torch.cat([batch.dense_features for batch in batches])
+    ids = []
+    for batch in batches:
+        features = batch.sparse_features
+        assert list(features.keys()) == list(SPARSE)
+        per_feature = []
+        for name in SPARSE:
+            parts = features[name].values().split(features[name].lengths().tolist())
+            per_feature.append([part.tolist() for part in parts])
+        ids += [list(sample) for sample in zip(*per_feature, strict=True)]
+    return labels, dense, ids
+
+
+def _expected_ids(row: Row, num_rows: int, missing: str) -> list[list[int]]:
+    first = 1 if missing == "row" else 0
+    out = []
+    for text in row[14:]:
+        hashed = hash_rows(pa.array([text.encode()], pa.binary()), num_rows, first_row=first).tolist()
+        out.append(hashed if text else [0] if missing == "row" else [])
+    return out
+
+
+@pytest.mark.parametrize("missing", ["row", "empty"])
+@pytest.mark.parametrize("block_bytes", [500, 1 << 20])
+def test_every_value_of_both_layouts_arrives_where_it_belongs(
+    tmp_path: Path, missing: str, block_bytes: int
+) -> None:
+    rows = _rows(40)
+    held = [row for index, row in enumerate(rows) if index % 4 == 3]
+    for path in (
+        _csv(tmp_path / "a.csv", rows),
+        _tsv(tmp_path / "b.txt", rows),
+        _tsv(tmp_path / "c.gz", rows, zipped=True),
+    ):
+        data = Criteo(path, num_rows=30, missing=missing, held_out_every=4, block_bytes=block_bytes)  # type: ignore[arg-type]
+        labels, dense, ids = _columns(list(data.held_out(3)))
+        assert labels.tolist() == [float(row[0]) for row in held]
+        counts = np.array([[float(text or 0) for text in row[1:14]] for row in held])
+        np.testing.assert_allclose(dense.numpy(), np.sign(counts) * np.log1p(np.abs(counts)), rtol=1e-6)
+        assert ids == [_expected_ids(row, 30, missing) for row in held]
+        train = list(data.train(8))
+        assert sum(batch.batch_size for batch in train) == 30
+        assert sorted(map(str, _columns(train)[2])) == sorted(
+            str(_expected_ids(row, 30, missing)) for index, row in enumerate(rows) if index % 4 != 3
+        )
+        assert data.row_count().rows == 40
+
+
+def test_each_table_may_have_its_own_size(tmp_path: Path) -> None:
+    sizes = list(range(2, 28))
+    data = Criteo(_tsv(tmp_path / "a.txt", _rows(50)), num_rows=sizes, held_out_every=2)
+    assert [feature.num_rows for feature in data.sparse_features] == sizes
+    for batch in data.train(10):
+        for name, size in zip(SPARSE, sizes, strict=True):
+            assert int(batch.sparse_features[name].values().max()) < size
+
+
+def test_all_categories_missing_make_an_empty_batch_of_ids(tmp_path: Path) -> None:
+    rows = [["1", *[""] * 39]] * 4
+    (batch,) = Criteo(_tsv(tmp_path / "a.txt", rows), missing="empty", held_out_every=2).held_out(5)
+    assert batch.sparse_features.values().numel() == 0
+    assert batch.sparse_features.stride() == 2
+    assert torch.equal(batch.dense_features, torch.zeros(2, 13))
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "message"),
+    [
+        (0, "2", r":3: column 'Label' reads '2', wanted an integer in \[0, 1\]"),
+        (0, "", r":3: column 'Label' reads ''"),
+        (5, "1.5", r":3: column 'I5' reads '1.5', wanted an integer or nothing"),
+    ],
+)
+def test_a_bad_value_is_named_in_both_layouts(tmp_path: Path, place: int, text: str, message: str) -> None:
+    rows = _rows(10)
+    rows[1][place] = text
+    with pytest.raises(InputError, match=message):
+        list(Criteo(_csv(tmp_path / "a.csv", rows)).train(4))
+    rows.insert(0, rows[0])
+    with pytest.raises(InputError, match=message):
+        list(Criteo(_tsv(tmp_path / "a.txt", rows)).train(4))
+
+
+def test_bad_lines_can_be_left_out_and_do_not_move_the_split(tmp_path: Path) -> None:
+    rows = _rows(20)
+    good = Criteo(_tsv(tmp_path / "good.txt", rows), held_out_every=5)
+    bad_rows = [*rows[:7], rows[7][:20], *rows[7:]]
+    bad = Criteo(_tsv(tmp_path / "bad.txt", bad_rows), held_out_every=5, on_bad_row="skip")
+    for one, other in zip(good.held_out(4), bad.held_out(4), strict=True):
+        assert torch.equal(one.labels, other.labels)
+        assert torch.equal(one.sparse_features.values(), other.sparse_features.values())
+    assert (bad.row_count().rows, bad.row_count().skipped) == (20, 1)
+    assert "column 'C7' is missing: the line has 20 of 40 columns" in bad.row_count().examples[0]
+
+
+def test_files_that_are_no_criteo_data_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be opened"):
+        Criteo(tmp_path / "nowhere.txt")
+    header_only = _csv(tmp_path / "a.csv", [])
+    with pytest.raises(InputError, match="there are no rows in it"):
+        list(Criteo(header_only).train(4))
+    test_file = tmp_path / "test.csv"
+    test_file.write_text("Id," + ",".join([*DENSE, *SPARSE]) + "\n")
+    with pytest.raises(InputError, match=r"test\.csv:1: the header has no column 'Label'"):
+        list(Criteo(test_file).train(4))
+    broken = tmp_path / "broken.gz"
+    broken.write_bytes(b"\x1f\x8b not gzip at all")
+    with pytest.raises(InputError, match="damaged"):
+        Criteo(broken)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_rows": [3, 4]}, "num_rows has 2 numbers"),
+        ({"num_rows": 1}, "num_rows of 'C1' is 1; it must be above 1"),
+        ({"missing": "zero"}, "missing is 'zero'"),
+        ({"held_out_every": 1}, "held_out_every is 1"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Criteo(_tsv(tmp_path / "a.txt", _rows(3)), **options)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Delimited files: every line arrives once, bad ones are named by line and column, memory stays bounded."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
+from tilerec.errors import ConfigError, InputError
+
+COLUMNS = (
+    Column("id", ColumnKind.INTEGER, low=0),
+    Column("score", ColumnKind.NUMBER, low=-10, high=10),
+    Column("count", ColumnKind.INTEGER, optional=True),
+    Column("tag", ColumnKind.TEXT),
+)
+HEADER = "id,score,count,tag"
+Row = tuple[int, int, float, int | None, bytes]
+
+
+def _rows(blocks: list[Block]) -> list[Row]:
+    """(line, id, score, count or None, tag) of every row."""
+    rows: list[Row] = []
+    for block in blocks:
+        tags = block.texts["tag"].to_pylist()
+        for index in range(len(block)):
+            missing = bool(block.missing["count"][index])
+            rows.append(
+                (
+                    int(block.lines[index]),
+                    int(block.numbers["id"][index]),
+                    float(block.numbers["score"][index]),
+                    None if missing else int(block.numbers["count"][index]),
+                    tags[index],
+                )
+            )
+    return rows
+
+
+def _read(path: Path, **options: object) -> list[Row]:
+    return _rows(list(DelimitedFile(path, COLUMNS, **options).blocks()))  # type: ignore[arg-type]
+
+
+def _file(folder: Path, *lines: str, end: str = "\n", last: str = "\n") -> Path:
+    path = folder / "file.csv"
+    path.write_bytes((end.join(lines) + last).encode())
+    return path
+
+
+GOOD = ["3,0.5,7,a", "4,-1e1,,bb", "5,10,-2,", "6,.25,0,né"]
+GOOD_ROWS: list[Row] = [
+    (2, 3, 0.5, 7, b"a"),
+    (3, 4, -10.0, None, b"bb"),
+    (4, 5, 10.0, -2, b""),
+    (5, 6, 0.25, 0, "né".encode()),
+]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 20, 1 << 20])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "end"])
+def test_every_row_arrives_once_whatever_the_block_size(
+    tmp_path: Path, block_bytes: int, end: str, last: str
+) -> None:
+    path = _file(tmp_path, HEADER, *GOOD, end=end, last=end if last else "")
+    assert _read(path, block_bytes=block_bytes) == GOOD_ROWS
+
+
+@pytest.mark.parametrize("block_bytes", [3, 1 << 20])
+def test_gzip_is_recognised_by_its_content(tmp_path: Path, block_bytes: int) -> None:
+    path = tmp_path / "file.csv"
+    path.write_bytes(gzip.compress("\n".join([HEADER, *GOOD]).encode()))
+    assert _read(path, block_bytes=block_bytes) == GOOD_ROWS
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
+    assert _read(_file(tmp_path, "\ufeff" + HEADER, *GOOD)) == GOOD_ROWS
+
+
+def test_columns_are_found_by_name_among_others_in_any_order(tmp_path: Path) -> None:
+    path = _file(tmp_path, "tag,more,count,id,more,score", "a,x,7,3,y,0.5")
+    assert _read(path) == GOOD_ROWS[:1]
+
+
+def test_a_file_without_header_has_all_columns_in_order(tmp_path: Path) -> None:
+    path = _file(tmp_path, *(line.replace(",", "\t") for line in GOOD))
+    rows = _read(path, header=False, delimiter="\t")
+    assert rows == [(line - 1, *rest) for line, *rest in GOOD_ROWS]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**63 - 1),
+            st.floats(-10, 10),
+            st.none() | st.integers(-(2**63), 2**63 - 1),
+            st.text(st.characters(blacklist_characters=",\n\r", blacklist_categories=["Cs"]), max_size=5),
+        ),
+        max_size=8,
+    ),
+    st.integers(1, 200),
+)
+def test_what_was_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[int, float, int | None, str]],
+    block_bytes: int,
+) -> None:
+    text = [f"{a},{b!r},{'' if c is None else c},{d}" for a, b, c, d in rows]
+    path = _file(tmp_path_factory.mktemp("written"), HEADER, *text)
+    wanted = [(index + 2, a, b, c, d.encode()) for index, (a, b, c, d) in enumerate(rows)]
+    assert _read(path, block_bytes=block_bytes) == wanted
+
+
+# One bad line among good ones, and what the error must say.
+BAD = [
+    ("3,0.5", r":3: column 'count' is missing: the line has 2 of 4 columns and reads '3,0.5'"),
+    ("", r":3: column 'score' is missing: the line has 1 of 4 columns and reads ''"),
+    ("3,0.5,7,a,b", r":3: 'b' stands after the last column 'tag': the line has 5 columns, wanted 4"),
+    ("x,0.5,7,a", r":3: column 'id' reads 'x', wanted an integer of at least 0"),
+    ("-1,0.5,7,a", r":3: column 'id' reads '-1', wanted an integer of at least 0"),
+    (",0.5,7,a", r":3: column 'id' reads '', wanted an integer of at least 0"),
+    ("1.0,0.5,7,a", r":3: column 'id' reads '1.0', wanted an integer"),
+    ("0x1F,0.5,7,a", r":3: column 'id' reads '0x1F', wanted an integer"),
+    ("1_0,0.5,7,a", r":3: column 'id' reads '1_0', wanted an integer"),
+    ("9223372036854775808,0.5,7,a", r":3: column 'id' reads '9223372036854775808', wanted an integer"),
+    ("9" * 5000 + ",0.5,7,a", r":3: column 'id' reads '9{80}' … \(5,000 bytes\), wanted an integer"),
+    ("3,11,7,a", r":3: column 'score' reads '11', wanted a number in \[-10, 10\]"),
+    ("3,nan,7,a", r":3: column 'score' reads 'nan', wanted a number"),
+    ("3,inf,7,a", r":3: column 'score' reads 'inf', wanted a number"),
+    ("3,1e999,7,a", r":3: column 'score' reads '1e999', wanted a number"),
+    ("3,abc,7,a", r":3: column 'score' reads 'abc', wanted a number"),
+    ("3,0.5,seven,a", r":3: column 'count' reads 'seven', wanted an integer or nothing"),
+    ('"3",0.5,7,a', r""":3: column 'id' reads '"3"', wanted an integer"""),
+    ("3\x00,0.5,7,a", r":3: column 'id' reads '3\\x00', wanted an integer"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("block_bytes", [10, 1 << 20])
+def test_a_bad_line_is_named_by_file_line_and_column(
+    tmp_path: Path, line: str, message: str, block_bytes: int
+) -> None:
+    path = _file(tmp_path, HEADER, GOOD[0], line, *GOOD[1:])
+    with pytest.raises(InputError, match=r"file\.csv" + message):
+        _read(path, block_bytes=block_bytes)
+
+
+@pytest.mark.parametrize("block_bytes", [10, 1 << 20])
+def test_bad_lines_can_be_left_out_and_counted(tmp_path: Path, block_bytes: int) -> None:
+    path = _file(tmp_path, HEADER, GOOD[0], *(line for line, _ in BAD), *GOOD[1:])
+    file = DelimitedFile(path, COLUMNS, on_bad_row="skip", block_bytes=block_bytes)
+    count = RowCount()
+    rows = _rows(list(file.blocks(count)))
+    shift = len(BAD)
+    assert rows == [GOOD_ROWS[0], *((line + shift, *rest) for line, *rest in GOOD_ROWS[1:])]
+    assert (count.rows, count.skipped) == (4, len(BAD))
+    assert len(count.examples) == 5
+    assert "column 'count' is missing" in count.examples[0]
+
+
+@pytest.mark.parametrize("cut", [0, 3, 9])
+def test_a_last_line_cut_short_is_a_bad_line(tmp_path: Path, cut: int) -> None:
+    whole = "7,0.125,99,tail"
+    path = _file(tmp_path, HEADER, *GOOD, whole[: whole.index(",tail") - cut], last="")
+    with pytest.raises(InputError, match=r"file\.csv:6: column '\w+' is missing"):
+        _read(path)
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("kept", [0.5, 0.99])
+def test_a_gzip_file_cut_short_is_an_error_that_names_the_line(
+    tmp_path: Path, policy: str, kept: float
+) -> None:
+    lines = [f"{index},0.5,{index * 7919 % 1000003},tag{index}" for index in range(20_000)]
+    whole = gzip.compress("\n".join([HEADER, *lines]).encode())
+    path = tmp_path / "file.csv"
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(InputError, match=r"file\.csv:\d+: the compressed data breaks off") as caught:
+        _read(path, on_bad_row=policy)
+    line = int(str(caught.value).split(":")[1])
+    assert 20_000 * (kept - 0.25) < line < 20_000 * min(kept + 0.25, 1)
+
+
+def test_a_damaged_gzip_file_is_an_error(tmp_path: Path) -> None:
+    whole = bytearray(gzip.compress("\n".join([HEADER, *GOOD * 1000]).encode()))
+    whole[len(whole) // 2] ^= 0xFF
+    path = tmp_path / "file.csv"
+    path.write_bytes(bytes(whole))
+    with pytest.raises(InputError, match=r"compressed data breaks off or is damaged|column"):
+        _read(path)
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = _file(tmp_path, HEADER, "1" * 5000)
+    with pytest.raises(InputError, match=r"file\.csv:2: the line is longer than 100 bytes"):
+        _read(path, block_bytes=50, max_line_bytes=100)
+
+
+def test_no_block_holds_much_more_text_than_asked_for(tmp_path: Path) -> None:
+    path = _file(tmp_path, HEADER, *(f"{index},0.5,1,x" for index in range(2000)))
+    blocks = list(DelimitedFile(path, COLUMNS, block_bytes=200).blocks())
+    assert max(len(block) for block in blocks) <= 2 * 200 / len("1,0.5,1,x\n")
+    assert sum(len(block) for block in blocks) == 2000
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("id,scores,count,tag", r"no column 'score'; it reads 'id,scores,count,tag'; did you mean 'scores'\?"),
+        ("id,score,count,count,tag", r":1: the header names column 'count' more than once"),
+        ("", r"no column 'id'"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_an_error_on_line_1(tmp_path: Path, header: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _read(_file(tmp_path, header, *GOOD))
+
+
+def test_an_empty_file_is_an_error_and_a_header_alone_is_not(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    with pytest.raises(InputError, match="the file is empty"):
+        _read(empty)
+    assert _read(_file(tmp_path, HEADER)) == []
+    assert _read(_file(tmp_path, HEADER, last="")) == []
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.csv: cannot be opened \(No such file"):
+        _read(tmp_path / "nowhere.csv")
+
+
+def test_a_missing_number_reads_as_zero_with_its_mark(tmp_path: Path) -> None:
+    (block,) = DelimitedFile(_file(tmp_path, HEADER, *GOOD), COLUMNS).blocks()
+    assert np.array_equal(block.numbers["count"], [7, 0, -2, 0])
+    assert np.array_equal(block.missing["count"], [False, True, False, False])
+
+
+def test_wrong_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on_bad_row is 'ignore'"):
+        DelimitedFile(tmp_path, COLUMNS, on_bad_row="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        DelimitedFile(tmp_path, COLUMNS, block_bytes=0)
