@@ -26,7 +26,9 @@ def configs(**changes) -> list[EmbeddingBagConfig]:
     ]
 
 
-def batch(size: int = 3, seed: int = 0, weighted: bool = False, keys: tuple[str, ...] = ("item", "user", "friend")):
+def batch(
+    size: int = 3, seed: int = 0, weighted: bool = False, keys: tuple[str, ...] = ("item", "user", "friend")
+):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(keys) * size,), generator=generator, dtype=torch.int32)
     total = int(lengths.sum())
@@ -35,7 +37,9 @@ def batch(size: int = 3, seed: int = 0, weighted: bool = False, keys: tuple[str,
     return KeyedJaggedTensor.from_lengths_sync(list(keys), values, lengths, weights)
 
 
-def plain(ebc: EmbeddingBagCollection, kjt: KeyedJaggedTensor, leaves: dict[str, Tensor] | None = None) -> Tensor:
+def plain(
+    ebc: EmbeddingBagCollection, kjt: KeyedJaggedTensor, leaves: dict[str, Tensor] | None = None
+) -> Tensor:
     """The same with torch.nn.functional.embedding_bag, feature by feature."""
     blocks = []
     for config in ebc.embedding_bag_configs():
@@ -78,7 +82,10 @@ def test_output_has_the_tables_type_and_to_changes_both(dtype: torch.dtype) -> N
     ebc = EmbeddingBagCollection(configs(dtype=dtype))
     assert ebc(batch()).values().dtype == dtype
     assert ebc.to(torch.float32)(batch()).values().dtype == torch.float32
-    assert EmbeddingBagCollection(configs(dtype=dtype), output_dtype=DataType.FP32)(batch()).values().dtype == torch.float32
+    assert (
+        EmbeddingBagCollection(configs(dtype=dtype), output_dtype=DataType.FP32)(batch()).values().dtype
+        == torch.float32
+    )
 
 
 def test_mixed_table_types_promote() -> None:
@@ -107,7 +114,19 @@ def tied(ebc: EmbeddingBagCollection) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["none", "bf16", "half-and-back", "double", "to-device", "deepcopy", "pickle", "torch.save", "load", "assign", "meta"],
+    [
+        "none",
+        "bf16",
+        "half-and-back",
+        "double",
+        "to-device",
+        "deepcopy",
+        "pickle",
+        "torch.save",
+        "load",
+        "assign",
+        "meta",
+    ],
 )
 def test_parameters_stay_tied_to_their_storage(change: str) -> None:
     ebc = EmbeddingBagCollection(configs(), device="meta" if change == "meta" else None)
@@ -170,9 +189,9 @@ def test_a_copy_trains_alone() -> None:
 def test_initial_values_depend_on_seed_name_and_place_only() -> None:
     def build(rows: int, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return EmbeddingBagCollection([EmbeddingBagConfig(rows, 5, "t", weight_init_max=1, weight_init_min=-1)]).state_dict()[
-            "embedding_bags.t.weight"
-        ]
+        return EmbeddingBagCollection(
+            [EmbeddingBagConfig(rows, 5, "t", weight_init_max=1, weight_init_min=-1)]
+        ).state_dict()["embedding_bags.t.weight"]
 
     assert torch.equal(build(20, 1), build(20, 1))
     assert torch.equal(build(20, 1)[:7], build(7, 1))
@@ -182,7 +201,9 @@ def test_initial_values_depend_on_seed_name_and_place_only() -> None:
 def test_init_fn_fills_blocks_in_place_or_by_its_result() -> None:
     tables = [
         EmbeddingBagConfig(5, 2, "a", init_fn=lambda rows: rows.fill_(2.0)),
-        EmbeddingBagConfig(5, 2, "b", init_fn=lambda rows, row_offset: torch.full_like(rows, 3.0 + row_offset)),
+        EmbeddingBagConfig(
+            5, 2, "b", init_fn=lambda rows, row_offset: torch.full_like(rows, 3.0 + row_offset)
+        ),
     ]
     ebc = EmbeddingBagCollection(tables)
     assert (ebc.embedding_bags["a"].weight == 2).all() and (ebc.embedding_bags["b"].weight == 3).all()
@@ -247,7 +268,9 @@ def test_an_attached_optimizer_equals_torchs_on_batches_that_touch_every_row(cls
         for name, leaf in leaves.items():
             parameter = ebc.embedding_bags[name].weight
             assert parameter.grad is None
-            torch.testing.assert_close(parameter.detach(), leaf.detach(), rtol=1e-11, atol=1e-12, msg=f"{name} step {step}")
+            torch.testing.assert_close(
+                parameter.detach(), leaf.detach(), rtol=1e-11, atol=1e-12, msg=f"{name} step {step}"
+            )
 
 
 def test_a_table_looked_up_twice_is_updated_once_with_the_sum() -> None:
@@ -348,7 +371,9 @@ def test_one_frozen_one_attached_one_plain_table() -> None:
     ebc.embedding_bags["frozen"].weight.requires_grad_(False)
     apply_optimizer_in_backward(torch.optim.SGD, [ebc.embedding_bags["attached"].weight], {"lr": 1.0})
     before = {name: value.clone() for name, value in ebc.state_dict().items()}
-    ebc(KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 1]), torch.tensor([2]))).values().sum().backward()
+    ebc(
+        KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 1]), torch.tensor([2]))
+    ).values().sum().backward()
     changed = {name: not torch.equal(value, before[name]) for name, value in ebc.state_dict().items()}
     assert changed == {f"embedding_bags.{n}.weight": n == "attached" for n in ("frozen", "attached", "plain")}
     grads = {name: table.weight.grad for name, table in ebc.embedding_bags.items()}
@@ -420,10 +445,14 @@ def test_bad_input_is_named() -> None:
     ebc = EmbeddingBagCollection(configs())
     with pytest.raises(InputError, match="feature 'friend' of table 'user' is not in the batch"):
         ebc(batch(keys=("item", "user")))
-    bad = KeyedJaggedTensor.from_lengths_sync(["item", "user", "friend"], torch.tensor([1, 12, 0]), torch.tensor([1, 1, 1]))
+    bad = KeyedJaggedTensor.from_lengths_sync(
+        ["item", "user", "friend"], torch.tensor([1, 12, 0]), torch.tensor([1, 1, 1])
+    )
     with pytest.raises(InputError, match="Table 'user': id 12 of feature 'user'"):
         ebc(bad)
-    floats = KeyedJaggedTensor.from_lengths_sync(["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1]))
+    floats = KeyedJaggedTensor.from_lengths_sync(
+        ["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1])
+    )
     with pytest.raises(InputError, match="ids have dtype torch.float32"):
         ebc(floats)
     with pytest.raises(ConfigError, match="two tables are called 'a'"):
@@ -436,7 +465,9 @@ def test_bad_input_is_named() -> None:
 
 def test_clamping_counts_and_warns() -> None:
     ebc = EmbeddingBagCollection(configs(), on_bad_id="clamp")
-    bad = KeyedJaggedTensor.from_lengths_sync(["item", "user", "friend"], torch.tensor([-4, 12, 0]), torch.tensor([1, 1, 1]))
+    bad = KeyedJaggedTensor.from_lengths_sync(
+        ["item", "user", "friend"], torch.tensor([-4, 12, 0]), torch.tensor([1, 1, 1])
+    )
     with pytest.warns(UserWarning, match="2 ids of this batch lay outside"):
         out = ebc(bad)
     assert ebc.clamped_ids == 2

@@ -14,7 +14,9 @@ from tilerec.ops import backends  # noqa: F401
 NO_SINKS = torch.zeros(0, dtype=torch.int64)
 
 
-def bags(lengths: list[int], rows: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> tuple[Tensor, Tensor]:
+def bags(
+    lengths: list[int], rows: int, dtype: torch.dtype = torch.int64, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     return torch.randint(0, rows, (int(offsets[-1]),), generator=generator).to(dtype), offsets
@@ -41,7 +43,17 @@ def test_pooled_lookup_equals_bag_by_bag(dim, dtype, id_dtype, weighted) -> None
     ids, offsets = bags(lengths, 7, id_dtype)
     weights = torch.rand(ids.numel()) if weighted else None
     out, _ = torch.ops.tilerec.pooled_lookup(
-        [first, second], NO_SINKS, ids, offsets, weights, [0, 1, 0], [0, 2, 1], [0, 1, 1], [3], dtype, "a@x,b@y,c@x"
+        [first, second],
+        NO_SINKS,
+        ids,
+        offsets,
+        weights,
+        [0, 1, 0],
+        [0, 2, 1],
+        [0, 1, 1],
+        [3],
+        dtype,
+        "a@x,b@y,c@x",
     )
     want = torch.cat(
         [
@@ -75,7 +87,17 @@ def test_a_variable_batch_gives_one_block_per_feature() -> None:
     table = torch.randn(9, 4)
     ids, offsets = bags([1, 2, 0, 3, 1], 9)
     out, _ = torch.ops.tilerec.pooled_lookup(
-        [table], NO_SINKS, ids, offsets, None, [0, 0, 0], [2, 0, 1], [0, 0, 1], [1, 3, 1], torch.float32, "a@t,b@t,c@t"
+        [table],
+        NO_SINKS,
+        ids,
+        offsets,
+        None,
+        [0, 0, 0],
+        [2, 0, 1],
+        [0, 0, 1],
+        [1, 3, 1],
+        torch.float32,
+        "a@t,b@t,c@t",
     )
     want = [
         oracle(table, ids, offsets[4:6], None, False),
@@ -102,9 +124,21 @@ def test_no_ids_give_zeros_and_no_bags_give_nothing(batch: int) -> None:
 def test_an_id_outside_its_table_is_named(bad: int) -> None:
     table = torch.randn(10, 4)
     ids = torch.tensor([1, 2, bad, 3])
-    with pytest.raises(InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"):
+    with pytest.raises(
+        InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"
+    ):
         torch.ops.tilerec.pooled_lookup(
-            [table], NO_SINKS, ids, torch.tensor([0, 1, 4]), None, [0], [0], [0], [2], torch.float32, "clicks@items"
+            [table],
+            NO_SINKS,
+            ids,
+            torch.tensor([0, 1, 4]),
+            None,
+            [0],
+            [0],
+            [0],
+            [2],
+            torch.float32,
+            "clicks@items",
         )
     with pytest.raises(InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2"):
         torch.ops.tilerec.sequence_lookup(
@@ -126,7 +160,9 @@ def test_ids_of_keys_that_no_feature_reads_are_not_looked_at() -> None:
 def test_sequence_lookup_returns_rows_in_order(dtype, dim, id_dtype) -> None:
     tables = [torch.randn(10, dim, dtype=dtype), torch.randn(7, dim, dtype=dtype)]
     ids, starts = bags([4, 0, 3], 7, id_dtype)
-    out, _ = torch.ops.tilerec.sequence_lookup(tables, NO_SINKS, ids, starts, [1, 0, 0], torch.float32, "a@y,b@x,c@x")
+    out, _ = torch.ops.tilerec.sequence_lookup(
+        tables, NO_SINKS, ids, starts, [1, 0, 0], torch.float32, "a@y,b@x,c@x"
+    )
     want = torch.cat([tables[1][ids[:4].long()], tables[0][ids[4:].long()]]).float()
     assert torch.equal(out, want)
 
@@ -161,13 +197,17 @@ def test_gradients_equal_autograd_through_the_oracle(lengths, dim, means, weight
     want = torch.autograd.grad(want_out, leaves, upstream, allow_unused=True)
     for g, w, leaf in zip(got, want, leaves, strict=True):
         w = torch.zeros_like(leaf) if w is None else w
-        torch.testing.assert_close(g, w, rtol=1e-5 if leaf is weights else 1e-10, atol=1e-6 if leaf is weights else 1e-10)
+        torch.testing.assert_close(
+            g, w, rtol=1e-5 if leaf is weights else 1e-10, atol=1e-6 if leaf is weights else 1e-10
+        )
 
 
 def test_sequence_gradients_add_up_repeated_ids() -> None:
     tables = [torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)]
     ids, starts = torch.tensor([1, 1, 0, 3, 3]), torch.tensor([0, 3, 5])
-    out, _ = torch.ops.tilerec.sequence_lookup(tables, NO_SINKS, ids, starts, [0, 1], torch.float32, "a@x,b@y")
+    out, _ = torch.ops.tilerec.sequence_lookup(
+        tables, NO_SINKS, ids, starts, [0, 1], torch.float32, "a@x,b@y"
+    )
     upstream = torch.arange(15.0).view(5, 3)
     out.backward(upstream)
     assert torch.equal(tables[0].grad[1], upstream[0] + upstream[1])
@@ -205,7 +245,17 @@ def test_a_table_beyond_2_to_the_31_elements_is_read_at_its_end(tmp_path) -> Non
     table = torch.from_file(str(path), shared=True, size=rows * dim, dtype=torch.bfloat16).view(rows, dim)
     table[-1] = 3.0
     out, _ = torch.ops.tilerec.pooled_lookup(
-        [table], NO_SINKS, torch.tensor([rows - 1, 0]), torch.tensor([0, 2]), None, [0], [0], [0], [1], torch.float32, "a@x"
+        [table],
+        NO_SINKS,
+        torch.tensor([rows - 1, 0]),
+        torch.tensor([0, 2]),
+        None,
+        [0],
+        [0],
+        [0],
+        [1],
+        torch.float32,
+        "a@x",
     )
     assert torch.equal(out, torch.full((1, dim), 3.0))
 
@@ -217,7 +267,9 @@ def test_lookups_pass_opcheck() -> None:
     args = (tables, NO_SINKS, ids, offsets, weights, [0, 1], [0, 1], [0, 1], [2], torch.float32, "a@x,b@y")
     # The ticket counts lookups, so two runs differ in it by design: everything but the aot comparison of values.
     torch.library.opcheck(
-        torch.ops.tilerec.pooled_lookup, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.ops.tilerec.pooled_lookup,
+        args,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     plain = [t.detach() for t in tables]
     grad = torch.randn(2, 7)

@@ -24,7 +24,9 @@ def test_philox_gives_the_published_answers() -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("rows", "columns"), [((3, 9), (0, 7)), ((0, 11), (1, 4)), ((10, 11), (5, 19)), ((4, 4), (2, 3))])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((3, 9), (0, 7)), ((0, 11), (1, 4)), ((10, 11), (5, 19)), ((4, 4), (2, 3))]
+)
 def test_a_tile_has_the_bits_of_the_whole_table(kind, dtype, rows, columns) -> None:
     whole = torch.empty(11, 19, dtype=dtype)
     torch.ops.tilerec.random_fill_(whole, KEY, 0, 0, kind, -0.5, 2.0)

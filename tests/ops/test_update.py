@@ -37,8 +37,12 @@ RULES: dict[str, tuple[str, list[float], tuple[str, ...]]] = {
 }
 
 
-def slots_for(kinds: tuple[str, ...], rows: int, dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    made = [torch.rand(rows, dim, dtype=dtype) if k == "element" else torch.rand(rows, dtype=dtype) for k in kinds]
+def slots_for(
+    kinds: tuple[str, ...], rows: int, dim: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    made = [
+        torch.rand(rows, dim, dtype=dtype) if k == "element" else torch.rand(rows, dtype=dtype) for k in kinds
+    ]
     if len(kinds) == 3:  # the third slot counts a row's updates
         made[2] = torch.randint(0, 5, (rows,)).to(dtype)
     return made
@@ -52,7 +56,17 @@ def record(dims: list[int], lengths: list[int], rows: int, batch: int, dtype: to
     features = len(dims)
     starts = [f * batch for f in range(features)]
     places = [sum(dims[:f]) for f in range(features)]
-    return grad, ids, offsets, None, list(range(features)), starts, [batch] * features, places, [sum(dims)] * features
+    return (
+        grad,
+        ids,
+        offsets,
+        None,
+        list(range(features)),
+        starts,
+        [batch] * features,
+        places,
+        [sum(dims)] * features,
+    )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -60,7 +74,7 @@ def record(dims: list[int], lengths: list[int], rows: int, batch: int, dtype: to
 def test_every_rule_on_the_fast_backend_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     rule, tail, kinds = RULES[name]
     dims, batch = [1, 3, 64, 257], 6
-    *given_record, = record(dims, [2, 0, 5, 1, 1, 3] * 4, 9, batch)
+    (*given_record,) = record(dims, [2, 0, 5, 1, 1, 3] * 4, 9, batch)
     weights = [torch.randn(9, d).to(dtype) for d in dims]
     slots = [s for d in dims for s in slots_for(kinds, 9, d)]
     steps = [3, 1, 7, 2]
@@ -97,13 +111,34 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
     grads = torch.randn(3, dim)
     ids = rows_U.repeat_interleave(1)
     update = update_rows_reference_ if reference else torch.ops.tilerec.update_rows_
-    update([whole], slots, grads, ids, None, None, [0], [0], [3], [0], [dim], [0], rule, hyper, [4], [1, 2], [0], [0])
+    update(
+        [whole],
+        slots,
+        grads,
+        ids,
+        None,
+        None,
+        [0],
+        [0],
+        [3],
+        [0],
+        [dim],
+        [0],
+        rule,
+        hyper,
+        [4],
+        [1, 2],
+        [0],
+        [0],
+    )
 
     scalars = torch.zeros(0, 3)
     for phase in range(make_rule(rule, hyper).phases):
         blocks: dict[int, Tensor] = {}
         for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:]):
-            sums = partials(part, own, rows_U, grads[:, a:b].contiguous(), scalars, phase, dim, True, a, rule, hyper, 4)
+            sums = partials(
+                part, own, rows_U, grads[:, a:b].contiguous(), scalars, phase, dim, True, a, rule, hyper, 4
+            )
             for k in range(sums.shape[2]):
                 blocks[a // 8 + k] = blocks.get(a // 8 + k, 0) + sums[:, :, k]
         total = torch.zeros_like(blocks[0])
@@ -143,7 +178,9 @@ def test_row_sums_equal_a_loop_over_occurrences(lengths, mean, weighted, dim) ->
         for b in range(2):
             begin, end = int(offsets[2 * f + b]), int(offsets[2 * f + b + 1])
             for p in range(begin, end):
-                scale = (1 / (end - begin) if mean and f == 0 else 1.0) * (float(weights[p]) if weighted else 1.0)
+                scale = (1 / (end - begin) if mean and f == 0 else 1.0) * (
+                    float(weights[p]) if weighted else 1.0
+                )
                 want[ids[p]] += grad[b, f * dim : (f + 1) * dim].double() * scale
     for sums in (sum_row_gradients_reference, torch.ops.tilerec.sum_row_gradients):
         rows, grads = sums(*args)

@@ -3,8 +3,8 @@
 Nouns
   slot of a feature  a (table, feature) pair, in the order of the tables and, within one, of its feature names
   embedding name     the feature's name; `feature@table` where a feature reads several tables
-  route              for one batch's keys: which key, table and output each slot has, split into lookups whose gradients go the
-                     same way (attached optimizers, or `.grad`)
+  route              for one batch's keys: which key, table and output each slot has, split into lookups whose
+                     gradients go the same way (attached optimizers, or `.grad`)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.table import Table
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.table import AnyTableConfig, DataType, dtype_to_data_type, data_type_to_dtype
+from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.flat import lay_flat
 
 OnBadId = Literal["error", "clamp"]
@@ -121,8 +121,8 @@ class TableCollection(nn.Module):
         lay_flat(t.weight for t in self._tables.values() if t.seed == self.seed and not t.tied)
 
     @property
-    def _tables(self) -> nn.ModuleDict:
-        return getattr(self, self._holder)
+    def _tables(self) -> dict[str, Table]:
+        return cast("dict[str, Table]", self._modules[self._holder]._modules)  # type: ignore[union-attr]
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +170,8 @@ class TableCollection(nn.Module):
         for s, slot in enumerate(self._slots):
             if slot.feature not in position:
                 raise InputError(
-                    f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, whose keys "
+                    f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the "
+                    "batch, whose keys "
                     f"are {list(keys)[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
                 )
             groups.setdefault((attached[order[slot.table]], split[s]), []).append(s)
@@ -203,7 +204,8 @@ class TableCollection(nn.Module):
     def _operands(self) -> tuple[list[Tensor], Tensor, Tensor]:
         """All leaves, and the sinks of attached and of other lookups.
 
-        The sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and declares its
+        The sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and
+            declares its
         submissions as changes of it. Handles change only when a table is tied to another collection's.
         """
         tables = list(self._tables.values())

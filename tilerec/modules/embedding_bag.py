@@ -23,8 +23,8 @@ class EmbeddingBagCollection(TableCollection):
     """Pooled embeddings of a batch of sparse features.
 
     Args:
-        tables: configs; names must differ. Dims, data types and pooling may be mixed, tables shared by several features,
-            and a feature may read several tables (its output is then called `feature@table`).
+        tables: configs; names must differ. Dims, data types and pooling may be mixed, tables shared by several
+            features, and a feature may read several tables (its output is then called `feature@table`).
         is_weighted: each id carries a weight (`features.weights()`), through which gradients flow.
         device: of the parameters; "meta" allocates nothing.
         output_dtype: of the result; None takes the promoted type of the tables as they are at the call.
@@ -101,7 +101,8 @@ class EmbeddingBagCollection(TableCollection):
         inverse = features.inverse_indices_or_none()
         if inverse is None:
             raise InputError(
-                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no inverse_indices, so its "
+                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no "
+                "inverse_indices, so its "
                 "features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
             )
         inverse_keys, inverse_FB = inverse

@@ -20,8 +20,9 @@ INIT_BLOCK = 1 << 20
 class Table(nn.Module):
     """One table: a leaf parameter `weight` `[num_embeddings, embedding_dim]` and what takes its gradients.
 
-    Two collections share a table by sharing the holder (`ec.embeddings["t"] = ebc.embedding_bags["t"]`) or the parameter
-    (`ec.embeddings["t"].weight = ebc.embedding_bags["t"].weight`); the attached optimizer comes along either way.
+    Two collections share a table by sharing the holder (`ec.embeddings["t"] = ebc.embedding_bags["t"]`) or the
+    parameter (`ec.embeddings["t"].weight = ebc.embedding_bags["t"].weight`); the attached optimizer comes
+    along either way.
     """
 
     rows: TableRows
@@ -58,7 +59,8 @@ class Table(nn.Module):
             if isinstance(result, Tensor) and result.data_ptr() != block.data_ptr():
                 if result.shape != block.shape:
                     raise ConfigError(
-                        f"Table '{self.config.name}': init_fn returned shape {tuple(result.shape)} for a block of shape "
+                        f"Table '{self.config.name}': init_fn returned shape {tuple(result.shape)} for a "
+                        "block of shape "
                         f"{tuple(block.shape)}; fill the block in place or return one of its shape."
                     )
                 block.copy_(result)

@@ -5,12 +5,12 @@ Nouns
   record   one lookup's row gradients, not materialised (`ops/update.py` says how it is read)
   pass     one run of autograd's engine; all records of a table in it are summed before its sink takes them
 
-A table may be looked up several times in one step (two collections share it, a module is called twice). Every lookup's
-backward submits its record; when the pass ends, each sink takes all of its records at once. So a table is updated exactly
-once per backward pass, after every gradient that reads its weights.
+A table may be looked up several times in one step (two collections share it, a module is called twice). Every
+lookup's backward submits its record; when the pass ends, each sink takes all of its records at once. So a
+table is updated exactly once per backward pass, after every gradient that reads its weights.
 
-Ops carry tensors and numbers only, so a sink travels as a number (its handle), which also lets a compiled graph submit to
-it. The table of handles holds its sinks weakly.
+Ops carry tensors and numbers only, so a sink travels as a number (its handle), which also lets a compiled
+graph submit to it. The table of handles holds its sinks weakly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class GradientRecord:
         if len(features) == len(self.sinks):
             return self
         names = ("sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means")
-        return replace(self, **{name: tuple(getattr(self, name)[f] for f in features) for name in names})
+        some: dict[str, Any] = {name: tuple(getattr(self, name)[f] for f in features) for name in names}
+        return replace(self, **some)
 
 
 class GradientSink(ABC):
@@ -79,7 +80,8 @@ _SERIALS = itertools.count()
 
 
 def new_ticket() -> Tensor:
-    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the backward pass that spent it (-1: none yet)."""
+    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the backward pass that spent it "
+    "(-1: none yet)."""
     return torch.tensor((next(_SERIALS), -1))
 
 
@@ -142,7 +144,18 @@ def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
     dim = grads[0].shape[1]
     ids_N = torch.cat(rows)
     return GradientRecord(
-        records[0].serial, torch.cat(grads), ids_N, None, None, (handle,), (dim,), (0,), (ids_N.numel(),), (0,), (dim,), (0,)
+        records[0].serial,
+        torch.cat(grads),
+        ids_N,
+        None,
+        None,
+        (handle,),
+        (dim,),
+        (0,),
+        (ids_N.numel(),),
+        (0,),
+        (dim,),
+        (0,),
     )
 
 
@@ -160,7 +173,8 @@ def _spend(ticket: Tensor) -> int:
     task = torch._C._current_graph_task_id()
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
-            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated by the first: "
+            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated "
+            "by the first: "
             "look the features up again, or detach the optimizer and step it by hand."
         )
     # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it.
@@ -193,7 +207,9 @@ def _submit_pooled(
     """Submit a pooled lookup's output gradient. `sinks` [T] is declared as changed because the tables behind it are."""
     starts, bags = bag_starts(keys, batches)
     places, strides = pooled_blocks([dims[t] for t in tables], bags, len(batches) == 1)
-    _add(sinks, ticket, grad, ids, offsets, sample_weights, dims, tables, starts, bags, places, strides, means)
+    _add(
+        sinks, ticket, grad, ids, offsets, sample_weights, dims, tables, starts, bags, places, strides, means
+    )
 
 
 def _submit_sequence(

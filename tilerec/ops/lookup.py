@@ -4,16 +4,17 @@ Nouns
   table    `weights[t]`, a leaf `[rows, dim]`; dims and dtypes may differ
   feature  f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
   bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample
-  sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient.py`), -1 for nobody; or int64 [0]:
-           gradients become ordinary `.grad`s
+  sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient.py`), -1 for nobody;
+           or int64 [0]: gradients become ordinary `.grad`s
   ticket   one pair of numbers per lookup; spent by its backward, so that a second backward cannot update twice
 
-  out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of the bag; an empty bag gives 0
+  out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of the bag; an empty
+  bag gives 0
 
 Legend: T tables, F features, K keys, N ids, B samples, D columns of a table, C = sum of D over features.
 
-Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on their device; the autograd
-formulas below serve all of them.
+Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on their device;
+the autograd formulas below serve all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ LIBRARY.define(
     f"{_LAYOUT}, ScalarType dtype, str names) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
-    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType dtype, str names) "
+    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType "
+    "dtype, str names) "
     "-> (Tensor, Tensor)"
 )
 LIBRARY.define(
@@ -87,14 +89,18 @@ def _pooled_lookup_reference(
             rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
         lengths_B = bounds[1:] - bounds[:-1]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(0, bag_n, rows_nD)
+        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(
+            0, bag_n, rows_nD
+        )
         if means[feature]:
             sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
         pooled.append(sums_BD.to(dtype))
     if len(batches) == 1:
         out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
     else:
-        out = torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
+        out = (
+            torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
+        )
     return out, new_ticket()
 
 
@@ -136,7 +142,9 @@ def _sample_weight_grad_reference(
         bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         lengths_B = bounds[1:] - bounds[:-1]
-        grad_BD = flat.as_strided((bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()).to(wide)
+        grad_BD = flat.as_strided(
+            (bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()
+        ).to(wide)
         if means[feature]:
             grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
@@ -177,8 +185,8 @@ def _fake_sample_weight_grad(
     return ids.new_empty((ids.shape[0],), dtype=torch.float32)
 
 
-# Autograd. Plain attributes instead of save_for_backward: an update between this forward and its backward is legal (two
-# forwards, then two backwards), and leaves outlive the graph anyway.
+# Autograd. Plain attributes instead of save_for_backward: an update between this forward and its backward is
+# legal (two forwards, then two backwards), and leaves outlive the graph anyway.
 
 
 def _dense_grads(
@@ -238,7 +246,9 @@ class _SequenceLookup(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         (sinks, ids, starts, tables, dtype, names), weights = args[:_SEQUENCE], args[_SEQUENCE:]
         with torch._C._AutoDispatchBelowAutograd():
-            out, ticket = torch.ops.tilerec.sequence_lookup.default(weights, sinks, ids, starts, tables, dtype, names)
+            out, ticket = torch.ops.tilerec.sequence_lookup.default(
+                weights, sinks, ids, starts, tables, dtype, names
+            )
         ctx.saved = (weights, sinks, ids, starts, ticket)
         ctx.tables = tables
         ctx.mark_non_differentiable(ticket)
@@ -296,7 +306,8 @@ def _dense_weight_grads(
     means: Sequence[int],
     batches: Sequence[int],
 ) -> list[Tensor]:
-    """Dense gradients `[rows, dim]` of the chosen tables; no `batches`: a sequence lookup whose `offsets` are its starts."""
+    """Dense gradients `[rows, dim]` of the chosen tables; no `batches`: a sequence lookup whose `offsets` "
+    "are its starts."""
     out = [torch.zeros_like(w) for w in weights]
     if batches:
         starts, bags = bag_starts(keys, batches)

@@ -1,8 +1,8 @@
 """Random numbers that depend on where, not on when: a counter-based generator keyed by table, row and column.
 
-Initial values and stochastic rounding draw from Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011). The counter of an element is its global place, so a tile has the same bits as the slice of the
-whole table, on any rank, in any order.
+Initial values and stochastic rounding draw from Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011). The counter of an element is its global place, so a tile has the same
+bits as the slice of the whole table, on any rank, in any order.
 
   key      (seed word, table word), 32 bits each
   counter  (row low, row high, column // 4, stream); word j of the result belongs to column 4 * (column // 4) + j
@@ -55,7 +55,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Sequence[int]) -
 
 
 def random_words(rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, stream: int) -> Tensor:
-    """32-bit words `[R, width]` (int64) for the given global rows and columns `[column_offset, column_offset + width)`."""
+    """32-bit words `[R, width]` (int64) for the given global rows and columns `[column_offset, "
+    "column_offset + width)`."""
     first, last = column_offset // 4, (column_offset + width + 3) // 4
     blocks = torch.arange(first, last, device=rows_R.device)
     row = rows_R.to(torch.int64)[:, None].expand(-1, blocks.numel())
@@ -90,7 +91,14 @@ def random_fill_reference_(
 
 
 def _values(
-    rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, kind: str, a: float, b: float, dtype: torch.dtype
+    rows_R: Tensor,
+    width: int,
+    key: Sequence[int],
+    column_offset: int,
+    kind: str,
+    a: float,
+    b: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     if kind == "uniform":
         words = random_words(rows_R, width, key, column_offset, 0)
@@ -105,7 +113,9 @@ def _values(
     first, second = (words[:, 0::2] >> 8).double(), (words[:, 1::2] >> 8).double()
     radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-24))
     angle = second * (2.0 * math.pi * 2.0**-24)
-    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(rows_R.numel(), stop - start)
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(
+        rows_R.numel(), stop - start
+    )
     z = z[:, column_offset - start : column_offset - start + width].to(torch.float32)
     mean, deviation = (torch.tensor(x, dtype=torch.float32, device=z.device) for x in (a, b))
     return (mean + deviation * z).to(dtype)
@@ -124,8 +134,8 @@ def _fake_random_fill(
 def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) -> Tensor:
     """Round fp32 to bf16 or fp16 up or down with a probability that makes the mean exact.
 
-    The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 + 2^-9 lies a
-    quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
+    The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 +
+    2^-9 lies a quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return values_RC.to(dtype)

@@ -3,18 +3,19 @@
 Nouns
   rule     an optimizer's arithmetic for a row, in phases
   slot     state of a rule, one value per row (`[rows]`) or per element (`[rows, dim]`)
-  scalar   a sum over a whole row that the rule needs (for example the mean of g^2); a column part of a row has only a part of
-           it, so a rule first gives `terms` to be summed over the row, phase by phase, and then `apply`s with the sums
+  scalar   a sum over a whole row that the rule needs (for example the mean of g^2); a column part of a row has
+           only a part of it, so a rule first gives `terms` to be summed over the row, phase by phase, and then
+           `apply`s with the sums
 
   G = summed gradient of the row       g = G / grad_scale      w = the row in fp32      t = the table's update count
 
-Row sums are taken per aligned block of 8 global columns, `((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7))`, and the blocks are added in
-ascending order: however a row is cut into columns, its sums can be given the same bits.
+Row sums are taken per aligned block of 8 global columns, `((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7))`, and the blocks
+are added in ascending order: however a row is cut into columns, its sums can be given the same bits.
 
 Legend: U distinct rows of the step, W columns at hand, P phases' scalars.
 
-Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LAMB, arXiv 1904.00962; LARS, arXiv
-1708.03888; row-wise Adagrad keeps the mean of g^2 over a row instead of one accumulator per element.
+Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LAMB, arXiv 1904.00962;
+LARS, arXiv 1708.03888; row-wise Adagrad keeps the mean of g^2 over a row instead of one accumulator per element.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ class Adagrad(Rule):
 class RowWiseAdagrad(Rule):
     """s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g.
 
-    g' = g + wd w and c = 1 - k wd with L2 decay, c = 1 - lr wd decoupled, else g' = g and c = 1. With max_norm > 0 the new
-    row is scaled back to that norm if it is longer. Example: g (3, 4), s 0, lr 1, eps 0 -> s 12.5, k 0.2828.
+    g' = g + wd w and c = 1 - k wd with L2 decay, c = 1 - lr wd decoupled, else g' = g and c = 1. With max_norm
+    > 0 the new row is scaled back to that norm if it is longer. Example: g (3, 4), s 0, lr 1, eps 0 -> s 12.5,
+    k 0.2828.
     """
 
     names = ("eps", "decay_mode", "max_norm")

@@ -1,16 +1,18 @@
 """Updating rows: sum the step's gradients per row, apply a row rule once per distinct row.
 
 Nouns
-  gradient record   row gradients not yet materialised: an output gradient, the ids it belongs to, and where each feature's
+  gradient record   row gradients not yet materialised: an output gradient, the ids it belongs to, and where
+      each feature's
                     bags lie in both
   distinct rows     the step's (table, row) pairs, each once, ascending
-  part              some columns of a table; its rule runs in phases, the row sums being added over the parts in between
+  part              some columns of a table; its rule runs in phases, the row sums being added over the parts
+                    in between
 
-  G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in the order (feature, occurrence), in fp32
-  row, slots = rule(G, row, slots)      exactly once per distinct row
+  G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in the order (feature,
+  occurrence), in fp32 row, slots = rule(G, row, slots)      exactly once per distinct row
 
-Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, K terms of a phase, S slots
-per table.
+Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, K terms of a
+phase, S slots per table.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from tilerec.ops.rules import Step, add_blocks, block_sums, make_rule
 
 LIBRARY.define(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
-    "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means, "
+    "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, "
+    "int[] means, "
     "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets) -> Tensor"
 )
 LIBRARY.define(
-    "sum_row_gradients(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int rows, int dim, int[] starts, "
+    "sum_row_gradients(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int rows, int dim, "
+    "int[] starts, "
     "int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
@@ -92,7 +96,9 @@ def sum_row_gradients_reference(
     return rows_U, grads_ND.new_zeros((rows_U.numel(), dim)).index_add_(0, inverse_N, grads_ND)
 
 
-def _gather(weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, hyper: Sequence[float]) -> Any:
+def _gather(
+    weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, hyper: Sequence[float]
+) -> Any:
     wide = _wide(weight.dtype)
     g = grads.to(wide)
     if len(hyper) > 1 and hyper[1] != 1.0:
@@ -173,7 +179,8 @@ def update_rows_reference_(
 
     Args:
         weights: T tables `[rows, dim]`; `slots[t * S + k]` is slot k of table t.
-        grad: output gradient; the row gradient of feature f's bag b begins at element `grad_starts[f] + b * grad_strides[f]`.
+        grad: output gradient; the row gradient of feature f's bag b begins at element `grad_starts[f] + b *
+            grad_strides[f]`.
         ids, offsets, sample_weights: as in the lookup; `offsets=None` says that every id is its own bag.
         tables, starts, bags, means: per feature: its table, its first bag, how many bags, 1 for mean pooling.
         hyper: the rule's numbers, `spec/optimizer.py` gives their order.
@@ -193,8 +200,12 @@ def update_rows_reference_(
         if not features:
             continue
         dim = weight.shape[1]
-        per_feature = [[values[f] for f in features] for values in (starts, bags, grad_starts, grad_strides, means)]
-        rows, grads = sum_row_gradients_reference(grad, ids, offsets, sample_weights, weight.shape[0], dim, *per_feature)
+        per_feature = [
+            [values[f] for f in features] for values in (starts, bags, grad_starts, grad_strides, means)
+        ]
+        rows, grads = sum_row_gradients_reference(
+            grad, ids, offsets, sample_weights, weight.shape[0], dim, *per_feature
+        )
         finite = torch.isfinite(grads).all(dim=1)
         if not bool(finite.all()):
             if not skipped:
@@ -234,7 +245,9 @@ def _fake_sum_row_gradients(
     grad: Any, ids: Any, offsets: Any, sample_weights: Any, rows: Any, dim: Any, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     distinct = torch.library.get_ctx().new_dynamic_size()
-    return ids.new_empty(distinct, dtype=torch.int64), grad.new_empty((distinct, dim), dtype=_wide(grad.dtype))
+    return ids.new_empty(distinct, dtype=torch.int64), grad.new_empty(
+        (distinct, dim), dtype=_wide(grad.dtype)
+    )
 
 
 @torch.library.register_fake("tilerec::rule_partials", lib=LIBRARY)

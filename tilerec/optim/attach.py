@@ -19,8 +19,8 @@ def apply_optimizer_in_backward(
     """Attach an optimizer to parameters: from now on every backward pass updates them.
 
     Works on meta and real parameters, before or after sharding, and stays through `.to()`, `to_empty`, `deepcopy` and
-    pickling. A table that has an optimizer already gets the new one with fresh state. Tables attached by one call share
-    their numbers (`module.fused_optimizer.param_groups`).
+    pickling. A table that has an optimizer already gets the new one with fresh state. Tables attached by one
+    call share their numbers (`module.fused_optimizer.param_groups`).
 
     Args:
         optimizer_class: `torch.optim.SGD/Adagrad/Adam/AdamW`, one of `tilerec.optim`'s, or a ready spec
@@ -49,7 +49,7 @@ def apply_optimizer_in_backward(
     if dense:
         from torch.distributed.optim import _apply_optimizer_in_backward
 
-        _apply_optimizer_in_backward(optimizer_class, dense, kwargs)  # type: ignore[arg-type]
+        _apply_optimizer_in_backward(optimizer_class, dense, kwargs)
 
 
 def _spec(optimizer_class: Any, kwargs: dict[str, Any]) -> OptimizerSpec:
@@ -63,16 +63,18 @@ def _spec(optimizer_class: Any, kwargs: dict[str, Any]) -> OptimizerSpec:
 
 
 def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> None:
-    """Without an attached optimizer, make the backward fill `.grad` with a coalesced sparse COO tensor of touched rows.
+    """Without an attached optimizer, make the backward fill `.grad` with a coalesced sparse COO tensor of
+    touched rows.
 
-    The gradient appears when the backward pass ends (hooks on the parameter do not see it); `torch.optim.SparseAdam`, `SGD`
-    and `Adagrad` step it.
+    The gradient appears when the backward pass ends (hooks on the parameter do not see it);
+    `torch.optim.SparseAdam`, `SGD` and `Adagrad` step it.
     """
     for parameter in params:
         rows = getattr(parameter, "_tilerec_rows", None)
         if rows is None:
             raise TypeError(
-                f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} that is none."
+                f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} "
+                "that is none."
             )
         rows.sparse_grad = enabled
 

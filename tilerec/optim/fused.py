@@ -22,9 +22,11 @@ def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
 class FusedOptimizer(KeyedOptimizer):
     """What attached tables look like to training code.
 
-    `step()` does nothing: the backward pass has updated the rows. A value written to `param_groups[i]["lr"]` holds from the
-    next backward on, so torch's learning-rate schedulers work; tables attached by one call share a group. The state is that
-    of the tables, not a copy: per parameter its slots by name and `step`, the table's update count (int64, 0-d; called
+    `step()` does nothing: the backward pass has updated the rows. A value written to `param_groups[i]["lr"]`
+    holds from the next backward on, so torch's learning-rate schedulers work; tables attached by one call
+    share a group. The state is that
+    of the tables, not a copy: per parameter its slots by name and `step`, the table's update count (int64,
+        0-d; called
     `updates` where `step` is a slot of its own). `load_state_dict` writes into it.
     """
 

@@ -105,17 +105,27 @@ class _TableConfig:
         for field_name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, field_name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{what}: {field_name} is {value!r}; it must be a whole number of at least 1.")
+                raise ConfigError(
+                    f"{what}: {field_name} is {value!r}; it must be a whole number of at least 1."
+                )
         given = self.data_type if self.dtype is None else self.dtype
         if self.dtype is not None and self.data_type is not DataType.FP32 and self.data_type != self.dtype:
-            raise ConfigError(f"{what}: data_type={self.data_type} and dtype={self.dtype} differ; give one of them.")
-        data_type = dtype_to_data_type(given) if isinstance(given, torch.dtype) else _enum(DataType, given, f"{what}: data_type")
+            raise ConfigError(
+                f"{what}: data_type={self.data_type} and dtype={self.dtype} differ; give one of them."
+            )
+        data_type = (
+            dtype_to_data_type(given)
+            if isinstance(given, torch.dtype)
+            else _enum(DataType, given, f"{what}: data_type")
+        )
         if data_type not in _TRAINABLE:
             raise ConfigError(
                 f"{what}: data_type {data_type.value} cannot be trained; use FP32, BF16, FP16 or FP64."
             )
         if isinstance(self.feature_names, str):
-            raise ConfigError(f"{what}: feature_names is the string {self.feature_names!r}; pass a list of names.")
+            raise ConfigError(
+                f"{what}: feature_names is the string {self.feature_names!r}; pass a list of names."
+            )
         names = tuple(self.feature_names) or ((self.name,) if self.name else ())
         if len(set(names)) != len(names):
             raise ConfigError(f"{what}: feature_names {list(names)} repeats a feature; name each once.")
@@ -157,9 +167,10 @@ class EmbeddingConfig(_TableConfig):
         name: of the table; parameters are `embeddings.<name>.weight`.
         data_type: `DataType`, `torch.dtype` or the string ("BF16"); `dtype=` is the same field under torch's word.
         feature_names: features that read the table; the table's own name if none is given.
-        weight_init_max, weight_init_min: bounds of the uniform initial values, `±sqrt(1/num_embeddings)` unless given.
-        init_fn: called as `init_fn(rows)` (or `init_fn(rows, row_offset=…)` where it takes one) on full-width blocks of
-            rows, which it fills in place, instead of the uniform values.
+        weight_init_max, weight_init_min: bounds of the uniform initial values, `±sqrt(1/num_embeddings)`
+            unless given.
+        init_fn: called as `init_fn(rows)` (or `init_fn(rows, row_offset=…)` where it takes one) on full-width
+            blocks of rows, which it fills in place, instead of the uniform values.
 
     Raises:
         ConfigError: a size below 1, a type that cannot be trained, repeated features, contradictory bounds.
@@ -171,8 +182,8 @@ class EmbeddingBagConfig(_TableConfig):
     """A table whose rows are pooled per bag (`EmbeddingBagCollection`); `EmbeddingConfig` plus `pooling`.
 
     Args:
-        pooling: `PoolingType.SUM` (default) or `MEAN`; the string is accepted too. A mean divides the (weighted) sum by
-            the number of ids in the bag.
+        pooling: `PoolingType.SUM` (default) or `MEAN`; the string is accepted too. A mean divides the
+            (weighted) sum by the number of ids in the bag.
     """
 
     pooling: PoolingType | str = field(default=PoolingType.SUM, kw_only=True)
@@ -181,7 +192,9 @@ class EmbeddingBagConfig(_TableConfig):
         super().__post_init__()
         pooling = _enum(PoolingType, self.pooling, f"Table '{self.name}': pooling")
         if pooling is PoolingType.NONE:
-            raise ConfigError(f"Table '{self.name}': pooling NONE returns rows one by one; use EmbeddingConfig for that.")
+            raise ConfigError(
+                f"Table '{self.name}': pooling NONE returns rows one by one; use EmbeddingConfig for that."
+            )
         object.__setattr__(self, "pooling", pooling)
 
 

@@ -26,7 +26,10 @@ def _adjacent(group: Sequence[nn.Parameter]) -> bool:
     """Whether the leaves already are consecutive ranges of one storage."""
     place = group[0].data_ptr()
     for parameter in group:
-        if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != group[0].untyped_storage().data_ptr():
+        if (
+            parameter.data_ptr() != place
+            or parameter.untyped_storage().data_ptr() != group[0].untyped_storage().data_ptr()
+        ):
             return False
         place += _padded(parameter) * parameter.element_size()
     return True

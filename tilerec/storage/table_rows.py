@@ -2,11 +2,14 @@
 
 Nouns
   leaf      the `nn.Parameter` that holds the rows (or a tile's part of them)
-  place     where the leaf lies in the whole table, and the table's random key: what makes random bits independent of the plan
-  group     the optimizer numbers shared by the tables that were attached together: a written `lr` holds from the next backward
+  place     where the leaf lies in the whole table, and the table's random key: what makes random bits
+            independent of the plan
+  group     the optimizer numbers shared by the tables that were attached together: a written `lr` holds from
+            the next backward
 
-`TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass and updates rows
-and slots in place. It is bound to its leaf both ways: the leaf carries it through `.to()`, ties and assignments.
+`TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass
+and updates rows and slots in place. It is bound to its leaf both ways: the leaf carries it through `.to()`,
+ties and assignments.
 """
 
 from __future__ import annotations
@@ -161,8 +164,11 @@ class TableRows(GradientSink):
         table.skipped_rows += skipped
         if self.spec.non_finite == "error":
             raise NonFiniteGradientError(
-                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows in this "
-                "step). These rows kept their values, all others were updated; lower the learning rate or the loss scale, "
+                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} "
+                "such rows in this "
+                ""
+                "step). These rows kept their values, all others were updated; lower the learning rate or "
+                "the loss scale, "
                 "or attach the optimizer with non_finite='skip' to count and go on."
             )
 

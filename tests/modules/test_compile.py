@@ -1,0 +1,129 @@
+"""torch.compile and torch.export of the collections: whole graphs, batches of any size, updates included."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+
+
+def batch(size: int, seed: int, weighted: bool = False) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (3 * size,), generator=generator)
+    total = int(lengths.sum())
+    weights = torch.rand(total, generator=generator) if weighted else None
+    return KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b", "c"], torch.randint(0, 7, (total,), generator=generator), lengths, weights
+    )
+
+
+def bags(weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(9, 4, "ab", feature_names=["a", "b"]),
+            EmbeddingBagConfig(8, 3, "c", feature_names=["c"], pooling=PoolingType.MEAN),
+        ],
+        is_weighted=weighted,
+    )
+
+
+class Pooled(nn.Module):
+    def __init__(self, weighted: bool = False) -> None:
+        super().__init__()
+        self.ebc = bags(weighted)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        return self.ebc(kjt).values()
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = EmbeddingCollection(
+            [
+                EmbeddingConfig(9, 4, "ab", feature_names=["a", "b"]),
+                EmbeddingConfig(8, 3, "c", feature_names=["c"]),
+            ]
+        )
+
+    def forward(self, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        out = self.ec(kjt)
+        return torch.cat([out["a"].values(), out["b"].values()]), out["c"].values()
+
+
+def train(model: nn.Module, forward, weighted: bool = False) -> list[Tensor]:
+    for step, size in enumerate([3, 5, 2, 7]):
+        out = forward(batch(size, step, weighted))
+        outs = out if isinstance(out, tuple) else (out,)
+        sum((x**2).sum() for x in outs).backward()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [Pooled, lambda: Pooled(True), Rows], ids=["pooled", "weighted", "rows"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
+def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optimizer) -> None:
+    """fullgraph, dynamic shapes, forward and backward with the update; at most two graphs for four batch sizes."""
+    torch._dynamo.reset()
+    eager = make()
+    apply_optimizer_in_backward(optimizer, eager.parameters(), {"lr": 0.1})
+    compiled = copy.deepcopy(eager)
+    weighted = isinstance(eager, Pooled) and eager.ebc.is_weighted()
+    want = train(eager, eager, weighted)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    got = train(compiled, torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter), weighted)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_module_called_twice_in_a_step_updates_once() -> None:
+    torch._dynamo.reset()
+    eager = Pooled()
+    apply_optimizer_in_backward(torch.optim.Adagrad, eager.parameters(), {"lr": 0.1})
+    compiled = copy.deepcopy(eager)
+    for model, forward in ((eager, eager), (compiled, torch.compile(compiled, fullgraph=True, dynamic=True))):
+        ((forward(batch(3, 1)) ** 2).sum() + (forward(batch(4, 2)) ** 3).sum()).backward()
+        assert model.ebc.embedding_bags["ab"].rows.updates == 1
+    for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_plain_gradients_compile_too() -> None:
+    torch._dynamo.reset()
+    eager = Pooled()
+    compiled = copy.deepcopy(eager)
+    train(eager, eager)
+    train(compiled, torch.compile(compiled, fullgraph=True, dynamic=True))
+    for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("make", [Pooled, Rows])
+def test_an_exported_module_runs_after_a_save_and_load_on_other_batch_sizes(make) -> None:
+    model = make().eval()
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    example = batch(4, 0)
+    shapes = torch.export.ShapesCollection()
+    shapes[example.values()] = {0: torch.export.Dim.DYNAMIC}
+    if example.lengths_or_none() is not None:
+        shapes[example.lengths()] = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer).module()
+    for size in (4, 6, 9):
+        kjt = batch(size, size)
+        torch.testing.assert_close(loaded(kjt), model(kjt))
