@@ -40,8 +40,11 @@ CASES = {
 CLAIMED = ("to_dict", "split", "permute")
 
 
-def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, tuple[Callable[[], Any],
-Callable[[Any], Any]]]:     """For each case: what is prepared untimed, and what is timed."""
+Case = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, Case]:
+    """For each case: what is prepared untimed, and what is timed."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -134,8 +137,13 @@ class Worker:
             environment.pop("PYTHONPATH", None)
         command = [python, "-W", "ignore", os.path.abspath(__file__), "--worker", library, *arguments]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment 
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
         self.about = self.answer()
 
     def answer(self) -> Any:
@@ -143,7 +151,9 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"{self.process.args!r} ended with code {self.process.wait()}; run it by hand to see why.")
+        raise SystemExit(
+            f"{self.process.args!r} ended with code {self.process.wait()}; run it by hand to see why."
+        )
 
     def ask(self, case: str) -> Any:
         assert self.process.stdin is not None
@@ -158,7 +168,9 @@ class Worker:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--weighted", action="store_true")
@@ -170,13 +182,24 @@ def main() -> int:
     if options.worker:
         work(options.worker, options.keys, options.batch, options.weighted, options.repeats)
         return 0
-    arguments = ["--keys", str(options.keys), "--batch", str(options.batch), "--repeats", str(options.repeats)]
+    arguments = [
+        "--keys",
+        str(options.keys),
+        "--batch",
+        str(options.batch),
+        "--repeats",
+        str(options.repeats),
+    ]
     arguments += ["--weighted"] if options.weighted else []
     workers = {"tilerec": Worker(sys.executable, "tilerec", arguments)}
     if options.peer_python:
         workers["torchrec"] = Worker(options.peer_python, "torchrec", arguments)
-    print(f"{options.keys} keys x {options.batch}, {'weighted' if options.weighted else 'unweighted'}, one thread")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(
+        f"{options.keys} keys x {options.batch}, {'weighted' if options.weighted else 'unweighted'}, one thread"
+    )
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     for name, worker in workers.items():
         print(f"{name}: torch {worker.about['torch']}")
     for case in CASES:
@@ -192,7 +215,9 @@ def main() -> int:
             for name, worker in workers.items():
                 times[name].append(worker.ask(case)["seconds"] * 1e6)
         medians = {name: statistics.median(series) for name, series in times.items()}
-        line = f"{case:14s} {kind:7s}" + "".join(f"  {name} {median:9.1f} us" for name, median in medians.items())
+        line = f"{case:14s} {kind:7s}" + "".join(
+            f"  {name} {median:9.1f} us" for name, median in medians.items()
+        )
         if "torchrec" in medians:
             ratio = medians["tilerec"] / medians["torchrec"]
             line += f"  ratio {ratio:5.2f}"

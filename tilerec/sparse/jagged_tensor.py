@@ -255,6 +255,10 @@ class JaggedTensor:
 
     __repr__ = __str__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        leaves, present = _flatten(self)
+        return _rebuild, (leaves, list(present))
+
 
 def describe_bags(jt: JaggedTensor, indent: int) -> str:
     """The bags as nested lists: bare without weights, under "values" and "weights" with them."""
@@ -322,3 +326,12 @@ pytree.register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+def _rebuild(leaves: list[Any], present: list[str]) -> JaggedTensor:
+    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    return _unflatten(leaves, tuple(present))
+
+
+# Nothing but tensors and names goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+torch.serialization.add_safe_globals([_rebuild])

@@ -475,7 +475,7 @@ class KeyedJaggedTensor:
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of one feature, as views; `UnknownKeyError` (a `KeyError` too) if it is not there."""
         position = self._keys.position(key)
-        if self._jt_dict is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._jt_dict is not None:
             return self._jt_dict[key]
         key_offsets = self._host_key_offsets()
         start, end = key_offsets[position], key_offsets[position + 1]
@@ -731,6 +731,10 @@ class KeyedJaggedTensor:
 
     __repr__ = __str__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        leaves, context = _flatten(self)
+        return _rebuild, (leaves, _dump_context(context), self._key_offsets)
+
 
 def _assemble(
     keys: Keys,
@@ -865,3 +869,16 @@ pytree.register_pytree_node(
     from_dumpable_context=_load_context,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+def _rebuild(
+    leaves: list[Any], dumped_context: list[Any], key_offsets: list[int] | None
+) -> KeyedJaggedTensor:
+    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    kjt = _unflatten(leaves, _load_context(dumped_context))
+    kjt._key_offsets = key_offsets
+    return kjt
+
+
+# Nothing but tensors, names and numbers goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+torch.serialization.add_safe_globals([_rebuild])

@@ -176,6 +176,10 @@ class KeyedTensor:
 
     __repr__ = __str__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        leaves, context = _flatten(self)
+        return _rebuild, (leaves, _dump_context(context))
+
 
 def common_key_dim(keyed_tensors: Sequence[KeyedTensor]) -> int:
     """The key dimension all share; `InputError` if there is no tensor or they differ."""
@@ -221,3 +225,12 @@ pytree.register_pytree_node(
     from_dumpable_context=_load_context,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+def _rebuild(leaves: list[Any], dumped_context: list[Any]) -> KeyedTensor:
+    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    return _unflatten(leaves, _load_context(dumped_context))
+
+
+# Nothing but tensors, names and numbers goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+torch.serialization.add_safe_globals([_rebuild])

@@ -59,7 +59,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
     def offsets_from_lengths(lengths_S: Tensor) -> Tensor:
         if lengths_S.dtype not in INDEX_TYPES:
-            return REFERENCE["offsets_from_lengths"](lengths_S)  # type: ignore[no-any-return]
+            return REFERENCE["offsets_from_lengths"](lengths_S)
         lengths_S = lengths_S.contiguous()
         offsets_S1 = torch.empty(lengths_S.shape[0] + 1, dtype=torch.int64)
         call(
@@ -104,9 +104,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         dtype = grad_M.dtype
         sum_M = (grad_M.float() if dtype in _HALVES else grad_M).contiguous()
         if sum_M.dtype not in (torch.float32, torch.float64):
-            return REFERENCE["select_segments_backward"](  # type: ignore[no-any-return]
-                grad_M, offsets_S1, order_P, out_offsets_P1, total
-            )
+            return REFERENCE["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
         offsets_S1, order_P, out_offsets_P1 = _int64(offsets_S1), _int64(order_P), _int64(out_offsets_P1)
         out_N = torch.empty((total, *sum_M.shape[1:]), dtype=sum_M.dtype)
         call(
@@ -127,7 +125,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
     def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if ids_N.dtype not in INDEX_TYPES or lengths_S.dtype not in INDEX_TYPES:
-            return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)  # type: ignore[no-any-return]
+            return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
         ids_N, lengths_S, cuts_C1 = ids_N.contiguous(), lengths_S.contiguous(), _int64(cuts_C1)
         buckets = cuts_C1.shape[0] - 1
         lengths_CS = torch.empty(buckets * lengths_S.shape[0], dtype=lengths_S.dtype)
@@ -150,7 +148,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
     def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
         if values_N.element_size() > 8:
-            return REFERENCE["jagged_to_padded"](values_N, offsets_B1, length, padding)  # type: ignore[no-any-return]
+            return REFERENCE["jagged_to_padded"](values_N, offsets_B1, length, padding)
         values_N, offsets_B1 = values_N.contiguous(), _int64(offsets_B1)
         bags = offsets_B1.shape[0] - 1
         element = torch.full((1,), padding, dtype=values_N.dtype)
@@ -188,7 +186,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         dtype = values_N.dtype
         sum_N = (values_N.float() if dtype in _HALVES else values_N).contiguous()
         if sum_N.dtype not in _SUM_TYPES:
-            return REFERENCE["segment_sum"](values_N, offsets_S1)  # type: ignore[no-any-return]
+            return REFERENCE["segment_sum"](values_N, offsets_S1)
         offsets_S1 = _int64(offsets_S1)
         out_S = torch.empty((offsets_S1.shape[0] - 1, *sum_N.shape[1:]), dtype=sum_N.dtype)
         call(
