@@ -38,6 +38,21 @@ def _assert_on_device(fits: Tensor, message: str) -> None:
         torch._assert_async(fits, message)
 
 
+def _count_from(first_B: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
+    """Numbers the ids of each bag upwards from `first_B`: `first[bag of n] + n - offsets[bag of n]`, int64 [N].
+
+    first [0, 9, 5], offsets [0, 2, 2, 4] -> [0, 1, 5, 6]
+
+    One running sum: a step of 1 from id to id, and at the start of each bag the jump that leads to its first
+        number. The
+    jumps of empty bags fall on the same id and add up. (Looking up every id's bag first takes about three
+    times as long.)
+    """
+    jump_B = torch.diff(first_B - offsets_B1[:-1], prepend=first_B.new_ones(1)).to(torch.int64)
+    step_N1 = torch.ones(total + 1, dtype=torch.int64, device=offsets_B1.device)
+    return step_N1.scatter_add_(0, offsets_B1[:-1].to(torch.int64), jump_B).cumsum_(0)[:total]
+
+
 class FeatureProcessor(nn.Module, abc.ABC):
     """Maps one feature's `JaggedTensor` to another, usually one with other weights."""
 
@@ -90,12 +105,11 @@ class PositionWeightedModule(FeatureProcessor):
                 f"PositionWeightedModule: a bag has more ids than max_feature_length {limit}; raise "
                 "max_feature_length or cut the bags.",
             )
-        total = features.values().shape[0]
-        start_N = repeat_segments(offsets_B1[:-1], offsets_B1, total)
-        position_N = torch.arange(total, device=start_N.device) - start_N
+        first_B = torch.zeros_like(offsets_B1[:-1])
+        position_N = _count_from(first_B, offsets_B1, features.values().shape[0])
         return JaggedTensor(
             values=features.values(),
-            weights=self.position_weight.gather(0, position_N),
+            weights=self.position_weight.index_select(0, position_N),
             lengths=lengths_B,
             offsets=offsets_B1,
         )
@@ -214,13 +228,12 @@ def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]
     else:
         table = torch.cat([weight for weight in found if weight is not None] + [first.new_ones(1)])
         start_FB = _per_bag(torch.tensor(starts, device=device), features)
-        index_N = torch.arange(total, device=device)
-        index_N = index_N + repeat_segments(start_FB - offsets_FB1[:-1], offsets_FB1, total)
+        index_N = _count_from(start_FB, offsets_FB1, total)
         if any(weight is None for weight in found):
             has_FB = _per_bag(torch.tensor([weight is not None for weight in found], device=device), features)
             has_N = repeat_segments(has_FB.to(torch.int64), offsets_FB1, total)
             index_N = torch.where(has_N > 0, index_N, end)
-        weight_N = table.gather(0, index_N)
+        weight_N = table.index_select(0, index_N)
     return _with_weights(features, weight_N)
 
 
