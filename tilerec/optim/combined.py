@@ -50,7 +50,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """The name of parameter `name` of the optimizer called `opt_key`: `prepend_opt_key("w", "dense")` is `dense.w`."""
+        """The name of parameter `name` of the optimizer called `opt_key`: ("w", "dense") gives `dense.w`."""
         return f"{opt_key}.{name}" if opt_key else name
 
     @property
