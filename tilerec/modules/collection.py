@@ -9,11 +9,12 @@ Nouns
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,19 @@ class Lookup:
     means: tuple[int, ...]
     names: str  # "feature@table" per slot, for messages
     attached: bool
+
+
+class Operands(NamedTuple):
+    """What a forward reads of its tables.
+
+    Sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and declares its
+    submissions as changes of it. Handles change only when a table is tied to another collection's.
+    """
+
+    leaves: list[Tensor]
+    attached: tuple[bool, ...]  # per table: this forward's gradients leave through its sink
+    sinks: Tensor
+    no_sinks: Tensor
 
 
 def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, ...]:
@@ -144,21 +158,11 @@ class TableCollection(nn.Module):
         for table in self._tables.values():
             table.reset_parameters()
 
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self, leaves: Sequence[Tensor]) -> torch.dtype:
         """`output_dtype`, or the promoted type of the tables as they are now."""
         if self._output_dtype is not None:
             return self._output_dtype
-        dtype = None
-        for table in self._tables.values():
-            dtype = table.weight.dtype if dtype is None else torch.promote_types(dtype, table.weight.dtype)
-        assert dtype is not None
-        return dtype
-
-    def _attached(self) -> tuple[bool, ...]:
-        """Per table: whether this forward's gradients leave through its sink."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return (False,) * len(self._configs)
-        return tuple(t.rows.takes_gradients and t.weight.requires_grad for t in self._tables.values())
+        return functools.reduce(torch.promote_types, {leaf.dtype: None for leaf in leaves})
 
     def _route(
         self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]
@@ -190,8 +194,28 @@ class TableCollection(nn.Module):
             )
         return tuple(lookups)
 
-    def _lookups(self, keys: Sequence[str], split: Sequence[Any]) -> tuple[Lookup, ...]:
-        attached = self._attached()
+    def _operands(self) -> Operands:
+        """What a forward reads of its tables. Straight from the dictionaries: this runs once per table and step."""
+        tables = list(self._tables.values())
+        leaves = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
+        rows = [table.rows for table in tables]
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            attached = tuple(
+                [r.takes_gradients and w.requires_grad for r, w in zip(rows, leaves, strict=True)]
+            )
+        else:
+            attached = (False,) * len(leaves)
+        if [r.handle for r in rows] != self._handles:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it."
+                )
+            self._renew_sinks()
+        return Operands(leaves, attached, self._sinks, self._no_sinks)
+
+    def _lookups(
+        self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]
+    ) -> tuple[Lookup, ...]:
         if torch.compiler.is_compiling():  # traced once: nothing to remember
             return self._route(keys, attached, split)
         mark = (tuple(keys), attached)
@@ -200,23 +224,6 @@ class TableCollection(nn.Module):
                 self._routes.clear()
             self._routes[mark] = self._route(keys, attached, split)
         return self._routes[mark]
-
-    def _operands(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """All leaves, and the sinks of attached and of other lookups.
-
-        The sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and
-            declares its
-        submissions as changes of it. Handles change only when a table is tied to another collection's.
-        """
-        tables = list(self._tables.values())
-        handles = [table.rows.handle for table in tables]
-        if handles != self._handles:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it."
-                )
-            self._renew_sinks()
-        return [table.weight for table in tables], self._sinks, self._no_sinks
 
     def _renew_sinks(self) -> None:
         self._handles = [table.rows.handle for table in self._tables.values()]

@@ -63,13 +63,13 @@ class EmbeddingCollection(TableCollection):
             InputError: a missing feature, an id outside its table, ids that are not integers.
         """
         ids = self._checked(features)
-        dtype = self._dtype()
+        leaves, attached, sinks, no_sinks = self._operands()
+        dtype = self._dtype(leaves)
         keys = features.keys()
         starts = key_starts(features)
         sizes = features.length_per_key()
-        leaves, sinks, no_sinks = self._operands()
         results: dict[str, JaggedTensor] = {}
-        for lookup in self._lookups(keys, self._dims):
+        for lookup in self._lookups(keys, attached, self._dims):
             own_ids, own_starts, own_sizes = ids, starts, sizes
             if lookup.keys != tuple(range(len(keys))):
                 own_sizes = [sizes[k] for k in lookup.keys]

@@ -54,6 +54,7 @@ class EmbeddingBagCollection(TableCollection):
         self._is_weighted = is_weighted
         self._names = [slot.name for slot in self._slots]
         self._dims = [slot.dim for slot in self._slots]
+        self._together = (0,) * len(self._slots)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool.
@@ -73,10 +74,10 @@ class EmbeddingBagCollection(TableCollection):
         weights = features.weights() if self._is_weighted else None
         variable = features.variable_stride_per_key()
         batches = features.stride_per_key() if variable else [features.stride()]
-        dtype = self._dtype()
-        lookups = self._lookups(features.keys(), (0,) * len(self._slots))
+        leaves, attached, sinks, no_sinks = self._operands()
+        dtype = self._dtype(leaves)
+        lookups = self._lookups(features.keys(), attached, self._together)
         blocks: list[Tensor | None] = [None] * len(self._slots)
-        leaves, sinks, no_sinks = self._operands()
         for lookup in lookups:
             out, _ = torch.ops.tilerec.pooled_lookup(
                 leaves, sinks if lookup.attached else no_sinks, ids, offsets, weights, lookup.tables,

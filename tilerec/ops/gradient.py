@@ -113,24 +113,24 @@ _PASS = _BackwardPass()
 def deliver(records: Sequence[GradientRecord]) -> None:
     """Hand records to their sinks: together where a table stands in one record, merged where it stands in several."""
     records = sorted(records, key=lambda record: record.serial)
-    seen_in: defaultdict[int, set[int]] = defaultdict(set)
-    for number, record in enumerate(records):
-        for handle in record.sinks:
-            seen_in[handle].add(number)
+    seen_in: defaultdict[int, list[GradientRecord]] = defaultdict(list)
+    for record in records:
+        for handle in dict.fromkeys(record.sinks):
+            seen_in[handle].append(record)
     with torch.no_grad():
         for record in records:
-            groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-            for feature, handle in enumerate(record.sinks):
+            groups: dict[Hashable, list[GradientSink]] = {}
+            for handle in dict.fromkeys(record.sinks):
                 sink = _SINKS.get(handle)
                 if sink is not None and len(seen_in[handle]) == 1:
-                    groups[(type(sink), sink.batch_key())].append(feature)
-            for features in groups.values():
-                sinks = list({record.sinks[f]: _SINKS[record.sinks[f]] for f in features}.values())
-                sinks[0].take(sinks, record.only(features))
-        for handle, numbers in seen_in.items():
+                    groups.setdefault((type(sink), sink.batch_key()), []).append(sink)
+            for sinks in groups.values():
+                handles = {sink.handle for sink in sinks}
+                sinks[0].take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
+        for handle, several in seen_in.items():
             sink = _SINKS.get(handle)
-            if sink is not None and len(numbers) > 1:
-                sink.take([sink], _merged(handle, [records[n] for n in sorted(numbers)]))
+            if sink is not None and len(several) > 1:
+                sink.take([sink], _merged(handle, several))
 
 
 def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:

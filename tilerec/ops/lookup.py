@@ -277,10 +277,16 @@ _POOLED, _SEQUENCE = 10, 6  # inputs before the weights
 
 
 def _pooled_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+    if not torch.is_grad_enabled():
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilerec.pooled_lookup.default(weights, *rest)
     return _PooledLookup.apply(*rest, *weights)
 
 
 def _sequence_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+    if not torch.is_grad_enabled():
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilerec.sequence_lookup.default(weights, *rest)
     return _SequenceLookup.apply(*rest, *weights)
 
 

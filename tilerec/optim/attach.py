@@ -76,7 +76,7 @@ def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> Non
                 f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} "
                 "that is none."
             )
-        rows.sparse_grad = enabled
+        rows.takes_gradients = enabled or rows.spec is not None
 
 
 __all__ = ["apply_optimizer_in_backward", "set_sparse_grad"]

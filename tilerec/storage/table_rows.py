@@ -68,7 +68,9 @@ class TableRows(GradientSink):
         self.group: HyperGroup | None = None
         self.state: dict[str, Tensor] = {}  # slots by name, and the table's update count
         self.skipped_rows = 0
-        self.sparse_grad = False
+        self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
+        self._key: tuple[float, Hashable] | None = None  # the batch key, and the learning rate it holds for
+        self._counter = "step"  # name of the update count in `state`
         self._leaf: weakref.ref[nn.Parameter] | None = None
 
     @property
@@ -77,11 +79,6 @@ class TableRows(GradientSink):
         leaf = self._leaf() if self._leaf is not None else None
         assert leaf is not None, f"rows of table '{self.name}' outlived their parameter"
         return leaf
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether row gradients come here at the end of the backward, instead of becoming a dense `.grad`."""
-        return self.spec is not None or self.sparse_grad
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and bring the slots to its device and precision."""
@@ -105,22 +102,25 @@ class TableRows(GradientSink):
         leaf = self.leaf
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
-        self.spec, self.group = spec, group
+        self.spec, self.group, self._key, self.takes_gradients = spec, group, None, True
         self.state = {
             slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device)
             for slot in spec.slots
         }
+        self._counter = "updates" if "step" in self.state else "step"
         self.state[self._counter] = torch.zeros((), dtype=torch.int64)
         self.bind(leaf)
-
-    @property
-    def _counter(self) -> str:
-        return "updates" if "step" in {slot.name for slot in self.spec.slots} else "step"  # type: ignore[union-attr]
 
     @property
     def updates(self) -> int:
         """How many updates the table has had since its optimizer was attached."""
         return int(self.state[self._counter]) if self.spec is not None else 0
+
+    def _count(self) -> int:
+        """Count one more update."""
+        count = self.state[self._counter].numpy()  # a view: a tenth of what tensor arithmetic costs per table
+        count += 1
+        return int(count)
 
     @property
     def slots(self) -> list[Tensor]:
@@ -130,7 +130,10 @@ class TableRows(GradientSink):
     def batch_key(self) -> Hashable:
         if self.spec is None:
             return self.handle
-        return (self.spec.rule, *self.spec.hyper(self._lr()), self.spec.non_finite)
+        lr = self._lr()
+        if self._key is None or self._key[0] != lr:
+            self._key = (lr, (self.spec.rule, *self.spec.hyper(lr), self.spec.non_finite))
+        return self._key[1]
 
     def _lr(self) -> float:
         assert self.group is not None
@@ -142,16 +145,21 @@ class TableRows(GradientSink):
             return
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
+        leaves, slots, steps, seeds, row_offsets, column_offsets = [], [], [], [], [], []  # type: ignore[var-annotated]
+        names = [slot.name for slot in self.spec.slots]
         for table in tables:
-            table.state[table._counter] += 1
-        leaves = [table.leaf for table in tables]
-        slots = [slot for table in tables for slot in table.slots]
+            steps.append(table._count())
+            leaves.append(table.leaf)
+            slots.extend([table.state[name] for name in names])
+            place = table.place
+            seeds.extend(place.key)
+            row_offsets.append(place.row_offset)
+            column_offsets.append(place.column_offset)
         result = torch.ops.tilerec.update_rows_(
             leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
             [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, self.spec.rule, self.spec.hyper(self._lr()),
-            [table.updates for table in tables], [word for table in tables for word in table.place.key],
-            [table.place.row_offset for table in tables], [table.place.column_offset for table in tables],
+            record.grad_strides, record.means, self.spec.rule, self.spec.hyper(self._lr()), steps, seeds, row_offsets,
+            column_offsets,
         )  # fmt: skip
         # The op writes through raw pointers; autograd must learn that saved copies of these tensors are stale.
         torch.autograd.graph.increment_version([*leaves, *slots])
