@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import itertools
 
 import pytest
@@ -76,6 +77,24 @@ def test_it_compiles_in_one_graph_with_gradients() -> None:
     inputs = batch(4)
     wanted = torch.autograd.grad(model(*inputs).sum(), model.parameters())
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), model.parameters()), wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
+def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes() -> None:
+    model = SimpleDeepFMNN(DENSE, tables(), HIDDEN, DEEP).eval()
+    example = batch(4)
+    shapes = torch.export.ShapesCollection()
+    for tensor in (example[0], example[1].values(), example[1].lengths()):
+        shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(model, example, dynamic_shapes=shapes)
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        loaded = torch.export.load(buffer).module()
+        for size in (4, 9):
+            inputs = batch(size)
+            torch.testing.assert_close(loaded(*inputs), model(*inputs))
 
 
 def test_dense_device_is_for_all_but_the_tables() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,6 +150,25 @@ def test_it_compiles_in_one_graph_with_gradients(name: str) -> None:
         )
         got = torch.autograd.grad(compiled(inputs.dense_features, inputs.sparse_features), model.parameters())
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes(name: str) -> None:
+    model = MODELS[name](tables()).eval()
+    example = (batch(4).dense_features, batch(4).sparse_features)
+    shapes = torch.export.ShapesCollection()
+    for tensor in (example[0], example[1].values(), example[1].lengths()):
+        shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(model, example, dynamic_shapes=shapes)
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        loaded = torch.export.load(buffer).module()
+        for size in (4, 9):
+            inputs = (batch(size).dense_features, batch(size).sparse_features)
+            torch.testing.assert_close(loaded(*inputs), model(*inputs))
 
 
 # … and looks at `.grad` of inputs that are no leaves

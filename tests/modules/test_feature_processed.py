@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -94,6 +95,25 @@ def test_it_compiles_in_one_graph(as_collection: bool) -> None:
     made = module(as_collection)
     compiled = torch.compile(lambda f: made(f).values(), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch()), made(batch()).values())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
+@pytest.mark.parametrize("as_collection", [True, False])
+def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes(as_collection: bool) -> None:
+    model = module(as_collection).eval()
+    example = (batch(),)
+    shapes = torch.export.ShapesCollection()
+    for tensor in (example[0].values(), example[0].lengths()):
+        shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(model, example, dynamic_shapes=shapes)
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        loaded = torch.export.load(buffer).module()
+        for size in (4, 6):
+            inputs = (batch({key: [1] * size for key in LENGTHS}),)
+            torch.testing.assert_close(loaded(*inputs).values(), model(*inputs).values())
 
 
 def test_names_of_the_state_are_fixed() -> None:

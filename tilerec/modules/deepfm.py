@@ -17,8 +17,7 @@ def _flatten(what: str, embeddings: Sequence[torch.Tensor]) -> torch.Tensor:
     """The embeddings of each sample side by side, [B, K]."""
     if len(embeddings) == 0:
         raise InputError(f"{what}: the list of embeddings is empty; pass at least one tensor.")
-    batches = [e.shape[0] if e.dim() > 1 else None for e in embeddings]
-    if None in batches or len(set(batches)) > 1:
+    if any(e.dim() < 2 or e.shape[0] != embeddings[0].shape[0] for e in embeddings):
         raise InputError(
             f"{what}: the embeddings have shapes {[list(e.shape) for e in embeddings]}, wanted [B, D] or [B, N, D] "
             "with one batch size B."
