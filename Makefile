@@ -25,6 +25,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
+comma := ,
 VENV := .venv
 PEER := .venv-peer
 BIN := $(VENV)/bin
@@ -42,7 +43,7 @@ help:
 # ------------------------------------------------------------------------------------------------ set-up
 
 $(VENV)/.torch: constraints.txt
-	$(call say,Python environment in $(VENV) with $(TORCH))
+	$(call say,Python environment in $(VENV) with $(TORCH) (minutes$(comma) unless TORCH_INDEX offers a CPU build))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt $(TORCH)
 	touch $@
