@@ -197,7 +197,7 @@ class TableCollection(nn.Module):
     def _operands(self) -> Operands:
         """What a forward reads of its tables. Straight from the dictionaries: this runs once per table and step."""
         tables = list(self._tables.values())
-        leaves = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
+        leaves: list[Tensor] = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
         rows = [table.rows for table in tables]
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             attached = tuple(

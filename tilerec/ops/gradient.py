@@ -86,28 +86,29 @@ def new_ticket() -> Tensor:
 
 
 class _BackwardPass:
-    """The records of the backward pass that is running."""
+    """The records of one backward pass. Only the pass itself keeps them alive: one that dies takes them along."""
 
     def __init__(self) -> None:
-        self.task = -1
         self.records: list[GradientRecord] = []
 
-    def add(self, record: GradientRecord) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == -1:  # called outside autograd's engine: there is no later moment to wait for
-            deliver([record])
-            return
-        if task != self.task:  # records of a pass that died before its end are dropped here
-            self.task, self.records = task, []
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        self.records.append(record)
-
     def finish(self) -> None:
-        self.task, records, self.records = -1, self.records, []
-        deliver(records)
+        deliver(self.records)
 
 
-_PASS = _BackwardPass()
+_PASSES: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
+
+
+def _collect(record: GradientRecord) -> None:
+    """Keep the record until the running backward pass ends (passes nest, and run in several threads)."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:  # called outside autograd's engine: there is no later moment to wait for
+        deliver([record])
+        return
+    running = _PASSES.get(task)
+    if running is None:
+        running = _PASSES[task] = _BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(running.finish)
+    running.records.append(record)
 
 
 def deliver(records: Sequence[GradientRecord]) -> None:
@@ -237,7 +238,7 @@ def _add(
     )  # fmt: skip
     live = [f for f, handle in enumerate(record.sinks) if handle != -1]
     if live:
-        _PASS.add(record.only(live))
+        _collect(record.only(live))
 
 
 LIBRARY.impl("submit_pooled_", _submit_pooled, "CompositeExplicitAutograd")

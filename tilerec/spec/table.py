@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, unique
 from typing import Any, TypeVar
 
@@ -86,6 +86,10 @@ def _enum(kind: type[_E], value: object, what: str) -> _E:
     raise ConfigError(f"{what} got {value!r}, wanted a {kind.__name__} or one of {list(kind.__members__)}.")
 
 
+def _data_type(value: object, what: str) -> DataType:
+    return dtype_to_data_type(value) if isinstance(value, torch.dtype) else _enum(DataType, value, what)
+
+
 @dataclass(frozen=True)
 class _TableConfig:
     """Fields that pooled and sequence tables share; see `EmbeddingBagConfig` for their meaning."""
@@ -98,9 +102,10 @@ class _TableConfig:
     weight_init_max: float | None = None
     weight_init_min: float | None = None
     init_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
-    dtype: DataType | torch.dtype | str | None = field(default=None, kw_only=True, repr=False, compare=False)
+    # An argument only: `data_type` is the field, and `dtype` reads it (see below).
+    dtype: InitVar[DataType | torch.dtype | str | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, dtype: DataType | torch.dtype | str | None) -> None:
         what = f"Table '{self.name}'"
         for field_name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, field_name)
@@ -108,16 +113,13 @@ class _TableConfig:
                 raise ConfigError(
                     f"{what}: {field_name} is {value!r}; it must be a whole number of at least 1."
                 )
-        given = self.data_type if self.dtype is None else self.dtype
-        if self.dtype is not None and self.data_type is not DataType.FP32 and self.data_type != self.dtype:
-            raise ConfigError(
-                f"{what}: data_type={self.data_type} and dtype={self.dtype} differ; give one of them."
-            )
-        data_type = (
-            dtype_to_data_type(given)
-            if isinstance(given, torch.dtype)
-            else _enum(DataType, given, f"{what}: data_type")
-        )
+        data_type = _data_type(self.data_type, f"{what}: data_type")
+        if dtype is not None:
+            if data_type not in (DataType.FP32, _data_type(dtype, f"{what}: dtype")):
+                raise ConfigError(
+                    f"{what}: data_type={self.data_type} and dtype={dtype} differ; give one of them."
+                )
+            data_type = _data_type(dtype, f"{what}: dtype")
         if data_type not in _TRAINABLE:
             raise ConfigError(
                 f"{what}: data_type {data_type.value} cannot be trained; use FP32, BF16, FP16 or FP64."
@@ -135,14 +137,13 @@ class _TableConfig:
         if self.init_fn is not None and (low is not None or high is not None):
             raise ConfigError(f"{what}: both init_fn and initial bounds are given; keep one of them.")
         object.__setattr__(self, "data_type", data_type)
-        object.__setattr__(self, "dtype", data_type_to_dtype(data_type))
         object.__setattr__(self, "feature_names", names)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The element type as torch names it."""
-        assert isinstance(self.dtype, torch.dtype)
-        return self.dtype
+        assert isinstance(self.data_type, DataType)
+        return data_type_to_dtype(self.data_type)
 
     def get_weight_init_max(self) -> float:
         """Upper bound of the uniform initial values; `sqrt(1 / num_embeddings)` unless given."""
@@ -155,6 +156,9 @@ class _TableConfig:
     def num_features(self) -> int:
         """How many features read this table."""
         return len(self.feature_names)
+
+
+_TableConfig.dtype = property(lambda self: self.torch_dtype, doc="The element type as torch names it.")  # type: ignore
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,8 @@ class EmbeddingBagConfig(_TableConfig):
 
     pooling: PoolingType | str = field(default=PoolingType.SUM, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, dtype: DataType | torch.dtype | str | None) -> None:
+        super().__post_init__(dtype)
         pooling = _enum(PoolingType, self.pooling, f"Table '{self.name}': pooling")
         if pooling is PoolingType.NONE:
             raise ConfigError(

@@ -1,0 +1,124 @@
+"""Submitting row gradients: once per pass, in the order of the forwards, dropped with their sinks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.ops.gradient import GradientRecord, GradientSink, bag_starts, new_ticket, pooled_blocks, sum_rows
+
+IDS, OFFSETS = torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3])
+
+
+class Recorder(GradientSink):
+    """Keeps what it takes."""
+
+    def __init__(self, key: Hashable = None) -> None:
+        super().__init__()
+        self.key = self.handle if key is None else key
+        self.taken: list[tuple[int, dict[int, float]]] = []
+
+    def batch_key(self) -> Hashable:
+        return self.key
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        for sink in sinks:
+            own = record.only([f for f, handle in enumerate(record.sinks) if handle == sink.handle])
+            rows, grads = sum_rows(own)
+            sums = dict(zip(rows.tolist(), grads[:, 0].tolist(), strict=True))
+            sink.taken.append((len(sinks), sums))  # type: ignore[attr-defined]
+
+
+def lookup(sinks: list[GradientSink], tables: list[Tensor]) -> Tensor:
+    handles = torch.tensor([sink.handle for sink in sinks])
+    features = list(range(len(tables)))
+    out, _ = torch.ops.tilerec.pooled_lookup(
+        tables, handles, IDS, OFFSETS, None, features, [0] * len(tables), [0] * len(tables), [2], torch.float32,
+        ",".join(f"f@t{t}" for t in features),
+    )  # fmt: skip
+    return out
+
+
+def table() -> Tensor:
+    return torch.ones(4, 1, requires_grad=True)
+
+
+def test_a_sink_takes_the_sums_when_the_pass_ends() -> None:
+    sink = Recorder()
+    out = lookup([sink], [table()])
+    leaf = torch.ones(2, 1, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda _: seen.append(len(sink.taken)))
+    seen: list[int] = []
+    (out * torch.tensor([[1.0], [10.0]]) + leaf).sum().backward()
+    assert sink.taken == [(1, {1: 11.0, 2: 10.0})]
+    assert seen == [0]
+
+
+def test_sinks_of_one_key_take_together() -> None:
+    sinks = [Recorder("same"), Recorder("same"), Recorder()]
+    lookup(sinks, [table(), table(), table()]).sum().backward()
+    assert [len(s.taken) for s in sinks] == [1, 1, 1]
+    assert [s.taken[0][0] for s in sinks] == [2, 2, 1]
+
+
+def test_several_lookups_of_a_table_are_merged() -> None:
+    sink, other = Recorder(), Recorder()
+    leaf = table()
+    first, second = lookup([sink, other], [leaf, table()]), lookup([sink], [leaf])
+    (first.sum() + 100 * second.sum()).backward()
+    assert sink.taken == [(1, {1: 202.0, 2: 101.0})]
+    assert other.taken == [(1, {1: 2.0, 2: 1.0})]
+
+
+def test_passes_are_separate() -> None:
+    sink = Recorder()
+    first, second = lookup([sink], [table()]), lookup([sink], [table()])
+    first.sum().backward()
+    second.sum().backward()
+    assert len(sink.taken) == 2
+
+
+def test_a_backward_inside_a_backward_is_a_pass_of_its_own() -> None:
+    """Activation checkpointing and hooks run the engine inside the engine."""
+    outer, inner = Recorder(), Recorder()
+    scale = torch.ones(1, requires_grad=True)
+    first = lookup([outer], [table()])  # its backward runs last, that of `out` first
+    out = lookup([outer], [table()]) * 0 + first
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            lookup([inner], [table()]).sum().backward()
+
+    first.register_hook(hook)
+    (out * scale).sum().backward()
+    assert outer.taken == [(1, {1: 2.0, 2: 1.0})]
+    assert inner.taken == [(1, {1: 2.0, 2: 1.0})]
+
+
+def test_a_sink_that_is_gone_takes_nothing() -> None:
+    sink = Recorder()
+    out = lookup([sink], [table()])
+    del sink
+    gc.collect()
+    out.sum().backward()
+
+
+def test_submitting_outside_a_pass_delivers_at_once() -> None:
+    sink = Recorder()
+    handles, ticket = torch.tensor([sink.handle]), new_ticket()
+    grad = torch.tensor([[1.0], [10.0]])
+    torch.ops.tilerec.submit_pooled_(handles, ticket, grad, IDS, OFFSETS, None, [1], [0], [0], [0], [2])
+    assert sink.taken == [(1, {1: 11.0, 2: 10.0})]
+    with pytest.raises(RuntimeError, match="ran a second time"):
+        torch.ops.tilerec.submit_pooled_(handles, ticket, grad, IDS, OFFSETS, None, [1], [0], [0], [0], [2])
+
+
+def test_bags_and_blocks_lie_where_the_docstrings_say() -> None:
+    assert bag_starts([0, 2], [4]) == ([0, 8], [4, 4])
+    assert bag_starts([0, 2], [4, 1, 2]) == ([0, 5], [4, 2])
+    assert pooled_blocks([3, 5], [4, 4], uniform=True) == ([0, 3], [8, 8])
+    assert pooled_blocks([3, 5], [4, 2], uniform=False) == ([0, 12], [3, 5])

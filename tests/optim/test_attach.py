@@ -1,0 +1,109 @@
+"""Attaching optimizers: to tables, to dense layers, again, and the face over them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
+from tilerec.optim.fused import FusedOptimizer, attached_rows
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import Adam, RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, name) for name in ("a", "b")])
+        self.dense = nn.Linear(8, 1)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+        return self.dense(self.ebc(kjt).values()).sum()
+
+
+def batch() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1])
+    )
+
+
+def test_every_parameter_may_be_attached_tables_and_dense_alike() -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    before = copy.deepcopy(model.state_dict())
+    model(batch()).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [name for name, _ in attached_rows(model)] == [
+        "ebc.embedding_bags.a.weight",
+        "ebc.embedding_bags.b.weight",
+    ]
+
+
+def test_tables_attached_together_share_a_group_others_have_their_own() -> None:
+    model = Model()
+    a, b = model.ebc.parameters()
+    apply_optimizer_in_backward(torch.optim.SGD, [a], {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.Adagrad, [b], {"lr": 0.2})
+    groups = model.ebc.fused_optimizer.param_groups
+    assert [g["lr"] for g in groups] == [0.1, 0.2]
+    assert groups[0]["params"][0] is a
+    apply_optimizer_in_backward(torch.optim.SGD, [a, b], {"lr": 0.3})
+    groups = model.ebc.fused_optimizer.param_groups
+    assert len(groups) == 1
+    assert len(groups[0]["params"]) == 2
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_keeps_the_sharing_of_groups(copier) -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), {"lr": 0.1})
+    twin = copier(model)
+    groups = twin.ebc.fused_optimizer.param_groups
+    assert len(groups) == 1
+    assert all(p is q for p, q in zip(groups[0]["params"], twin.ebc.parameters(), strict=True))
+
+
+def test_attaching_again_starts_with_fresh_state() -> None:
+    model = Model()
+    apply_optimizer_in_backward(Adam(lr=0.1), model.ebc.parameters())
+    model(batch()).backward()
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.5), model.ebc.parameters())
+    state = model.ebc.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]
+    assert set(state) == {"sum", "step"}
+    assert torch.equal(state["sum"], torch.full((6,), 0.5))
+    assert int(state["step"]) == 0
+
+
+def test_a_row_step_slot_and_the_update_count_do_not_collide() -> None:
+    model = Model()
+    apply_optimizer_in_backward(Adam(lr=0.1, row_step=True), model.ebc.parameters())
+    model(batch()).backward()
+    state = model.ebc.fused_optimizer.state_dict()["state"]["embedding_bags.b.weight"]
+    assert state["step"].tolist() == [0, 0, 1, 1, 0, 0]
+    assert int(state["updates"]) == 1
+
+
+def test_the_face_of_nothing_is_empty_and_steps() -> None:
+    face = FusedOptimizer(nn.Linear(2, 2))
+    assert face.param_groups == []
+    assert face.state_dict()["state"] == {}
+    face.step()
+
+
+def test_wrong_requests_are_refused() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match="amsgrad"):
+        apply_optimizer_in_backward(torch.optim.Adam, model.ebc.parameters(), {"amsgrad": True})
+    with pytest.raises(TypeError, match="come with a ready Adam"):
+        apply_optimizer_in_backward(Adam(lr=0.1), model.ebc.parameters(), {"lr": 0.2})
+    with pytest.raises(TypeError, match="parameters of tables"):
+        set_sparse_grad(model.dense.parameters())
+    assert list(attached_rows(model)) == []

@@ -1,0 +1,84 @@
+"""Table configs: what they accept, what they refuse, what they never change."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tilerec.errors import ConfigError
+from tilerec.spec.table import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    data_type_to_dtype,
+    dtype_to_data_type,
+    pooling_type_to_str,
+)
+
+
+@pytest.mark.parametrize("given", [DataType.BF16, torch.bfloat16, "BF16", "bf16"])
+def test_data_type_and_dtype_are_one_field_in_two_words(given) -> None:
+    for config in (EmbeddingConfig(3, 2, "t", given), EmbeddingConfig(3, 2, "t", dtype=given)):
+        assert config.data_type is DataType.BF16
+        assert config.torch_dtype == torch.bfloat16
+        assert config == EmbeddingConfig(3, 2, "t", data_type=DataType.BF16)
+
+
+def test_replace_keeps_a_config_whole() -> None:
+    config = EmbeddingBagConfig(3, 2, "t", "FP16", ["a", "b"], pooling="mean")
+    wider = dataclasses.replace(config, embedding_dim=8)
+    assert (wider.embedding_dim, wider.data_type, wider.pooling) == (8, DataType.FP16, PoolingType.MEAN)
+    assert wider.feature_names == ("a", "b")
+
+
+def test_configs_are_frozen() -> None:
+    names = ["a"]
+    config = EmbeddingBagConfig(3, 2, "t", feature_names=names)
+    names.append("b")
+    assert config.feature_names == ("a",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.name = "other"  # type: ignore[misc]
+
+
+def test_a_table_without_features_is_read_by_the_feature_of_its_name() -> None:
+    assert EmbeddingBagConfig(3, 2, "t").feature_names == ("t",)
+
+
+def test_initial_bounds_default_to_the_root_of_the_rows() -> None:
+    config = EmbeddingBagConfig(16, 2, "t")
+    assert (config.get_weight_init_min(), config.get_weight_init_max()) == (-0.25, 0.25)
+    assert EmbeddingBagConfig(16, 2, "t", weight_init_max=3.0).get_weight_init_max() == 3.0
+    assert math.isclose(config.get_weight_init_max() ** 2, 1 / 16)
+
+
+def test_types_translate_both_ways() -> None:
+    for data_type in DataType:
+        assert dtype_to_data_type(data_type_to_dtype(data_type)) is data_type
+    assert pooling_type_to_str(PoolingType.MEAN) == "mean"
+    with pytest.raises(ConfigError, match="complex64 has no DataType"):
+        dtype_to_data_type(torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_embeddings": 0}, "num_embeddings is 0"),
+        ({"embedding_dim": -4}, "embedding_dim is -4"),
+        ({"embedding_dim": 2.5}, "embedding_dim is 2.5"),
+        ({"num_embeddings": True}, "num_embeddings is True"),
+        ({"data_type": DataType.INT8}, "data_type INT8 cannot be trained"),
+        ({"data_type": "FP31"}, "got 'FP31'"),
+        ({"data_type": "FP16", "dtype": torch.bfloat16}, "differ"),
+        ({"feature_names": "user"}, "is the string 'user'"),
+        ({"feature_names": ["a", "a"]}, "repeats a feature"),
+        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "is above weight_init_max"),
+        ({"init_fn": torch.nn.init.zeros_, "weight_init_max": 0.0}, "both init_fn and initial bounds"),
+        ({"pooling": "max"}, "got 'max'"),
+        ({"pooling": PoolingType.NONE}, "use EmbeddingConfig"),
+    ],
+)
+def test_contradictions_are_refused_by_name(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"Table 't'.*" + message):
+        EmbeddingBagConfig(**{"num_embeddings": 4, "embedding_dim": 2, "name": "t", **arguments})
