@@ -1,0 +1,29 @@
+"""Single-process modules: embedding collections, feature processors, dense layers, interactions."""
+
+from tilerec.modules.activation import SwishLayerNorm as SwishLayerNorm
+from tilerec.modules.crossnet import CrossNet as CrossNet
+from tilerec.modules.crossnet import LowRankCrossNet as LowRankCrossNet
+from tilerec.modules.crossnet import LowRankMixtureCrossNet as LowRankMixtureCrossNet
+from tilerec.modules.crossnet import VectorCrossNet as VectorCrossNet
+from tilerec.modules.deepfm import DeepFM as DeepFM
+from tilerec.modules.deepfm import FactorizationMachine as FactorizationMachine
+from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
+from tilerec.modules.feature_processed import (
+    FeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection,
+)
+from tilerec.modules.feature_processor import FeatureProcessor as FeatureProcessor
+from tilerec.modules.feature_processor import FeatureProcessorsCollection as FeatureProcessorsCollection
+from tilerec.modules.feature_processor import PositionWeightedModule as PositionWeightedModule
+from tilerec.modules.feature_processor import (
+    PositionWeightedModuleCollection as PositionWeightedModuleCollection,
+)
+from tilerec.modules.interaction import InteractionArch as InteractionArch
+from tilerec.modules.interaction import InteractionDCNArch as InteractionDCNArch
+from tilerec.modules.interaction import InteractionProjectionArch as InteractionProjectionArch
+from tilerec.modules.keyed import ComputeJTDictToKJT as ComputeJTDictToKJT
+from tilerec.modules.keyed import ComputeKJTToJTDict as ComputeKJTToJTDict
+from tilerec.modules.keyed import KTRegroupAsDict as KTRegroupAsDict
+from tilerec.modules.mlp import MLP as MLP
+from tilerec.modules.mlp import Perceptron as Perceptron
+from tilerec.modules.table import Table as Table
