@@ -157,6 +157,12 @@ def test_a_number_loads_into_a_scalar_tensor() -> None:
     assert float(opt.state[opt.params["b"]]["step"]) == 17.0
 
 
+def test_state_per_row_may_come_as_a_column() -> None:
+    opt = _keyed()
+    opt.load_state_dict(_with(opt.state_dict(), torch.tensor([[7.0], [8.0], [9.0]]), "state", "a", "sum"))
+    assert opt.state[opt.params["a"]]["sum"].tolist() == [7.0, 8.0, 9.0]
+
+
 def test_every_parameter_needs_a_name_and_only_one() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     with pytest.raises(

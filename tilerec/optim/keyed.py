@@ -362,6 +362,8 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
         if isinstance(loaded, (int, float)) and current.dim() == 0:
             plan.append(lambda: _discard(current.fill_(loaded)))
             return
+        if isinstance(loaded, Tensor) and current.dim() and loaded.shape == (*current.shape, 1):
+            loaded = loaded.squeeze(-1)  # state per row kept as a column, as TorchRec's row-wise Adagrad does
         if not isinstance(loaded, Tensor) or loaded.shape != current.shape:
             got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
             raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {tuple(current.shape)}.")
