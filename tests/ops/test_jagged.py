@@ -58,7 +58,9 @@ def test_segment_ids_name_every_items_segment(lengths: list[int]) -> None:
 
 
 @given(LENGTHS.filter(bool), st.data(), st.sampled_from([(), (1,), (3,), (2, 2)]))
-def test_selected_segments_are_the_bags_in_order(lengths: list[int], data: st.DataObject, item: tuple[int, ...]) -> None:
+def test_selected_segments_are_the_bags_in_order(
+    lengths: list[int], data: st.DataObject, item: tuple[int, ...]
+) -> None:
     order = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=9))
     values = torch.rand(sum(lengths), *item)
     chosen = [lengths[s] for s in order]
@@ -99,7 +101,9 @@ def test_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
     )
 
 
-@given(LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=25).map(sorted), st.data(), INTEGERS, INTEGERS)
+@given(
+    LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=25).map(sorted), st.data(), INTEGERS, INTEGERS
+)
 def test_buckets_hold_each_id_once_in_order(
     lengths: list[int], cuts: list[int], data: st.DataObject, id_dtype: torch.dtype, length_dtype: torch.dtype
 ) -> None:
@@ -135,9 +139,13 @@ def test_buckets_hold_each_id_once_in_order(
 @given(LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=5).map(sorted), st.data())
 def test_merging_buckets_gives_the_ids_back(lengths: list[int], cuts: list[int], data: st.DataObject) -> None:
     total = sum(lengths)
-    ids = torch.tensor(data.draw(st.lists(st.integers(0, 29), min_size=total, max_size=total)), dtype=torch.int64)
+    ids = torch.tensor(
+        data.draw(st.lists(st.integers(0, 29), min_size=total, max_size=total)), dtype=torch.int64
+    )
     weights = torch.rand(total, requires_grad=True)
-    dealt = jagged.bucketize_by_cuts(ids, torch.tensor(lengths, dtype=torch.int64), torch.tensor(cuts), weights)
+    dealt = jagged.bucketize_by_cuts(
+        ids, torch.tensor(lengths, dtype=torch.int64), torch.tensor(cuts), weights
+    )
     assert dealt.weights_N is not None
     bucket_lengths = dealt.lengths_CS.view(len(cuts) - 1, len(lengths))
     assert torch.equal(bucket_lengths.sum(0), torch.tensor(lengths, dtype=torch.int64))
@@ -156,7 +164,9 @@ def test_bucketize_needs_a_list_of_cuts() -> None:
 
 
 @given(LENGTHS, st.integers(0, 6), st.sampled_from([(), (1,), (3,)]), st.booleans())
-def test_padded_rows_hold_the_bags(lengths: list[int], width: int, item: tuple[int, ...], integer: bool) -> None:
+def test_padded_rows_hold_the_bags(
+    lengths: list[int], width: int, item: tuple[int, ...], integer: bool
+) -> None:
     values = torch.randint(1, 99, (sum(lengths), *item))
     values = values if integer else values.float()
     padded = _both("jagged_to_padded", values, _offsets(lengths), width, -7.0)
@@ -176,7 +186,9 @@ def test_padding_and_back_keeps_what_fits(lengths: list[int], width: int) -> Non
         assert (bag[width:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.int16]
+)
 @pytest.mark.parametrize("item", [(), (1,), (3,), (257,), (0,)])
 def test_segment_sums_add_each_bag(dtype: torch.dtype, item: tuple[int, ...]) -> None:
     lengths = [3, 0, 1, 70, 0]
@@ -206,7 +218,11 @@ def test_nothing_in_nothing_out() -> None:
     assert _both("segment_ids", start, 0).shape == (0,)
     assert _both("select_segments", torch.zeros(0, 3), start, none, start, 0).shape == (0, 3)
     assert _both("select_segments_backward", torch.zeros(0, 3), start, none, start, 0).shape == (0, 3)
-    assert [part.shape[0] for part in _both("bucketize_by_cuts", none, none, torch.tensor([0, 5, 9]))] == [0, 0, 0]
+    assert [part.shape[0] for part in _both("bucketize_by_cuts", none, none, torch.tensor([0, 5, 9]))] == [
+        0,
+        0,
+        0,
+    ]
     assert _both("jagged_to_padded", torch.zeros(0, 3), start, 4, 0.0).shape == (0, 4, 3)
     assert _both("padded_to_jagged", torch.zeros(0, 4, 3), start, 0).shape == (0, 3)
     assert _both("segment_sum", torch.zeros(0, 3), start).shape == (0, 3)
@@ -215,7 +231,10 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_select_jagged_takes_lengths_values_and_weights_together() -> None:
     selected = jagged.select_jagged(
-        torch.tensor([2, 0, 2]), torch.tensor([2, 0, 1]), torch.tensor([10, 11, 12]), torch.tensor([0.0, 0.1, 0.2])
+        torch.tensor([2, 0, 2]),
+        torch.tensor([2, 0, 1]),
+        torch.tensor([10, 11, 12]),
+        torch.tensor([0.0, 0.1, 0.2]),
     )
     assert selected.lengths_P.tolist() == [1, 2, 1]
     assert selected.values_M.tolist() == [12, 10, 11, 12]
@@ -225,7 +244,11 @@ def test_select_jagged_takes_lengths_values_and_weights_together() -> None:
 
 
 def _arguments() -> dict[str, tuple[Any, ...]]:
-    offsets, order, out_offsets = torch.tensor([0, 2, 2, 3]), torch.tensor([2, 0, 2]), torch.tensor([0, 1, 3, 4])
+    offsets, order, out_offsets = (
+        torch.tensor([0, 2, 2, 3]),
+        torch.tensor([2, 0, 2]),
+        torch.tensor([0, 1, 3, 4]),
+    )
     return {
         "offsets_from_lengths": (torch.tensor([2, 0, 1], dtype=torch.int32),),
         "segment_ids": (offsets, 3),

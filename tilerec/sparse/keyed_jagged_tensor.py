@@ -256,7 +256,7 @@ class KeyedJaggedTensor:
         if len(parts) <= 1:
             return (parts or list(kjt_list))[0]
         _check_alike("weights", parts, lambda part: part._weights is not None)
-        _check_alike("a variable batch", parts, lambda part: part._strides is not None)
+        _check_alike("variable batch sizes", parts, lambda part: part._strides is not None)
         _check_alike("inverse indices", parts, lambda part: part._inverse_indices is not None)
         strides = None
         if parts[0]._strides is not None:
@@ -774,7 +774,7 @@ def _check_alike(
     if any(flags) and not all(flags):
         lacking = parts[flags.index(False)]
         raise InputError(
-            f"KeyedJaggedTensor.concat: the part with keys {lacking.keys()[:4]} has no {what}, others do; "
+            f"KeyedJaggedTensor.concat: the part with keys {lacking.keys()[:4]} has no {what}, the others have; "
             f"wanted all or none."
         )
 
@@ -811,7 +811,8 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
 # follow from shapes, those of a variable batch are a leaf. What was fetched or derived is not part of the
 # value: it changes neither the structure nor the number of graphs.
 
-_Context = tuple[Keys, tuple[str, ...], int, tuple[str, ...]]
+_Context = tuple[tuple[str, ...], tuple[str, ...], int, tuple[str, ...]]
+"""Keys, the names of the leaves, the batch size of a tensor without keys, the keys of the inverse indices."""
 
 
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Any], _Context]:
@@ -826,7 +827,7 @@ def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Any], _Context]:
     present = {name: part for name, part in parts.items() if part is not None}
     inverse_keys = () if kjt._inverse_indices is None else tuple(kjt._inverse_indices[0])
     stride = kjt._stride if len(kjt._keys) == 0 else 0
-    return list(present.values()), (kjt._keys, tuple(present), stride, inverse_keys)
+    return list(present.values()), (kjt._keys.names, tuple(present), stride, inverse_keys)
 
 
 def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], _Context]:
@@ -840,7 +841,7 @@ def _unflatten(leaves: Any, context: _Context) -> KeyedJaggedTensor:
     strides = parts.get("stride_per_key_per_rank")
     inverse = parts.get("inverse_indices")
     return _assemble(
-        keys,
+        Keys.of(keys),
         parts["values"],
         parts.get("weights"),
         Segments(parts.get("lengths"), parts.get("offsets")),
@@ -852,12 +853,12 @@ def _unflatten(leaves: Any, context: _Context) -> KeyedJaggedTensor:
 
 def _dump_context(context: _Context) -> list[Any]:
     keys, present, stride, inverse_keys = context
-    return [list(keys.names), list(present), stride, list(inverse_keys)]
+    return [list(keys), list(present), stride, list(inverse_keys)]
 
 
 def _load_context(dumped: list[Any]) -> _Context:
     keys, present, stride, inverse_keys = dumped
-    return Keys.of(keys), tuple(present), stride, tuple(inverse_keys)
+    return tuple(keys), tuple(present), stride, tuple(inverse_keys)
 
 
 pytree.register_pytree_node(

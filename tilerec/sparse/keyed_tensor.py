@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.sparse.columns import Columns
-from tilerec.sparse.keys import Keys
 from tilerec.sparse.regroup import RegroupPlan
 
 
@@ -191,29 +190,35 @@ def common_key_dim(keyed_tensors: Sequence[KeyedTensor]) -> int:
     return dims.pop()
 
 
-_Context = tuple[Columns, int]
+# The context is plain names and numbers: a program that builds keys of its own can be exported then.
+
+_Context = tuple[tuple[str, ...], tuple[int, ...], int]
 
 
 def _flatten(keyed: KeyedTensor) -> tuple[list[Any], _Context]:
-    return [keyed._values], (keyed._columns, keyed._key_dim)
+    columns = keyed._columns
+    return [keyed._values], (columns.keys.names, columns.lengths, keyed._key_dim)
 
 
 def _flatten_with_keys(keyed: KeyedTensor) -> tuple[list[tuple[Any, Any]], _Context]:
-    return [(pytree.GetAttrKey("values"), keyed._values)], (keyed._columns, keyed._key_dim)
+    leaves, context = _flatten(keyed)
+    return [(pytree.GetAttrKey("values"), leaves[0])], context
 
 
 def _unflatten(leaves: Any, context: _Context) -> KeyedTensor:
     (values,) = leaves
-    return KeyedTensor.from_columns(context[0], values, context[1])
+    names, lengths, key_dim = context
+    return KeyedTensor.from_columns(Columns(names, lengths), values, key_dim)
 
 
 def _dump_context(context: _Context) -> list[Any]:
-    return [list(context[0].keys.names), list(context[0].lengths), context[1]]
+    names, lengths, key_dim = context
+    return [list(names), list(lengths), key_dim]
 
 
 def _load_context(dumped: list[Any]) -> _Context:
-    keys, lengths, key_dim = dumped
-    return Columns(Keys.of(keys), lengths), key_dim
+    names, lengths, key_dim = dumped
+    return tuple(names), tuple(lengths), key_dim
 
 
 pytree.register_pytree_node(

@@ -90,7 +90,8 @@ def test_bucketize_equals_reference_for_both_integers_and_many_buckets(
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64, torch.complex128]
+    "dtype",
+    [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64, torch.complex128],
 )
 def test_items_of_any_type_are_moved(native: dict[str, Callable[..., Any]], dtype: torch.dtype) -> None:
     values = torch.tensor([1, 0, 3, 1, 5]).to(dtype)
@@ -137,8 +138,14 @@ BAD = [
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([-1]), torch.tensor([0, 3]), 3)),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 4]), 4)),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 3]), 4)),
-    ("select_segments_backward", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([1]), torch.tensor([0, 3]), 3)),
-    ("select_segments_backward", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 3]), 2)),
+    (
+        "select_segments_backward",
+        (torch.rand(3), torch.tensor([0, 3]), torch.tensor([1]), torch.tensor([0, 3]), 3),
+    ),
+    (
+        "select_segments_backward",
+        (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 3]), 2),
+    ),
 ]
 
 

@@ -1,0 +1,202 @@
+"""`JaggedTensor`: bags of different lengths."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
+
+LENGTHS = st.lists(st.integers(0, 4), max_size=7)
+ITEMS = st.sampled_from([(), (1,), (3,)])
+
+
+def _make(lengths: list[int], item: tuple[int, ...] = (), weighted: bool = True) -> JaggedTensor:
+    total = sum(lengths)
+    return JaggedTensor(
+        torch.rand(total, *item),
+        torch.rand(total) if weighted else None,
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+    )
+
+
+def _example() -> JaggedTensor:
+    return JaggedTensor(
+        torch.tensor([10, 11, 12]),
+        torch.tensor([0.5, 1.0, 2.0]),
+        lengths=torch.tensor([2, 0, 1], dtype=torch.int32),
+    )
+
+
+@given(LENGTHS, ITEMS)
+def test_from_dense_and_to_dense_are_inverse(lengths: list[int], item: tuple[int, ...]) -> None:
+    jagged = _make(lengths, item)
+    values, weights = jagged.to_dense(), jagged.to_dense_weights()
+    assert weights is not None
+    assert [len(bag) for bag in values] == lengths
+    if lengths:
+        again = JaggedTensor.from_dense(values, weights)
+        assert again.lengths().dtype == torch.int32
+        assert jt_is_equal(again, jagged)
+
+
+@given(LENGTHS, ITEMS, st.integers(0, 3))
+def test_padding_and_back_are_inverse(lengths: list[int], item: tuple[int, ...], spare: int) -> None:
+    jagged = _make(lengths, item)
+    width = max(lengths, default=0) + spare
+    padded, weights = jagged.to_padded_dense(width, -1.0), jagged.to_padded_dense_weights(width)
+    assert padded.shape == (len(lengths), width, *item)
+    assert weights is not None
+    again = JaggedTensor.from_dense_lengths(padded, jagged.lengths(), weights)
+    assert jt_is_equal(again, jagged)
+
+
+def test_padding_defaults_to_the_longest_bag() -> None:
+    assert _example().to_padded_dense().tolist() == [[10, 11], [0, 0], [12, 0]]
+    assert _example().to_padded_dense(1, 7).tolist() == [[10], [7], [12]]
+    assert JaggedTensor.empty().to_padded_dense().shape == (0, 0)
+    assert _make([1], weighted=False).to_padded_dense_weights() is None
+    assert _make([1], weighted=False).to_dense_weights() is None
+
+
+def test_gradients_flow_through_padding() -> None:
+    values = torch.rand(3, requires_grad=True)
+    JaggedTensor(values, lengths=torch.tensor([2, 0, 1])).to_padded_dense(1).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1, 0, 1]
+
+
+def test_offsets_give_the_same_tensor_as_lengths() -> None:
+    by_offsets = JaggedTensor(_example().values(), _example().weights(), offsets=torch.tensor([0, 2, 2, 3]))
+    assert jt_is_equal(by_offsets, _example())
+    assert by_offsets.lengths_or_none() is not None  # derived by the comparison
+    assert _example().offsets_or_none() is None
+    assert _example().offsets().tolist() == [0, 2, 2, 3]
+
+
+def test_equality_sees_every_part() -> None:
+    base = _example()
+    values, weights, lengths = base.values(), base.weights(), base.lengths()
+    assert jt_is_equal(base, _example())
+    assert not jt_is_equal(base, JaggedTensor(values + 1, weights, lengths))
+    assert not jt_is_equal(base, JaggedTensor(values.int(), weights, lengths))
+    assert not jt_is_equal(base, JaggedTensor(values, weights + 1, lengths))
+    assert not jt_is_equal(base, JaggedTensor(values, None, lengths))
+    assert not jt_is_equal(base, JaggedTensor(values, weights, torch.tensor([2, 1, 0])))
+    assert not jt_is_equal(base, JaggedTensor(values, weights, torch.tensor([3])))
+
+
+def test_empty_has_no_bags_and_the_types_asked_for() -> None:
+    empty = JaggedTensor.empty(True, None, torch.int64, torch.float16, torch.int64)
+    assert (empty.values().dtype, empty.weights().dtype) == (torch.int64, torch.float16)
+    assert empty.lengths().dtype == torch.int64
+    assert empty.offsets().tolist() == [0]
+    assert empty.to_dense() == []
+    like = JaggedTensor.empty_like(_example())
+    assert (like.values().dtype, like.weights().dtype, like.lengths().dtype) == (
+        torch.int64,
+        torch.float32,
+        torch.int32,
+    )
+    assert like.lengths().shape == (0,)
+    by_offsets = JaggedTensor(torch.arange(3), offsets=torch.tensor([0, 3], dtype=torch.int32))
+    assert JaggedTensor.empty_like(by_offsets).lengths().dtype == torch.int32
+
+
+def test_copy_overwrites_the_memory_and_what_followed_from_it() -> None:
+    target = _example()
+    assert target.offsets().tolist() == [0, 2, 2, 3]
+    pointer = target.values().data_ptr()
+    source = JaggedTensor(torch.tensor([1, 2, 3]), torch.ones(3), offsets=torch.tensor([0, 1, 2, 3]))
+    assert target.copy_(source) is target
+    assert target.values().data_ptr() == pointer
+    assert target.offsets().tolist() == [0, 1, 2, 3]
+    assert jt_is_equal(target, JaggedTensor(source.values(), source.weights(), target.lengths()))
+    for other in (_make([3, 0, 0], (2,)), _make([2, 0, 1], weighted=False), _make([2, 1])):
+        with pytest.raises(InputError, match=r"copy_: this one has values \[3\], weights \[3\] and 3 bags"):
+            target.copy_(other)
+
+
+def test_moving_keeps_the_bags() -> None:
+    moved = _example().to(torch.device("meta"))
+    assert moved.device() == moved.lengths().device == moved.weights().device == torch.device("meta")
+    assert jt_is_equal(_example().to(torch.device("cpu"), non_blocking=True), _example())
+
+
+def test_size_counts_what_is_held() -> None:
+    jagged = _example()
+    assert jagged.size_in_bytes() == 3 * 8 + 3 * 4 + 3 * 4
+    jagged.offsets()
+    assert jagged.size_in_bytes() == 3 * 8 + 3 * 4 + 3 * 4 + 4 * 8
+
+
+def test_record_stream_leaves_host_tensors_alone() -> None:
+    _example().record_stream(torch.Stream(device="cpu"))
+
+
+def test_pinning_pins_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    assert jt_is_equal(_example().pin_memory(), _example())
+    assert {tensor.dtype for tensor in pinned} == {torch.int64, torch.float32, torch.int32}
+
+
+def test_text_shows_bags() -> None:
+    assert str(_make([], weighted=False)) == "JaggedTensor({\n    []\n})\n"
+    assert str(JaggedTensor(torch.tensor([1, 2]), lengths=torch.tensor([0, 2]))) == (
+        "JaggedTensor({\n    [[], [1, 2]]\n})\n"
+    )
+    assert str(_example()) == (
+        'JaggedTensor({\n    "values": [[10, 11], [], [12]],\n    "weights": [[0.5, 1.0], [], [2.0]]\n})\n'
+    )
+    assert repr(_example()) == str(_example())
+
+
+@pytest.mark.parametrize("derive", [False, True])
+def test_pytree_holds_what_was_given_and_nothing_derived(derive: bool) -> None:
+    for jagged, count in ((_example(), 3), (JaggedTensor(torch.arange(3), offsets=torch.tensor([0, 3])), 2)):
+        if derive:
+            jagged.offsets()
+            jagged.lengths()
+        leaves, spec = pytree.tree_flatten(jagged)
+        assert len(leaves) == count
+        again = pytree.tree_unflatten(leaves, spec)
+        assert jt_is_equal(again, jagged)
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(_example())[0]]
+    assert paths == [".values", ".weights", ".lengths"]
+
+
+def test_copies_and_pickles_are_equal_and_apart() -> None:
+    base = _example()
+    for other in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
+        assert jt_is_equal(other, base)
+        assert other.values().data_ptr() != base.values().data_ptr()
+    file = io.BytesIO()
+    torch.save(base, file)
+    file.seek(0)
+    assert jt_is_equal(torch.load(file, weights_only=True), base)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="neither lengths nor offsets"):
+        JaggedTensor(torch.arange(3))
+    with pytest.raises(InputError, match="it has no weights; pass weights="):
+        _make([1], weighted=False).weights()
+    with pytest.raises(InputError, match="the list is empty"):
+        JaggedTensor.from_dense([])
+    with pytest.raises(InputError, match="weights and values differ"):
+        JaggedTensor.from_dense([torch.ones(2)], [torch.ones(1)])
+    with pytest.raises(InputError, match=r"values have shape \[2, 3\] with 3 lengths"):
+        JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 1, 1]))
+    with pytest.raises(InputError, match="a length of 4 exceeds the row's 3 items"):
+        JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 4]))

@@ -1,0 +1,526 @@
+"""`KeyedJaggedTensor`: what its transformations keep, for fixed and variable batches, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal
+from tilerec.sparse.keys import Keys, UnknownKeyError
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> KeyedJaggedTensor:
+    """Any batch: 0 to 5 keys, 0 to 4 bags each; weighted, variable, by offsets, int32, synced, each or not."""
+    keys = draw(st.integers(0, 5))
+    variable = draw(st.booleans()) and keys > 0
+    stride = draw(st.integers(0, 4))
+    counts = [[draw(st.integers(0, 3)), draw(st.integers(0, 2))] for _ in range(keys)] if variable else None
+    bags = sum(map(sum, counts)) if counts is not None else keys * stride
+    lengths = torch.tensor(
+        draw(st.lists(st.integers(0, 3), min_size=bags, max_size=bags)),
+        dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+    )
+    total = int(lengths.sum())
+    offsets = torch.tensor([0, *lengths.cumsum(0).tolist()]) if draw(st.booleans()) else None
+    kjt = KeyedJaggedTensor(
+        [f"f{i}" for i in range(keys)],
+        torch.arange(100, 100 + total),
+        torch.arange(total) / 8 if draw(st.booleans()) else None,
+        None if offsets is not None else lengths,
+        offsets,
+        stride=None if variable else stride,
+        stride_per_key_per_rank=counts,
+    )
+    return kjt.sync() if draw(st.booleans()) else kjt
+
+
+def _features(kjt: KeyedJaggedTensor) -> dict[str, tuple[list[Any], list[Any] | None]]:
+    """Every feature's bags and weights, read bag by bag from the flat tensors: the meaning of the layout."""
+    offsets = kjt.offsets().tolist()
+    values, weights = kjt.values().tolist(), kjt.weights_or_none()
+    features = {}
+    first = 0
+    for key, stride in zip(kjt.keys(), kjt.stride_per_key(), strict=True):
+        spans = [(offsets[bag], offsets[bag + 1]) for bag in range(first, first + stride)]
+        bag_weights = None if weights is None else [weights.tolist()[start:end] for start, end in spans]
+        features[key] = ([values[start:end] for start, end in spans], bag_weights)
+        first += stride
+    return features
+
+
+def _example(**extra: Any) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.tensor([10, 11, 12, 13, 14]),
+        torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0]),
+        torch.tensor([2, 0, 1, 2]),
+        **extra,
+    )
+
+
+def _variable(**extra: Any) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(6),
+        lengths=torch.tensor([1, 2, 3]),
+        stride_per_key_per_rank=[[1], [2]],
+        **extra,
+    )
+
+
+def _inverse() -> tuple[list[str], Tensor]:
+    return ["a", "b"], torch.tensor([[0, 0, 0, 0], [1, 0, 1, 0]])
+
+
+@given(batches())
+def test_the_keys_bags_are_the_flat_tensors_bags(kjt: KeyedJaggedTensor) -> None:
+    features = _features(kjt)
+    bounds = kjt.offset_per_key()
+    assert bounds[0] == 0
+    assert bounds[-1] == kjt.values().shape[0]
+    assert kjt.length_per_key() == [end - start for start, end in pairwise(bounds)]
+    assert kjt.index_per_key() == {key: position for position, key in enumerate(features)}
+    assert kjt.lengths_offset_per_key()[-1] == kjt.lengths().shape[0]
+    for compute_offsets in (True, False):
+        kjt._jt_dict = None
+        by_key = kjt.to_dict(compute_offsets)
+        assert list(by_key) == list(features)
+        for key, jagged in by_key.items():
+            bags, weights = features[key]
+            assert [bag.tolist() for bag in jagged.to_dense()] == bags
+            bag_weights = jagged.to_dense_weights()
+            assert (None if bag_weights is None else [bag.tolist() for bag in bag_weights]) == weights
+            assert jagged.offsets().tolist() == [sum(map(len, bags[:b])) for b in range(len(bags) + 1)]
+            assert jt_is_equal(jagged, kjt[key])
+    kjt._jt_dict = None
+    assert all(jt_is_equal(kjt[key], jagged) for key, jagged in kjt.to_dict().items())
+
+
+@given(batches(), st.data())
+def test_a_permutation_moves_whole_features(kjt: KeyedJaggedTensor, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(kjt.keys()))))
+    order = order[: data.draw(st.integers(0, len(order)))]
+    features, known = _features(kjt), kjt.offset_per_key_or_none() is not None
+    tensor = torch.tensor(order, dtype=torch.int64) if data.draw(st.booleans()) else None
+    permuted = kjt.permute(list(order), tensor)
+    keys = [kjt.keys()[position] for position in order]
+    assert permuted.keys() == keys
+    assert _features(permuted) == {key: features[key] for key in keys}
+    assert permuted.lengths().dtype == kjt.lengths().dtype
+    if known:
+        assert permuted.offset_per_key_or_none() is not None
+    fetched = permuted.offset_per_key()
+    assert permuted.unsync().offset_per_key() == fetched
+    assert permuted.variable_stride_per_key() == kjt.variable_stride_per_key()
+    if keys and not kjt.variable_stride_per_key():
+        assert permuted.stride() == kjt.stride()
+
+
+@given(batches(), st.data())
+def test_a_permutation_and_its_inverse_cancel(kjt: KeyedJaggedTensor, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(kjt.keys()))))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    assert kjt_is_equal(kjt.permute(list(order)).permute(inverse), kjt)
+
+
+@given(batches(), st.data())
+def test_permutations_compose(kjt: KeyedJaggedTensor, data: st.DataObject) -> None:
+    one = data.draw(st.permutations(range(len(kjt.keys()))))
+    two = data.draw(st.permutations(range(len(kjt.keys()))))
+    both = [one[position] for position in two]
+    assert kjt_is_equal(kjt.permute(list(one)).permute(list(two)), kjt.permute(both))
+
+
+@given(batches(), st.data())
+def test_concat_undoes_split(kjt: KeyedJaggedTensor, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(kjt.keys())), max_size=4)))
+    bounds = [0, *cuts, len(kjt.keys())]
+    segments = [end - start for start, end in pairwise(bounds)]
+    features = _features(kjt)
+    parts = kjt.split(segments)
+    assert [len(part.keys()) for part in parts] == segments
+    for part in parts:
+        assert _features(part) == {key: features[key] for key in part.keys()}  # noqa: SIM118 - not a dict
+        fetched = part.offset_per_key()
+        assert part.unsync().offset_per_key() == fetched
+    joined = KeyedJaggedTensor.concat(parts)
+    if kjt.keys():
+        assert kjt_is_equal(joined, kjt)
+    assert _features(joined) == features
+
+
+@given(batches())
+def test_from_jt_dict_undoes_to_dict(kjt: KeyedJaggedTensor) -> None:
+    again = KeyedJaggedTensor.from_jt_dict(kjt.to_dict())
+    assert _features(again) == _features(kjt)
+    # Equal batch sizes make a fixed batch, wherever they came from.
+    assert again.variable_stride_per_key() == (len(set(kjt.stride_per_key())) > 1)
+    forced = KeyedJaggedTensor.from_jt_dict(kjt.to_dict(), force_variable_stride=True)
+    assert forced.variable_stride_per_key() == bool(kjt.keys())
+    assert _features(forced) == _features(kjt)
+
+
+@given(batches(), st.booleans())
+def test_a_pytree_round_trip_is_the_same_batch(kjt: KeyedJaggedTensor, derive: bool) -> None:
+    fresh = pytree.tree_structure(kjt)
+    if derive:
+        kjt.to_dict()
+        kjt.offsets()
+        kjt.lengths()
+    leaves, spec = pytree.tree_flatten(kjt)
+    assert spec == fresh  # what was derived is no part of the structure
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert again.stride() == kjt.stride()
+    assert kjt_is_equal(again, kjt)
+    assert _features(again) == _features(kjt)
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+
+
+@given(batches())
+def test_copies_and_pickles_are_equal_and_know_as_much(kjt: KeyedJaggedTensor) -> None:
+    file = io.BytesIO()
+    torch.save(kjt, file)
+    file.seek(0)
+    for other in (copy.deepcopy(kjt), pickle.loads(pickle.dumps(kjt)), torch.load(file, weights_only=True)):
+        assert kjt_is_equal(other, kjt)
+        assert other.offset_per_key_or_none() == kjt.offset_per_key_or_none()
+        assert other.stride() == kjt.stride()
+
+
+@given(batches())
+def test_moving_keeps_the_batch_and_converts_only_weights(kjt: KeyedJaggedTensor) -> None:
+    moved = kjt.to(torch.device("cpu"), dtype=torch.float64)
+    assert _features(moved) == _features(kjt)
+    assert moved.stride() == kjt.stride()
+    assert moved.values().dtype == kjt.values().dtype
+    assert moved.offset_per_key_or_none() == kjt.offset_per_key_or_none()
+    if kjt.weights_or_none() is not None:
+        assert moved.weights().dtype == torch.float64
+    assert kjt_is_equal(kjt.flatten_lengths(), kjt)
+
+
+def test_accessors_of_a_fixed_batch() -> None:
+    kjt = _example()
+    assert kjt.keys() == ["a", "b"]
+    assert kjt.stride() == 2
+    assert kjt.stride_per_key() == [2, 2]
+    assert kjt.stride_per_key_per_rank() == []
+    assert not kjt.variable_stride_per_key()
+    assert kjt.offsets_or_none() is None
+    assert kjt.offsets().tolist() == [0, 2, 2, 3, 5]
+    assert kjt.offsets_or_none() is kjt.offsets()
+    assert kjt.lengths_or_none() is kjt.lengths()
+    assert kjt.lengths_offset_per_key() == [0, 2, 4]
+    assert kjt.length_per_key_or_none() is None
+    assert kjt.offset_per_key_or_none() is None
+    assert kjt.sync() is kjt
+    assert kjt.offset_per_key_or_none() == [0, 2, 5]
+    assert kjt.length_per_key_or_none() == [2, 3]
+    assert kjt.unsync().offset_per_key_or_none() is None
+    assert kjt.inverse_indices_or_none() is None
+    assert kjt.device() == torch.device("cpu")
+    assert kjt.size_in_bytes() == 5 * 8 + 5 * 4 + 4 * 8 + 5 * 8
+
+
+def test_accessors_of_a_variable_batch() -> None:
+    kjt = _variable()
+    assert kjt.variable_stride_per_key()
+    assert kjt.stride() == 2
+    assert kjt.stride_per_key() == [1, 2]
+    assert kjt.stride_per_key_per_rank() == [[1], [2]]
+    assert kjt.lengths_offset_per_key() == [0, 1, 3]
+    assert kjt.offset_per_key() == [0, 1, 6]
+    assert [bag.tolist() for bag in kjt["b"].to_dense()] == [[1, 2], [3, 4, 5]]
+    assert kjt_is_equal(
+        _variable(),
+        KeyedJaggedTensor(
+            ["a", "b"],
+            torch.arange(6),
+            lengths=torch.tensor([1, 2, 3]),
+            stride_per_key_per_rank=torch.tensor([[1], [2]]),
+        ),
+    )
+
+
+def test_what_is_handed_out_is_the_callers_own() -> None:
+    kjt = _example().sync()
+    for handed_out in (kjt.keys(), kjt.offset_per_key(), kjt.length_per_key(), kjt.index_per_key()):
+        handed_out.clear()
+    assert kjt.keys() == ["a", "b"]
+    assert kjt.offset_per_key() == [0, 2, 5]
+    assert kjt.index_per_key() == {"a": 0, "b": 1}
+
+
+def test_a_dict_is_remembered_until_unsync() -> None:
+    kjt = _example()
+    assert kjt.to_dict() is kjt.to_dict()
+    assert kjt["a"] is kjt.to_dict()["a"]
+    before = kjt.to_dict()
+    assert kjt.unsync().to_dict() is not before
+
+
+def test_slices_are_views() -> None:
+    kjt = _example()
+    for part in (kjt["b"], kjt.to_dict()["b"], kjt.split([1, 1])[1]):
+        assert part.values().data_ptr() == kjt.values()[2:].data_ptr()
+
+
+def test_weights_get_their_gradients_through_slices_and_permutations() -> None:
+    weights = torch.ones(5, requires_grad=True)
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(5), weights, torch.tensor([2, 0, 1, 2]))
+    permuted = kjt.permute([1, 0])
+    (permuted["a"].weights() * torch.tensor([2.0, 3.0])).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [2, 3, 0, 0, 0]
+
+
+def test_two_dimensional_lengths_and_values_are_read() -> None:
+    kjt = KeyedJaggedTensor(["a", "b"], torch.rand(3, 4), lengths=torch.tensor([[1, 0], [1, 1]]))
+    assert kjt.lengths().tolist() == [1, 0, 1, 1]
+    assert torch.equal(kjt.permute([1, 0])["b"].values(), kjt.values()[1:])
+
+
+def test_factories_fetch_key_offsets_at_once() -> None:
+    by_lengths = KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.arange(5), torch.tensor([2, 0, 1, 2]))
+    by_offsets = KeyedJaggedTensor.from_offsets_sync(
+        ["a", "b"], torch.arange(5), torch.tensor([0, 2, 2, 3, 5])
+    )
+    assert by_lengths.offset_per_key_or_none() == by_offsets.offset_per_key_or_none() == [0, 2, 5]
+    assert kjt_is_equal(by_lengths, by_offsets)
+    variable = KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], torch.arange(6), torch.tensor([1, 2, 3]), None, None, [[1], [2]], _inverse()
+    )
+    assert kjt_is_equal(variable, _variable(inverse_indices=_inverse()))
+
+
+def test_inverse_indices_follow_their_keys() -> None:
+    kjt = _variable(inverse_indices=_inverse())
+    assert kjt.stride() == 4
+    permuted = kjt.permute([1, 0])
+    assert permuted.inverse_indices()[0] == ["b", "a"]
+    assert permuted.inverse_indices()[1].tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
+    assert permuted.stride() == 4
+    parts = kjt.split([1, 1])
+    assert [part.inverse_indices()[1].tolist() for part in parts] == [[[0, 0, 0, 0]], [[1, 0, 1, 0]]]
+    assert kjt_is_equal(KeyedJaggedTensor.concat(parts), kjt)
+    assert not kjt_is_equal(_variable(), kjt)
+    assert kjt_is_equal(copy.deepcopy(kjt), kjt)
+    leaves, spec = pytree.tree_flatten(kjt)
+    assert kjt_is_equal(pytree.tree_unflatten(leaves, spec), kjt)
+    moved = kjt.to(torch.device("meta"))
+    assert moved.inverse_indices()[1].device == torch.device("meta")
+
+
+def test_equality_sees_every_part() -> None:
+    base = _example()
+    values, weights, lengths = base.values(), base.weights(), base.lengths()
+    assert kjt_is_equal(base, _example())
+    assert kjt_is_equal(base, KeyedJaggedTensor(["a", "b"], values, weights, offsets=base.offsets()))
+    for other in (
+        KeyedJaggedTensor(["a", "c"], values, weights, lengths),
+        KeyedJaggedTensor(["a", "b"], values + 1, weights, lengths),
+        KeyedJaggedTensor(["a", "b"], values, weights + 1, lengths),
+        KeyedJaggedTensor(["a", "b"], values, None, lengths),
+        KeyedJaggedTensor(["a", "b"], values, weights, lengths.flip(0)),
+        KeyedJaggedTensor(["a", "b"], values, weights, lengths, stride_per_key_per_rank=[[2], [2]]),
+    ):
+        assert not kjt_is_equal(base, other)
+    empty = KeyedJaggedTensor([], torch.arange(0), lengths=torch.zeros(0, dtype=torch.int64), stride=3)
+    assert not kjt_is_equal(empty, KeyedJaggedTensor([], torch.arange(0), lengths=empty.lengths(), stride=4))
+
+
+def test_a_batch_without_keys_keeps_its_size() -> None:
+    empty = KeyedJaggedTensor.empty(True, None, torch.int64, torch.float16, torch.int64)
+    assert (empty.values().dtype, empty.weights().dtype, empty.lengths().dtype) == (
+        torch.int64,
+        torch.float16,
+        torch.int64,
+    )
+    assert (empty.keys(), empty.stride(), empty.stride_per_key(), empty.to_dict()) == ([], 0, [], {})
+    assert empty.offset_per_key() == [0]
+    assert empty.lengths_offset_per_key() == [0]
+    assert str(empty) == "KeyedJaggedTensor()\n"
+    like = KeyedJaggedTensor.empty_like(_example())
+    assert (like.keys(), like.stride(), like.weights().dtype) == ([], 2, torch.float32)
+    assert _example().permute([]).stride() == 2
+    assert [part.stride() for part in _example().split([0, 2])] == [2, 2]
+    assert kjt_is_equal(KeyedJaggedTensor.concat([like, _example()]), _example())
+    assert KeyedJaggedTensor.concat([like, like]).stride() == 2
+    assert KeyedJaggedTensor.from_jt_dict({}).keys() == []
+
+
+def test_a_batch_without_samples_keeps_its_keys() -> None:
+    none = KeyedJaggedTensor(["a", "b"], torch.arange(0), lengths=torch.zeros(0, dtype=torch.int64))
+    assert none.stride() == 0
+    assert none.offset_per_key() == [0, 0, 0]
+    assert none.to_dict()["b"].offsets().tolist() == [0]
+    assert none["b"].to_dense() == []
+    assert kjt_is_equal(none.permute([1, 0]).permute([1, 0]), none)
+    assert kjt_is_equal(KeyedJaggedTensor.concat(none.split([1, 1])), none)
+
+
+def test_known_parts_are_taken_and_checked() -> None:
+    kjt = _example(
+        stride=2,
+        stride_per_key=[2, 2],
+        length_per_key=[2, 3],
+        lengths_offset_per_key=[0, 2, 4],
+        index_per_key={"a": 0, "b": 1},
+    )
+    assert kjt.offset_per_key_or_none() == [0, 2, 5]
+    assert _example(offset_per_key=[0, 2, 5]).length_per_key_or_none() == [2, 3]
+    by_key = _example().to_dict()
+    assert _example(jt_dict=by_key)["a"] is by_key["a"]
+    assert _example(inverse_indices=_inverse()).stride() == 4
+    for wrong, message in (
+        ({"stride_per_key": [1, 2]}, "stride_per_key is"),
+        ({"lengths_offset_per_key": [0, 1, 4]}, "lengths_offset_per_key is"),
+        ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key contradicts keys"),
+        ({"jt_dict": {"a": by_key["a"]}}, "jt_dict and keys differ"),
+        ({"length_per_key": [5]}, "1 lengths per key for 2 keys"),
+        ({"length_per_key": [2, 2]}, "the lengths sum to 4, but there are 5 values"),
+    ):
+        with pytest.raises(InputError, match=message):
+            _example(**wrong)
+
+
+def test_copy_overwrites_the_memory() -> None:
+    target = _example(inverse_indices=_inverse())
+    target.to_dict()
+    source = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(5),
+        torch.ones(5),
+        torch.tensor([1, 1, 1, 2]),
+        inverse_indices=(["a", "b"], torch.zeros(2, 4, dtype=torch.int64)),
+    )
+    pointer = target.values().data_ptr()
+    assert target.copy_(source) is target
+    assert target.values().data_ptr() == pointer
+    assert kjt_is_equal(target, source)
+    assert [bag.tolist() for bag in target["a"].to_dense()] == [[0], [1]]
+    for other, message in (
+        (_example(), "only one of the two has inverse indices"),
+        (_variable(inverse_indices=_inverse()), "batch sizes by key and rank differ"),
+        (source.permute([1, 0]), "differ; wanted the same"),
+        (source.to(torch.device("cpu")).permute([0]), "differ; wanted the same"),
+    ):
+        with pytest.raises(InputError, match=message):
+            target.copy_(other)
+
+
+def test_clearing_frees_every_byte() -> None:
+    kjt = _example()
+    assert kjt.clear_storage() == 5 * 8 + 5 * 4 + 4 * 8
+    assert kjt.values().untyped_storage().nbytes() == 0
+    assert kjt.lengths().untyped_storage().nbytes() == 0
+
+
+def test_record_stream_and_pinning_reach_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    kjt = _example(inverse_indices=_inverse())
+    kjt.record_stream(torch.Stream(device="cpu"))
+    pinned: list[int] = []
+    monkeypatch.setattr(
+        Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor.clone()
+    )
+    assert kjt_is_equal(kjt.pin_memory(), kjt)
+    assert set(pinned) == {tensor.data_ptr() for tensor in kjt._tensors()}
+
+
+def test_text_shows_bags_by_key() -> None:
+    assert str(_variable()) == 'KeyedJaggedTensor({\n    "a": [[0]],\n    "b": [[1, 2], [3, 4, 5]]\n})\n'
+    assert str(_example()) == (
+        "KeyedJaggedTensor({\n"
+        '    "a": {\n        "values": [[10, 11], []],\n        "weights": [[0.5, 1.0], []]\n    },\n'
+        '    "b": {\n        "values": [[12], [13, 14]],\n        "weights": [[2.0], [4.0, 8.0]]\n    }\n'
+        "})\n"
+    )
+    assert repr(_example()) == str(_example())
+
+
+def test_keys_can_be_handed_over_ready() -> None:
+    keys = Keys.of(["a", "b"])
+    kjt = KeyedJaggedTensor(keys, torch.arange(2), lengths=torch.tensor([1, 1]))
+    assert kjt.keys() == ["a", "b"]
+    assert kjt.permute([1, 0])._keys is kjt.permute([1, 0])._keys
+
+
+REFUSED = [
+    (lambda: _make(["a", "a"], [1, 1]), r"'a' appears at positions \[0, 1\]"),
+    (lambda: _make(["a", "b"], [1, 1, 1]), "3 lengths are not a multiple of the 2 keys"),
+    (lambda: _make(["a", "b"], [1, 1], stride=2), "stride 2 with 2 keys wants 4 lengths, got 2"),
+    (lambda: _make([], [1]), "no keys, but 1 lengths"),
+    (lambda: _make(["a"], [3]).sync(), "the lengths sum to 3, but there are 2 values"),
+    (lambda: KeyedJaggedTensor(["a"], torch.arange(2)), "neither lengths nor offsets"),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.ones(2)),
+        r"lengths have dtype torch\.float32",
+    ),
+    (lambda: _make(["a", "b"], [1, 1], stride_per_key_per_rank=[[1]]), "1 rows for 2 keys"),
+    (
+        lambda: _make(["a", "b"], [1, 1], stride_per_key_per_rank=[[1], [2]]),
+        "2 lengths, but stride_per_key_per_rank sums",
+    ),
+    (lambda: _make(["a"], [1, 1]).weights(), "it has no weights"),
+    (lambda: _make(["a"], [1, 1]).inverse_indices(), "it has no inverse indices"),
+    (lambda: _make(["a", "b"], [1, 1]).permute([1, 0, 1]), r"'b' appears at positions \[0, 2\]"),
+    (lambda: _make(["a", "b"], [1, 1]).permute([2]), r"index 2 is outside \[0, 2\)"),
+    (lambda: _make(["a", "b"], [1, 1]).split([1]), "sum to the number of keys, 2"),
+    (lambda: KeyedJaggedTensor.concat([]), "the list is empty"),
+    (
+        lambda: KeyedJaggedTensor.concat([_make(["a"], [1, 1]), _make(["a"], [1, 1])]),
+        "'a' appears at positions",
+    ),
+    (
+        lambda: KeyedJaggedTensor.concat([_make(["a"], [1, 1]), _make(["b"], [2])]),
+        r"batch sizes 2 .* and 1 .* differ",
+    ),
+    (lambda: KeyedJaggedTensor.concat([_make(["x"], [2]), _example()]), r"keys \['x'\] has no weights"),
+    (lambda: KeyedJaggedTensor.concat([_make(["x"], [1, 1]), _variable()]), "has no variable batch sizes"),
+    (
+        lambda: KeyedJaggedTensor.from_jt_dict({"a": _example()["a"], "c": _variable()["a"]}),
+        r"\['c'\] have no weights, the others do",
+    ),
+]
+
+
+def _make(keys: list[str], lengths: list[int], **extra: Any) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys, torch.arange(2), lengths=torch.tensor(lengths), **extra)
+
+
+@pytest.mark.parametrize(("attempt", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(attempt: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        attempt()
+
+
+def test_a_missing_feature_is_named() -> None:
+    for kjt in (_example(), _example().sync()):
+        kjt.to_dict()
+        with pytest.raises(UnknownKeyError, match=r"Unknown key 'c': the keys are \['a', 'b'\]"):
+            kjt["c"]
+
+
+def test_a_dict_of_jagged_tensors_of_offsets_is_read() -> None:
+    kjt = KeyedJaggedTensor.from_jt_dict(
+        {
+            "a": JaggedTensor(torch.tensor([1, 2]), offsets=torch.tensor([0, 2, 2])),
+            "b": JaggedTensor(torch.tensor([3]), offsets=torch.tensor([0, 0, 1])),
+        }
+    )
+    assert kjt.lengths().tolist() == [2, 0, 0, 1]
+    assert kjt.stride() == 2

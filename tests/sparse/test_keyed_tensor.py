@@ -1,0 +1,150 @@
+"""`KeyedTensor`: named blocks of columns."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilerec.errors import InputError
+from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.sparse.keys import UnknownKeyError
+
+WIDTHS = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+
+
+def _example() -> KeyedTensor:
+    return KeyedTensor(["x", "y"], [2, 3], torch.arange(10.0).view(2, 5))
+
+
+@given(WIDTHS, st.integers(0, 3), st.sampled_from([0, 1, 2, -1]))
+def test_blocks_come_back_as_they_went_in(widths: list[int], rows: int, dim: int) -> None:
+    shape = [rows, rows, rows]
+    tensors = []
+    for width in widths:
+        shape[dim] = width
+        tensors.append(torch.rand(shape))
+    keys = [f"k{i}" for i in range(len(widths))]
+    keyed = KeyedTensor.from_tensor_list(keys, tensors, key_dim=dim, cat_dim=dim)
+    assert keyed.keys() == keys
+    assert keyed.length_per_key() == widths
+    assert keyed.offset_per_key() == [sum(widths[:i]) for i in range(len(widths) + 1)]
+    assert keyed.key_dim() == dim
+    for key, block, tensor in zip(keys, keyed.to_dict().values(), tensors, strict=True):
+        assert torch.equal(block, tensor)
+        assert torch.equal(keyed[key], tensor)
+
+
+@given(WIDTHS, st.data())
+def test_regrouping_is_concatenation_of_blocks(widths: list[int], data: st.DataObject) -> None:
+    keys = [f"k{i}" for i in range(len(widths))]
+    cut = data.draw(st.integers(0, len(widths)))
+    inputs = [
+        KeyedTensor(keys[:cut], widths[:cut], torch.rand(2, sum(widths[:cut]))),
+        KeyedTensor(keys[cut:], widths[cut:], torch.rand(2, sum(widths[cut:]))),
+    ]
+    groups = data.draw(st.lists(st.lists(st.sampled_from(keys), max_size=5), max_size=4))
+    blocks = {**inputs[0].to_dict(), **inputs[1].to_dict()}
+    outputs = KeyedTensor.regroup(inputs, groups)
+    named = KeyedTensor.regroup_as_dict(inputs, groups, [f"g{i}" for i in range(len(groups))])
+    assert list(named) == [f"g{i}" for i in range(len(groups))]
+    for group, output, same in zip(groups, outputs, named.values(), strict=True):
+        assert torch.equal(output, torch.cat([torch.rand(2, 0), *[blocks[key] for key in group]], dim=1))
+        assert torch.equal(output, same)
+
+
+def test_gradients_of_a_key_in_several_groups_add_up() -> None:
+    values = torch.ones(2, 5, requires_grad=True)
+    outputs = KeyedTensor.regroup([KeyedTensor(["x", "y"], [2, 3], values)], [["x"], ["y", "x"]])
+    (outputs[0].sum() + 10 * outputs[1].sum()).backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[11, 11, 10, 10, 10]] * 2
+
+
+def test_blocks_are_views_and_lists_are_copies() -> None:
+    keyed = _example()
+    assert keyed["x"].data_ptr() == keyed.values().data_ptr()
+    for handed_out in (keyed.keys(), keyed.length_per_key(), keyed.offset_per_key()):
+        handed_out.clear()
+    assert (keyed.keys(), keyed.length_per_key(), keyed.offset_per_key()) == (["x", "y"], [2, 3], [0, 2, 5])
+
+
+def test_a_tensor_without_keys_is_empty() -> None:
+    keyed = KeyedTensor([], [], torch.zeros(3, 0))
+    assert keyed.to_dict() == {}
+    assert str(keyed) == "KeyedTensor()\n"
+
+
+def test_moving_copying_and_pickling_keep_the_blocks() -> None:
+    keyed = _example()
+    assert keyed.to(torch.device("meta")).device() == torch.device("meta")
+    assert keyed.device() == torch.device("cpu")
+    assert keyed.size_in_bytes() == 40
+    keyed.record_stream(torch.Stream(device="cpu"))
+    file = io.BytesIO()
+    torch.save(keyed, file)
+    file.seek(0)
+    for other in (
+        keyed.to(torch.device("cpu"), non_blocking=True),
+        copy.deepcopy(keyed),
+        pickle.loads(pickle.dumps(keyed)),
+        torch.load(file, weights_only=True),
+    ):
+        assert other.columns() == keyed.columns()
+        assert torch.equal(other.values(), keyed.values())
+
+
+def test_pytree_holds_the_values() -> None:
+    keyed = _example()
+    leaves, spec = pytree.tree_flatten(keyed)
+    assert len(leaves) == 1
+    doubled = pytree.tree_unflatten([2 * leaves[0]], spec)
+    assert torch.equal(doubled["y"], 2 * keyed["y"])
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    assert pytree.keystr(pytree.tree_flatten_with_path(keyed)[0][0][0]) == ".values"
+
+
+def test_text_shows_blocks() -> None:
+    assert str(_example()) == (
+        'KeyedTensor({\n    "x": [[0.0, 1.0], [5.0, 6.0]],\n    "y": [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]\n})\n'
+    )
+    assert repr(_example()) == str(_example())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    values = torch.zeros(2, 5)
+    for attempt, message in (
+        (
+            lambda: KeyedTensor(["x", "y"], [2, 2], values),
+            r"shape \[2, 5\], but the widths sum to 4 along dimension 1",
+        ),
+        (lambda: KeyedTensor(["x", "x"], [2, 3], values), "'x' appears at positions"),
+        (lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, [0, 3, 5]), "offset_per_key contradicts"),
+        (
+            lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, None, {"x": 1, "y": 0}),
+            "index_per_key contradicts",
+        ),
+        (lambda: KeyedTensor.from_tensor_list([], []), "the list is empty"),
+        (lambda: KeyedTensor.from_tensor_list(["x"], [values], 1, 0), "cat_dim 0 and key_dim 1 differ"),
+        (lambda: KeyedTensor.regroup([], [["x"]]), "of 0 tensors"),
+        (
+            lambda: KeyedTensor.regroup([_example(), KeyedTensor(["z"], [2], values, 0)], [["x"]]),
+            "key dimensions",
+        ),
+        (lambda: KeyedTensor.regroup_as_dict([_example()], [["x"]], ["u", "v"]), "1 groups and 2 names"),
+    ):
+        with pytest.raises(InputError, match=message):
+            attempt()
+    with pytest.raises(UnknownKeyError, match="Unknown key 'q'"):
+        _example()["q"]
+
+
+def test_known_parts_are_taken() -> None:
+    keyed = KeyedTensor(["x", "y"], [2, 3], torch.zeros(2, 5), 1, [0, 2, 5], {"x": 0, "y": 1})
+    assert keyed.offset_per_key() == [0, 2, 5]

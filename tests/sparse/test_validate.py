@@ -1,0 +1,123 @@
+"""What is wrong inside of a batch is named: feature, bag and value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilerec.errors import InputError
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.validate import validate_keyed_jagged_tensor
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+
+T = torch.tensor
+TABLES = [
+    EmbeddingBagConfig(name="users", num_embeddings=10, embedding_dim=4, feature_names=["a"]),
+    EmbeddingConfig(name="items", num_embeddings=20, embedding_dim=4, feature_names=["b", "a"]),
+]
+
+
+def _kjt(
+    values: list[int], lengths: list[int] | None = None, offsets: list[int] | None = None
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a", "b"], T(values, dtype=torch.int64), None, lengths and T(lengths), offsets and T(offsets)
+    )
+
+
+@given(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.booleans(), st.data())
+def test_sound_batches_pass(lengths: list[int], by_offsets: bool, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 9), min_size=sum(lengths), max_size=sum(lengths)))
+    offsets = [sum(lengths[:bag]) for bag in range(7)]
+    kjt = KeyedJaggedTensor(
+        ["a", "b", "no table"],
+        T(ids, dtype=torch.int64),
+        torch.rand(len(ids)),
+        None if by_offsets else T(lengths),
+        T(offsets) if by_offsets else None,
+    )
+    assert validate_keyed_jagged_tensor(kjt)
+    assert validate_keyed_jagged_tensor(kjt, TABLES)
+
+
+def test_batches_without_anything_pass() -> None:
+    assert validate_keyed_jagged_tensor(KeyedJaggedTensor.empty(values_dtype=torch.int64), TABLES)
+    assert validate_keyed_jagged_tensor(_kjt([], offsets=[0]), TABLES)
+    assert validate_keyed_jagged_tensor(_kjt([], [0, 0, 0, 0]), TABLES)
+
+
+def test_features_no_table_names_are_not_checked_for_range() -> None:
+    kjt = KeyedJaggedTensor(["z", "a"], T([-5, 10**12, 9]), lengths=T([2, 1]))
+    assert validate_keyed_jagged_tensor(kjt, TABLES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: _kjt([1, 2, 3], [1, 1, -1, 2]), "Feature 'b', bag 0: its length is -1; wanted 0 or more"),
+        (lambda: _kjt([1, 2, 3], offsets=[0, 1, 2, 1, 3]), "Feature 'b', bag 0: offsets descend from 2 to 1"),
+        (lambda: _kjt([1, 2, 3], offsets=[1, 1, 2, 2, 3]), "the first offset is 1; wanted 0"),
+        (
+            lambda: _kjt([1, 2, 3], [1, 1, 1, 4]),
+            "Feature 'b', bag 1: it ends at id 7, but there are only 3 values",
+        ),
+        (lambda: _kjt([1, 2, 3], [1, 0, 1, 0]), "sum to 2, but there are 3 values; .* is 3 at position 2"),
+        (
+            lambda: _kjt([1, 2, 3], [1, 0, 1, 1], [0, 1, 2, 2, 3]),
+            "Feature 'a', bag 1: its length is 0, but its offsets hold 1",
+        ),
+        (
+            lambda: KeyedJaggedTensor(["a"], T([1, 2]), torch.rand(3), T([2])),
+            "3 weights for 2 values; wanted one each",
+        ),
+        (
+            lambda: _kjt([9, 10, 3], [1, 1, 1, 0]),
+            r"Feature 'a', bag 1: id 10 \(value 1\) is outside \[0, 10\), the rows of table 'users'",
+        ),
+        (
+            lambda: _kjt([9, 3, 20], [1, 0, 0, 2]),
+            r"Feature 'b', bag 1: id 20 \(value 2\) is outside \[0, 20\), the rows of table 'items'",
+        ),
+        (lambda: _kjt([-1, 3, 2], [1, 0, 0, 2]), r"Feature 'a', bag 0: id -1 \(value 0\) is outside"),
+        (
+            lambda: KeyedJaggedTensor(["a"], torch.rand(2), lengths=T([2])),
+            r"values have dtype torch\.float32",
+        ),
+        (lambda: KeyedJaggedTensor(["a"], T([[1], [2]]), lengths=T([2])), r"values have shape \[2, 1\]"),
+        (lambda: _variable(([0, 0], [0, 2])), "Feature 'b': sample 1 uses bag 2; wanted one of its 2 bags"),
+        (lambda: _variable(([0, -1], [0, 1])), "Feature 'a': sample 1 uses bag -1"),
+        (lambda: _variable(([0, 0],)), r"inverse indices have shape \[1, 2\]"),
+        (lambda: _variable(([0, 0], [0, 1]), ["a", "x"]), r"inverse indices are for \['a', 'x'\]"),
+    ],
+)
+def test_the_first_fault_is_named(make: Callable[[], KeyedJaggedTensor], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        validate_keyed_jagged_tensor(make(), TABLES)
+
+
+def _variable(inverse: tuple[list[int], ...], keys: list[str] | None = None) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(6),
+        lengths=T([1, 2, 3]),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(keys or ["a", "b"], T(inverse)),
+    )
+
+
+def test_variable_batches_with_sound_inverse_indices_pass() -> None:
+    assert validate_keyed_jagged_tensor(_variable(([0, 0], [0, 1])), TABLES)
+    # In another order than the keys.
+    assert validate_keyed_jagged_tensor(_variable(([1, 0], [0, 0]), ["b", "a"]), TABLES)
+
+
+def test_a_fault_in_a_variable_batch_is_placed_by_its_own_bags() -> None:
+    kjt = KeyedJaggedTensor(
+        ["a", "b"], T([1, 2, 30]), lengths=T([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
+    )
+    with pytest.raises(InputError, match="Feature 'b', bag 1: id 30"):
+        validate_keyed_jagged_tensor(kjt, TABLES)
