@@ -130,6 +130,13 @@ def test_weights_of_the_input_are_replaced_and_inverse_indices_stay() -> None:
     assert PositionWeightedModule(2)(jagged).weights().tolist() == [1.0, 1.0]
 
 
+def test_key_offsets_that_are_known_stay_known() -> None:
+    batch = keyed({"a": [2, 1], "b": [0, 3]})
+    module = PositionWeightedModuleCollection({"a": 3})
+    assert module(batch).offset_per_key_or_none() is None
+    assert module(batch.sync()).offset_per_key_or_none() == [0, 3, 6]
+
+
 def test_a_position_weight_gets_the_sum_of_its_gradients() -> None:
     lengths = {"a": [3, 0, 1], "plain": [2, 2, 0], "b": [1, 2, 2]}
     module = PositionWeightedModuleCollection({"a": 5, "b": 2, "unused": 4})
