@@ -102,7 +102,7 @@ types: setup
 .PHONY: contracts
 contracts: setup
 	$(call say,contracts: imports point down the layers)
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 .PHONY: pytest
 pytest: setup
