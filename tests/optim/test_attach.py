@@ -98,6 +98,27 @@ def test_the_face_of_nothing_is_empty_and_steps() -> None:
     face.step()
 
 
+def test_every_number_written_to_a_group_holds_and_is_checked() -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.AdamW, model.ebc.parameters(), {"lr": 0.0, "weight_decay": 0.0})
+    group = model.ebc.fused_optimizer.param_groups[0]
+    before = copy.deepcopy(model.ebc.state_dict())
+    model(batch()).backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.ebc.state_dict().items())
+    group["lr"], group["weight_decay"] = 1.0, 1.0  # w *= 1 - lr * weight_decay: touched rows begin at zero
+    model(batch()).backward()
+    assert model.ebc.embedding_bags["a"].weight[1].abs().max() < 1.5
+    assert not torch.equal(model.ebc.embedding_bags["a"].weight[1], before["embedding_bags.a.weight"][1])
+    group["weight_decay"] = -1.0
+    with pytest.raises(ConfigError, match="weight_decay is -1"):
+        model(batch()).backward()
+    group["weight_decay"], group["row_step"] = 0.0, True
+    with pytest.raises(ConfigError, match="attach it anew"):
+        model(batch()).backward()
+    with pytest.raises(ConfigError, match="no backward pass updates"):
+        model.ebc.fused_optimizer.add_param_group({"params": []})
+
+
 def test_wrong_requests_are_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="amsgrad"):

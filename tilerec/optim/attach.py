@@ -42,7 +42,7 @@ def apply_optimizer_in_backward(
             tables[id(rows)] = rows
     if tables:
         spec = _spec(optimizer_class, kwargs)
-        group = HyperGroup(spec.to_json())
+        group = HyperGroup.of(spec)
         group["params"] = [rows.leaf for rows in tables.values()]
         for rows in tables.values():
             rows.attach(spec, group)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.storage.table_rows import HyperGroup, TableRows
 
@@ -48,3 +49,10 @@ class FusedOptimizer(KeyedOptimizer):
         # KeyedOptimizer made a list of the very groups the tables read their numbers from.
         self.defaults = dict(next(iter(groups.values()), {}))
         self.defaults.pop("params", None)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""
+        raise ConfigError(
+            "FusedOptimizer: add_param_group would name a parameter that no backward pass updates; attach an "
+            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and ask for fused_optimizer again."
+        )

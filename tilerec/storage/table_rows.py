@@ -15,14 +15,14 @@ ties and assignments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tilerec.errors import TilerecError
+from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
 from tilerec.spec.optimizer import OptimizerSpec
 
@@ -37,15 +37,46 @@ class Place:
 
 
 class HyperGroup(dict[str, Any]):
-    """A `param_groups` entry that tables share. Copies and pickles keep the sharing and leave the parameters out."""
+    """A `param_groups` entry that tables share: the numbers of their optimizer, as they are now.
+
+    What is written here holds from the next backward on. Copies and pickles keep the sharing and leave the
+    parameters out.
+    """
+
+    def __init__(self, values: Mapping[str, Any], numbers: Sequence[str]) -> None:
+        super().__init__(values)
+        self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
+        self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
+
+    @staticmethod
+    def of(spec: OptimizerSpec) -> HyperGroup:
+        """The group of a freshly attached optimizer."""
+        values = spec.to_json()
+        return HyperGroup(values, list(values))
+
+    def spec(self) -> OptimizerSpec:
+        """The optimizer these numbers make; checked whenever one of them was written."""
+        values = tuple([self[name] for name in self._numbers])
+        if self._made is None or self._made[0] != values:
+            made = OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True)))
+            if self._made is not None and made.slots != self._made[1].slots:
+                raise ConfigError(
+                    f"{self['optimizer']}: the numbers written to its param_groups change its state from "
+                    f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
+                    "attach it anew instead."
+                )
+            self._made = (values, made)
+        return self._made[1]
+
+    def _plain(self) -> dict[str, Any]:
+        return {name: value for name, value in self.items() if name != "params"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
-        copy = HyperGroup({name: value for name, value in self.items() if name != "params"})
-        memo[id(self)] = copy
+        copy = memo[id(self)] = HyperGroup(self._plain(), self._numbers)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (HyperGroup, ({name: value for name, value in self.items() if name != "params"},))
+        return (HyperGroup, (self._plain(), self._numbers))
 
 
 class NonFiniteGradientError(TilerecError):
@@ -69,7 +100,6 @@ class TableRows(GradientSink):
         self.state: dict[str, Tensor] = {}  # slots by name, and the table's update count
         self.skipped_rows = 0
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
-        self._key: tuple[float, Hashable] | None = None  # the batch key, and the learning rate it holds for
         self._counter = "step"  # name of the update count in `state`
         self._leaf: weakref.ref[nn.Parameter] | None = None
 
@@ -102,7 +132,7 @@ class TableRows(GradientSink):
         leaf = self.leaf
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
-        self.spec, self.group, self._key, self.takes_gradients = spec, group, None, True
+        self.spec, self.group, self.takes_gradients = spec, group, True
         self.state = {
             slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device)
             for slot in spec.slots
@@ -128,25 +158,18 @@ class TableRows(GradientSink):
         return [self.state[slot.name] for slot in self.spec.slots] if self.spec is not None else []
 
     def batch_key(self) -> Hashable:
-        if self.spec is None:
-            return self.handle
-        lr = self._lr()
-        if self._key is None or self._key[0] != lr:
-            self._key = (lr, (self.spec.rule, *self.spec.hyper(lr), self.spec.non_finite))
-        return self._key[1]
-
-    def _lr(self) -> float:
-        assert self.group is not None
-        return float(self.group["lr"])
+        # Specs are frozen records: equal numbers, one update call.
+        return self.handle if self.group is None else self.group.spec()
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
-        if self.spec is None:
+        if self.group is None:
             self._add_sparse_grad(record)
             return
+        spec = self.group.spec()
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
         leaves, slots, steps, seeds, row_offsets, column_offsets = [], [], [], [], [], []  # type: ignore[var-annotated]
-        names = [slot.name for slot in self.spec.slots]
+        names = [slot.name for slot in spec.slots]
         for table in tables:
             steps.append(table._count())
             leaves.append(table.leaf)
@@ -158,19 +181,17 @@ class TableRows(GradientSink):
         result = torch.ops.tilerec.update_rows_(
             leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
             [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, self.spec.rule, self.spec.hyper(self._lr()), steps, seeds, row_offsets,
+            record.grad_strides, record.means, spec.rule, spec.hyper(), steps, seeds, row_offsets,
             column_offsets,
         )  # fmt: skip
         # The op writes through raw pointers; autograd must learn that saved copies of these tensors are stale.
         torch.autograd.graph.increment_version([*leaves, *slots])
         skipped, t, row = result.tolist()
         if skipped:
-            self._report(tables[t], skipped, row)
-
-    def _report(self, table: TableRows, skipped: int, row: int) -> None:
-        assert self.spec is not None
-        table.skipped_rows += skipped
-        if self.spec.non_finite == "error":
+            table = tables[t]
+            table.skipped_rows += skipped
+            if spec.non_finite == "skip":
+                return
             raise NonFiniteGradientError(
                 f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} "
                 "such rows in this "
