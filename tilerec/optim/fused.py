@@ -54,5 +54,6 @@ class FusedOptimizer(KeyedOptimizer):
         """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""
         raise ConfigError(
             "FusedOptimizer: add_param_group would name a parameter that no backward pass updates; attach an "
-            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and ask for fused_optimizer again."
+            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and ask for "
+            "fused_optimizer again."
         )
