@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
 from tilerec.ops import jagged
@@ -277,6 +278,27 @@ def test_first_and_second_derivatives_equal_finite_differences(name: str) -> Non
     op = getattr(OPS, name)
     assert torch.autograd.gradcheck(lambda x: op(x, *rest), (first.requires_grad_(),))
     assert torch.autograd.gradgradcheck(lambda x: op(x, *rest), (first,))
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Refuses what reads a value off the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        assert func not in waits, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(_arguments()))
+def test_no_reference_waits_for_the_device_or_leaves_it(name: str) -> None:
+    arguments = _arguments()[name]
+    expected = REFERENCE[name](*arguments)
+    # A tensor made without saying where would be on "meta" and could not meet the arguments.
+    with torch.device("meta"), _NoWaiting():
+        result = REFERENCE[name](*arguments)
+    results, expecteds = (result, expected) if isinstance(result, tuple) else ((result,), (expected,))
+    for one, other in zip(results, expecteds, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_op_has_a_test_of_torchs_checks() -> None:

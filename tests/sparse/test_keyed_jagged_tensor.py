@@ -14,8 +14,10 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
+from tilerec.sparse import keyed_jagged_tensor
 from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal
 from tilerec.sparse.keys import Keys, UnknownKeyError
@@ -450,6 +452,28 @@ def test_text_shows_bags_by_key() -> None:
         "})\n"
     )
     assert repr(_example()) == str(_example())
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Refuses what reads a value off the device. `tolist` reads the memory and is counted by patching it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "it waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_synced_batch_is_sliced_without_waiting(variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kjt = (_variable() if variable else _example()).sync()
+    monkeypatch.setattr(
+        keyed_jagged_tensor, "_on_host", lambda tensor: False
+    )  # as on a device, where `tolist` is a wait
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: pytest.fail("it waits for the device"))
+    with torch.device("meta"), _NoWaiting():
+        parts = [kjt["b"], *kjt.to_dict().values(), *kjt.split([1, 1]), kjt.permute([1, 0]), kjt.permute([1])]
+        parts.append(KeyedJaggedTensor.concat(kjt.split([1, 1])).permute([1, 0]))
+        parts.append(kjt.unsync().permute([1, 0]))
+    assert {tensor.device.type for part in parts for tensor in (part.values(), part.offsets())} == {"cpu"}
 
 
 def test_keys_can_be_handed_over_ready() -> None:

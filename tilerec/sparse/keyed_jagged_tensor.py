@@ -599,7 +599,7 @@ class KeyedJaggedTensor:
 
     def _permute_key_offsets(self, indices: Sequence[int], target_P1: Tensor) -> list[int]:
         """The permuted tensor's key offsets, without a wait if this one's are known."""
-        if target_P1.device.type == "cpu" and not torch.compiler.is_compiling():
+        if _on_host(target_P1) and not torch.compiler.is_compiling():
             key_offsets: list[int] = target_P1.tolist()
             return key_offsets
         key_lengths = self.length_per_key()
@@ -758,6 +758,11 @@ def _assemble(
     kjt._key_offsets = key_offsets
     kjt._jt_dict = None
     return kjt
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def _index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
