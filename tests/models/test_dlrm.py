@@ -13,6 +13,8 @@ from torch import nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.models.dlrm import DLRM, DLRM_DCN, DenseArch, DLRM_Projection, DLRMTrain, OverArch, SparseArch
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.feature_processed import FeatureProcessedEmbeddingBagCollection
+from tilerec.modules.feature_processor import PositionWeightedModuleCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -288,6 +290,60 @@ def test_training_lowers_the_loss_with_attached_and_dense_optimizers() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@traced
+def test_a_compiled_step_with_an_attached_optimizer_moves_the_same_rows() -> None:
+    eager = DLRMTrain(DLRM(tables(), DENSE, [4, DIM], [6, 1]))
+    other = copy.deepcopy(eager)
+    for model in (eager, other):
+        bags = model.model.sparse_arch.embedding_bag_collection
+        apply_optimizer_in_backward(torch.optim.Adagrad, bags.parameters(), {"lr": 0.1})
+    compiled = torch.compile(
+        lambda d, s, y: other(Batch(d, s, y))[0], fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for size in (4, 7):
+        inputs = batch(size)
+        eager(inputs)[0].backward()
+        compiled(inputs.dense_features, inputs.sparse_features, inputs.labels).backward()
+    for (name, wanted), got in zip(eager.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=name)
+        assert (got.grad is None) == ("embedding_bags" in name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_and_autocast_stay_near_full_precision(name: str) -> None:
+    model = MODELS[name](tables())
+    inputs = batch(5)
+    wanted = model(inputs.dense_features, inputs.sparse_features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(inputs.dense_features, inputs.sparse_features)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), wanted, rtol=0.05, atol=0.05)
+    logits.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    logits = model.bfloat16()(inputs.dense_features.bfloat16(), inputs.sparse_features)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_tables_behind_feature_processors_serve_as_well() -> None:
+    configs = tables().embedding_bag_configs()
+    processed = FeatureProcessedEmbeddingBagCollection(
+        EmbeddingBagCollection(configs, is_weighted=True), PositionWeightedModuleCollection({"a": 3, "b": 3})
+    )
+    model = DLRM(processed, DENSE, [4, DIM], [6, 1])
+    inputs = batch(4)
+    model(inputs.dense_features, inputs.sparse_features).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    # position weights are ones at first, so the logits are those of the plain tables
+    plain = DLRM(tables(), DENSE, [4, DIM], [6, 1])
+    state = {n.replace("_embedding_bag_collection.", ""): t for n, t in model.state_dict().items()}
+    plain.load_state_dict({n: t for n, t in state.items() if "position_weights" not in n})
+    torch.testing.assert_close(
+        plain(inputs.dense_features, inputs.sparse_features),
+        model(inputs.dense_features, inputs.sparse_features),
+    )
 
 
 def test_stages_have_the_shapes_they_say() -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from tilerec.errors import InputError
-from tilerec.models.tables import common_dim, output_names
+from tilerec.models.tables import Bags, common_dim, output_names
 from tilerec.modules.deepfm import DeepFM, FactorizationMachine
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.utils import check_last_dim, check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -34,7 +33,7 @@ class SparseArch(nn.Module):
     State: `embedding_bag_collection.*`.
     """
 
-    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
+    def __init__(self, embedding_bag_collection: Bags) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
 
@@ -175,7 +174,7 @@ class SimpleDeepFMNN(nn.Module):
     def __init__(
         self,
         num_dense_features: int,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: Bags,
         hidden_layer_size: int,
         deep_fm_dimension: int,
         *,

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.models.tables import common_dim, output_names
+from tilerec.models.tables import Bags, common_dim, output_names
 from tilerec.modules.crossnet import LowRankCrossNet
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.interaction import (
     InteractionArch,
     InteractionDCNArch,
@@ -61,7 +60,7 @@ class SparseArch(nn.Module):
         ConfigError: tables of several dims.
     """
 
-    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
+    def __init__(self, embedding_bag_collection: Bags) -> None:
         super().__init__()
         tables = embedding_bag_collection.embedding_bag_configs()
         self.D = common_dim("SparseArch", tables)
@@ -142,7 +141,7 @@ class _DLRM(nn.Module):
 
     def __init__(
         self,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: Bags,
         dense_in_features: int,
         dense_arch_layer_sizes: Sequence[int],
         over_arch_layer_sizes: Sequence[int],
@@ -211,7 +210,7 @@ class DLRM(_DLRM):
 
     def __init__(
         self,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: Bags,
         dense_in_features: int,
         dense_arch_layer_sizes: Sequence[int],
         over_arch_layer_sizes: Sequence[int],
@@ -252,7 +251,7 @@ class DLRM_Projection(_DLRM):
 
     def __init__(
         self,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: Bags,
         dense_in_features: int,
         dense_arch_layer_sizes: Sequence[int],
         over_arch_layer_sizes: Sequence[int],
@@ -305,7 +304,7 @@ class DLRM_DCN(_DLRM):
 
     def __init__(
         self,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: Bags,
         dense_in_features: int,
         dense_arch_layer_sizes: Sequence[int],
         over_arch_layer_sizes: Sequence[int],

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import feature_slots
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.feature_processed import FeatureProcessedEmbeddingBagCollection
 from tilerec.spec.table import EmbeddingBagConfig
+
+Bags = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
+"""Pooled tables of a model: `KeyedJaggedTensor` in, `KeyedTensor` out."""
 
 
 def output_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
