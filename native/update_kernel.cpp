@@ -177,90 +177,107 @@ struct IsFloat<float> {
   static constexpr bool value = true;
 };
 
-// Layout of the scratch of a thread: summed gradient, a piece's sum, the row in fp32, terms, block sums, random words.
+constexpr int kGroup = 4;  // rows whose sums are made side by side: one row's additions and roots wait less for each other
+
+// Layout of the scratch of a thread: per row of a group its summed gradient and the row in fp32; terms, block sums, random words.
 struct Scratch {
-  float *gradient, *piece, *row, *terms[2], *blocks;
+  float *gradient, *row, *terms[2], *blocks;
   uint32_t* words;
+  int64_t stride;
   Scratch(float* at, int64_t dim) {
-    int64_t part = dim + 128;
+    stride = dim + 128;
     gradient = at;
-    piece = at + part;
-    row = at + 2 * part;
-    terms[0] = at + 3 * part;
-    terms[1] = at + 4 * part;
-    blocks = at + 5 * part;
-    words = (uint32_t*)(at + 6 * part);
+    row = at + kGroup * stride;
+    terms[0] = at + 2 * kGroup * stride;
+    terms[1] = terms[0] + stride;
+    blocks = terms[1] + stride;
+    words = (uint32_t*)(blocks + stride);
   }
 };
+static_assert(scratch_floats(0) >= (2 * kGroup + 4) * 128 && scratch_floats(1) - scratch_floats(0) >= 2 * kGroup + 4, "scratch");
 
-template <class Rule, class W>
+#define TR_MEMBER __attribute__((always_inline)) inline
+
+// A rule over rows of one table. kDim: the columns at hand if the compiler may know them (then the first column also begins an
+// aligned block), else 0. Everything that the inner loops use is a value in here: a local object of this type stays in
+// registers, whatever the loops store to.
+template <class Rule, class W, int kDim>
 struct Updater {
   Rule rule;
-  const Target& to;
+  Target to;
   Scratch scratch;
   W* weights;
   float* wide[kMaxSlots];
   float* narrow[kMaxSlots];
   float grad_scale;
   bool scaled, stochastic;
-  int shift;  // how far the first column lies behind an aligned block's begin
+  int shift_;  // how far the first column lies behind an aligned block's begin
 
   Updater(const Target& to, float* at)
       : rule(to.hyper, to.step), to(to), scratch(at, to.dim), weights(static_cast<W*>(to.weights)),
         grad_scale(to.hypers > 1 ? (float)to.hyper[1] : 1.0f), scaled(grad_scale != 1.0f),
-        stochastic(!IsFloat<W>::value && to.hypers > 3 && to.hyper[3] != 0), shift((int)(to.column_offset & 7)) {
+        stochastic(!IsFloat<W>::value && to.hypers > 3 && to.hyper[3] != 0), shift_((int)(to.column_offset & 7)) {
     for (int k = 0; k < kMaxSlots; k++) {
       wide[k] = to.slots[k];
       narrow[k] = k + Rule::kWide < kMaxSlots ? to.slots[k + Rule::kWide] : nullptr;
     }
-    for (int k = 0; k < Rule::kSums; k++)
-      for (int64_t i = 0; i < to.dim + 128; i++) scratch.terms[k][i] = 0;
+    if (!kDim)
+      for (int k = 0; k < Rule::kSums; k++)
+        for (int64_t i = 0; i < to.dim + 128; i++) scratch.terms[k][i] = 0;
   }
+  TR_MEMBER int64_t dim() const { return kDim ? kDim : to.dim; }
+  TR_MEMBER int shift() const { return kDim ? 0 : shift_; }
+  TR_MEMBER int64_t blocks() const { return (shift() + dim() + 7) / 8; }
 
-  void ask(int64_t row) const {
-    ask_to_write(weights + row * to.dim, to.dim * (int64_t)sizeof(W));
-    for (int k = 0; k < Rule::kWide; k++) ask_to_write(wide[k] + row * to.dim, to.dim * 4);
+  TR_MEMBER void ask(int64_t row) const {
+    ask_to_write(weights + row * dim(), dim() * (int64_t)sizeof(W));
+    for (int k = 0; k < Rule::kWide; k++) ask_to_write(wide[k] + row * dim(), dim() * 4);
     for (int k = Rule::kWide; k < kMaxSlots; k++)
       if (to.slots[k]) __builtin_prefetch(to.slots[k] + row, 1, 3);
   }
 
   // Calls visit(column, lanes, g, w, slots) for the vectors of a row; lanes is kLanes but for the last.
   template <class Visit>
-  __attribute__((always_inline)) inline void each(int64_t r, const float* g, const float* w, const Visit& visit) const {
-    const int64_t at = r * to.dim;
+  TR_MEMBER void each(int64_t r, const float* g, const float* w, const Visit& visit) const {
+    const int64_t at = r * dim();
     int64_t c = 0;
     vf slot[Rule::kWide + 1];
-    for (; c + kLanes <= to.dim; c += kLanes) {
+#pragma GCC unroll 16
+    for (; c + kLanes <= dim(); c += kLanes) {
       for (int k = 0; k < Rule::kWide; k++) slot[k] = load(wide[k] + at + c);
       vf x = load(g + c);
       visit(c, kLanes, scaled ? x / grad_scale : x, load(w + c), slot);
     }
-    if (c < to.dim) {
-      int n = (int)(to.dim - c);
+    if (c < dim()) {
+      int n = (int)(dim() - c);
       for (int k = 0; k < Rule::kWide; k++) slot[k] = load(wide[k] + at + c, n);
       vf x = load(g + c, n);
       visit(c, n, scaled ? x / grad_scale : x, load(w + c, n), slot);
     }
   }
 
-  // The terms of a phase into scratch.terms, from `shift` on, zeros around them.
-  __attribute__((always_inline)) inline void write_terms(const typename Rule::Row& row, int phase, int64_t r, const float* g, const float* w) const {
-    each(r, g, w, [&](int64_t c, int lanes, vf gv, vf wv, const vf* slot) {
-      vf terms[2] = {};
-      rule.terms(phase, row, gv, wv, slot, terms);
+  // The block sums of a phase's terms: sums[k][block].
+  TR_MEMBER void sum_blocks(const typename Rule::Row& row, int phase, int64_t r, const float* g, const float* w,
+                            float* const* sums) const {
+    alignas(64) float local[2][kDim ? kDim + 24 : 1];
+    float* terms[2];
+    for (int k = 0; k < 2; k++) terms[k] = kDim ? local[k] : scratch.terms[k] + shift();
+    each(r, g, w, [&](int64_t c, int lanes, vf gv, vf wv, const vf* slot) __attribute__((always_inline)) {
+      vf x[2] = {};
+      rule.terms(phase, row, gv, wv, slot, x);
       for (int k = 0; k < Rule::kSums; k++) {
         if (lanes == kLanes)
-          store(scratch.terms[k] + shift + c, terms[k]);
+          store(terms[k] + c, x[k]);
         else
-          store(scratch.terms[k] + shift + c, terms[k], lanes);
+          store(terms[k] + c, x[k], lanes);
       }
     });
+    for (int k = 0; k < Rule::kSums; k++) block_sums(kDim ? local[k] : scratch.terms[k], blocks(), sums[k]);
   }
-  int64_t blocks() const { return (shift + to.dim + 7) / 8; }
 
-  __attribute__((always_inline)) inline void write_row(const typename Rule::Row& row, int64_t r, const float* g, float* w) const {
-    const int64_t at = r * to.dim;
-    each(r, g, w, [&](int64_t c, int lanes, vf gv, vf wv, vf* slot) {
+  TR_MEMBER void write_row(const typename Rule::Row& row, int64_t r, const float* g, float* w) const {
+    const int64_t at = r * dim();
+    each(r, g, w, [&](int64_t c, int lanes, vf gv, vf wv, vf* slot) __attribute__((always_inline)) {
       rule.apply(row, gv, wv, slot);
       if (lanes == kLanes) {
         store(w + c, wv);
@@ -271,31 +288,33 @@ struct Updater {
       }
     });
     rule.finish(row, narrow, r);
-    if (!IsFloat<W>::value) round_row(r, w);
+    round_to(weights + r * dim(), r, w);
   }
 
-  float* row_in_fp32(int64_t r) const {
-    if (IsFloat<W>::value) return reinterpret_cast<float*>(weights + r * to.dim);
-    const W* from = weights + r * to.dim;
+  // The row in fp32: itself, or a copy in the scratch of the group's row i.
+  TR_MEMBER float* in_fp32(int64_t r, int i) const { return in_fp32(weights + r * dim(), i); }
+  TR_MEMBER float* in_fp32(float* row, int) const { return row; }
+  template <class H>
+  float* in_fp32(const H* from, int i) const {
+    float* to = scratch.row + i * scratch.stride;
     int64_t c = 0;
-    for (; c + kLanes <= to.dim; c += kLanes) store(scratch.row + c, load(from + c));
-    if (c < to.dim) store(scratch.row + c, load(from + c, (int)(to.dim - c)));
-    return scratch.row;
+    for (; c + kLanes <= dim(); c += kLanes) store(to + c, load(from + c));
+    if (c < dim()) store(to + c, load(from + c, (int)(dim() - c)));
+    return to;
   }
 
-  void round_row(int64_t r, const float* w) const { round_to(weights + r * to.dim, r, w); }
-  void round_to(float*, int64_t, const float*) const {}
+  TR_MEMBER void round_to(float*, int64_t, const float*) const {}
   template <class H>
   void round_to(H* out, int64_t r, const float* w) const {
     const uint32_t* words = scratch.words;
     if (stochastic) {
-      int64_t first = to.column_offset / 4, last = (to.column_offset + to.dim + 3) / 4;
+      int64_t first = to.column_offset / 4, last = (to.column_offset + dim() + 3) / 4;
       row_words(to.seeds[0], to.seeds[1], (uint64_t)(r + to.row_offset), (uint32_t)first, last - first, (uint32_t)to.step,
                 scratch.words);
       words += to.column_offset - 4 * first;
     }
-    for (int64_t c = 0; c < to.dim; c += kLanes) {
-      int64_t left = to.dim - c;
+    for (int64_t c = 0; c < dim(); c += kLanes) {
+      int64_t left = dim() - c;
       vf x = left >= kLanes ? load(w + c) : load(w + c, (int)left);
       if (stochastic) {
         vu word;
@@ -309,22 +328,39 @@ struct Updater {
     }
   }
 
-  // The whole row at once. g need not be padded.
-  void update(int64_t r, const float* g) const {
-    float* w = row_in_fp32(r);
-    typename Rule::Row row = rule.begin(narrow, r);
+  // Whole rows, all phases at once; at most kGroup of them. g need not be padded.
+  TR_MEMBER void update(int n, const int64_t* r, const float* const* g) const {
+    typename Rule::Row row[kGroup];
+    float* w[kGroup];
+    for (int i = 0; i < n; i++) {
+      w[i] = in_fp32(r[i], i);
+      row[i] = rule.begin(narrow, r[i]);
+    }
     if (Rule::kSums > 0) {
+      float local[kGroup][2][kDim ? kDim / 8 + 4 : 1];
       for (int phase = 0; phase < rule.phases(); phase++) {
-        float sums[2] = {};
-        write_terms(row, phase, r, g, w);
-        for (int k = 0; k < rule.sums(phase); k++) {
-          block_sums(scratch.terms[k], blocks(), scratch.blocks);
-          sums[k] = add_blocks(scratch.blocks, blocks());
+        if (kDim) {
+          for (int i = 0; i < n; i++) {
+            float* sums[2] = {local[i][0], local[i][1]};
+            sum_blocks(row[i], phase, r[i], g[i], w[i], sums);
+          }
+          for (int i = 0; i < n; i++) {
+            float sums[2];
+            for (int k = 0; k < Rule::kSums; k++) sums[k] = add_blocks(local[i][k], blocks());
+            rule.reduced(phase, row[i], sums, (float)to.full_dim);
+          }
+        } else {
+          for (int i = 0; i < n; i++) {
+            float* places[2] = {scratch.blocks, scratch.blocks + scratch.stride / 2};
+            float sums[2];
+            sum_blocks(row[i], phase, r[i], g[i], w[i], places);
+            for (int k = 0; k < Rule::kSums; k++) sums[k] = add_blocks(places[k], blocks());
+            rule.reduced(phase, row[i], sums, (float)to.full_dim);
+          }
         }
-        rule.reduced(phase, row, sums, (float)to.full_dim);
       }
     }
-    write_row(row, r, g, w);
+    for (int i = 0; i < n; i++) write_row(row[i], r[i], g[i], w[i]);
   }
 
   // A part's row, given the reduced sums of the first `phases` phases: scalars[p * stride].
@@ -341,13 +377,18 @@ struct Updater {
 
 template <class Rule, class W>
 struct Loops {
-  static void unit(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
+  template <int kDim>
+  static void unit_of(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
     uint32_t starts[kUnit + 1];
     int64_t rows[kUnit + 1];
     const SourceFunctions source = functions_of(from);
     const int n = source.runs(from, begin, end, starts, rows);
     if (n == 0) return;
-    Updater<Rule, W> updater(to, at);
+    const Updater<Rule, W, kDim> updater(to, at);
+    constexpr int kTogether = Rule::kSums ? kGroup : 1;
+    int64_t group[kGroup];
+    const float* g[kGroup];
+    int waiting = 0;
     for (int i = 0; i < n && i < kAheadRuns; i++) updater.ask(rows[i]);
     for (int i = 0; i < n; i++) {
       if (i + kAheadRuns < n) updater.ask(rows[i + kAheadRuns]);
@@ -356,47 +397,65 @@ struct Loops {
         result->long_end = starts[i + 1];
         continue;
       }
-      one(updater, rows[i], source.sum(from, starts[i], starts[i + 1], updater.scratch.gradient), result);
+      group[waiting] = rows[i];
+      g[waiting] = source.sum(from, starts[i], starts[i + 1], updater.scratch.gradient + waiting * updater.scratch.stride);
+      if (is_finite(g[waiting], updater.dim()))
+        waiting++;
+      else
+        skip(rows[i], result);
+      if (waiting == kTogether) {
+        updater.update(kTogether, group, g);
+        waiting = 0;
+      }
     }
+    for (int i = 0; i < waiting; i++) updater.update(1, group + i, g + i);
   }
-  static void one(const Updater<Rule, W>& updater, int64_t row, const float* g, UnitResult* result) {
-    if (!is_finite(g, updater.to.dim)) {
-      if (!result->skipped || row < result->first_row) result->first_row = row;
-      result->skipped++;
-    } else {
-      updater.update(row, g);
+  static void skip(int64_t row, UnitResult* result) {
+    if (!result->skipped || row < result->first_row) result->first_row = row;
+    result->skipped++;
+  }
+  static void unit(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
+    if (IsFloat<W>::value && !(to.column_offset & 7)) {
+      if (to.dim == 16) return unit_of<16>(to, from, begin, end, at, result);
+      if (to.dim == 32) return unit_of<32>(to, from, begin, end, at, result);
+      if (to.dim == 64) return unit_of<64>(to, from, begin, end, at, result);
+      if (to.dim == 128) return unit_of<128>(to, from, begin, end, at, result);
     }
+    unit_of<0>(to, from, begin, end, at, result);
   }
   static void finish(const Target& to, int64_t row, const float* g, float* at, UnitResult* result) {
-    Updater<Rule, W> updater(to, at);
-    one(updater, row, g, result);
+    const Updater<Rule, W, 0> updater(to, at);
+    if (is_finite(g, to.dim))
+      updater.update(1, &row, &g);
+    else
+      skip(row, result);
   }
   static void partials(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
                        int phase, bool exact, size_t begin, size_t end, float* at, float* out) {
-    Updater<Rule, W> updater(to, at);
+    const Updater<Rule, W, 0> updater(to, at);
     const int sums = updater.rule.sums(phase);
     const int64_t blocks = updater.blocks(), each = exact ? blocks : 1;
+    float* places[2] = {updater.scratch.blocks, updater.scratch.blocks + updater.scratch.stride / 2};
     for (size_t u = begin; u < end; u++) {
       const float* g = grads + (int64_t)u * to.dim;
       typename Rule::Row row = updater.resume(rows[u], scalars + u, count, phase);
-      updater.write_terms(row, phase, rows[u], g, updater.row_in_fp32(rows[u]));
+      updater.sum_blocks(row, phase, rows[u], g, updater.in_fp32(rows[u], 0), places);
       for (int k = 0; k < sums; k++) {
         float* place = out + ((int64_t)u * sums + k) * each;
-        block_sums(updater.scratch.terms[k], blocks, updater.scratch.blocks);
         if (exact)
-          for (int64_t b = 0; b < blocks; b++) place[b] = updater.scratch.blocks[b];
+          for (int64_t b = 0; b < blocks; b++) place[b] = places[k][b];
         else
-          *place = add_blocks(updater.scratch.blocks, blocks);
+          *place = add_blocks(places[k], blocks);
       }
     }
   }
   static void apply(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
                     size_t begin, size_t end, float* at) {
-    Updater<Rule, W> updater(to, at);
+    const Updater<Rule, W, 0> updater(to, at);
     for (size_t u = begin; u < end; u++) {
       if (u + kAheadRuns < end) updater.ask(rows[u + kAheadRuns]);
       typename Rule::Row row = updater.resume(rows[u], scalars + u, count, updater.rule.phases());
-      updater.write_row(row, rows[u], grads + (int64_t)u * to.dim, updater.row_in_fp32(rows[u]));
+      updater.write_row(row, rows[u], grads + (int64_t)u * to.dim, updater.in_fp32(rows[u], 0));
     }
   }
 };

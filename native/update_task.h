@@ -46,6 +46,6 @@ struct UnitResult {
 };
 
 // Floats of scratch a kernel needs for `dim` columns.
-constexpr int64_t scratch_floats(int64_t dim) { return 8 * (dim + 128); }
+constexpr int64_t scratch_floats(int64_t dim) { return 12 * (dim + 128); }
 
 }  // namespace tilerec
