@@ -1,6 +1,7 @@
 """Host time of keyed jagged tensors: ours beside TorchRec's, in one interleaved run.
 
     TILEREC_PEER_PYTHON=path/to/python python benchmarks/jagged.py [--keys 1000] [--batch 64] [--rounds 15]
+    python benchmarks/jagged.py --ops          # the ops under it: native kernels beside the plain-PyTorch reference
 
 The claim: at 1,000 features x 64 samples, `to_dict`, `split` into 100 and `permute` take at most half of
 TorchRec's time.
@@ -74,6 +75,74 @@ def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, Cas
         "split_fresh": (nothing, lambda _: synced().split(segments)),
         "permute_fresh": (nothing, lambda _: synced().permute(order)),
     }
+
+
+def op_arguments(bags: int, mean_length: int) -> dict[str, tuple[Any, ...]]:
+    """One batch for every op: `bags` bags of 0 to `2 * mean_length` ids."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 2 * mean_length + 1, (bags,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+    ids = torch.randint(0, 10**6, (total,), generator=generator)
+    weights = torch.rand(total, generator=generator)
+    order = torch.randperm(bags, generator=generator)
+    out_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[order].cumsum(0)])
+    cuts = torch.linspace(0, 10**6, 9).long()
+    return {
+        "offsets_from_lengths": (lengths,),
+        "segment_ids": (offsets, total),
+        "select_segments": (ids, offsets, order, out_offsets, total),
+        "select_segments_backward": (weights, offsets, order, out_offsets, total),
+        "bucketize_by_cuts": (ids, lengths, cuts),
+        "jagged_to_padded": (ids, offsets, 2 * mean_length, 0.0),
+        "padded_to_jagged": (torch.rand(bags, 2 * mean_length, generator=generator), offsets, total),
+        "segment_sum": (weights, offsets),
+        "repeat_segments": (torch.rand(bags, generator=generator), offsets, total),
+    }
+
+
+def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
+    """Native kernels beside the reference, interleaved, on one and on two threads; results are compared first."""
+    import torch
+
+    from tilerec.ops.cpu.jagged import kernels
+    from tilerec.ops.cpu.library import library, status
+    from tilerec.ops.jagged import REFERENCE
+
+    loaded = library()
+    if loaded is None:
+        raise SystemExit(str(status()))
+    native = kernels(loaded)
+    arguments = op_arguments(bags, mean_length)
+    print(f"{bags} bags of 0 to {2 * mean_length} ids; torch {torch.__version__}; {status()}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
+    for name, args in arguments.items():
+        pairs = [
+            result if isinstance(result, tuple) else (result,)
+            for result in (native[name](*args), REFERENCE[name](*args))
+        ]
+        if not all(torch.equal(one, other) for one, other in zip(*pairs, strict=True)):
+            raise SystemExit(f"{name}: the results differ; no times are printed.")
+    print("results: equal in all cases")
+    for name, args in arguments.items():
+        line = f"{name:24s}"
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            times: dict[str, list[float]] = {"native": [], "reference": []}
+            for _ in range(rounds):
+                for which, table in (("native", native), ("reference", REFERENCE)):
+                    start = time.perf_counter()
+                    table[name](*args)
+                    times[which].append((time.perf_counter() - start) * 1e6)
+            ours, plain = (statistics.median(times[which]) for which in ("native", "reference"))
+            line += f"  {threads} thread{'s' * (threads > 1):1s} native {ours:8.1f} us"
+            line += f"  reference {plain:8.1f} us  ratio {ours / plain:5.2f}"
+        print(line)
+    return 0
 
 
 def digest(result: Any) -> str:
@@ -177,11 +246,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=5, help="timed calls in one round")
     parser.add_argument("--peer-python", default=os.environ.get("TILEREC_PEER_PYTHON"))
+    parser.add_argument("--ops", action="store_true", help="time the ops instead, native beside reference")
+    parser.add_argument("--bags", type=int, default=64_000)
+    parser.add_argument("--mean-length", type=int, default=10)
     parser.add_argument("--worker", choices=["tilerec", "torchrec"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.keys, options.batch, options.weighted, options.repeats)
         return 0
+    if options.ops:
+        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        return bench_ops(options.bags, options.mean_length, options.rounds)
     arguments = [
         "--keys",
         str(options.keys),
