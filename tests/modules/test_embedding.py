@@ -84,10 +84,10 @@ def test_bad_ids_and_missing_features_are_named() -> None:
     kjt = KeyedJaggedTensor.from_lengths_sync(
         ["x", "y", "z"], torch.tensor([1, 8, 2]), torch.tensor([1, 1, 1])
     )
-    with pytest.raises(InputError, match="Table .b.: id 8 of feature 'y'"):
+    with pytest.raises(InputError, match="Table 'b': id 8 of feature 'y'"):
         ec(kjt)
-    with pytest.raises(InputError, match="feature 'z' of table 'c' is not in the batch"):
+    with pytest.raises(InputError, match=r"feature 'z' of table 'c' is not in the batch"):
         ec(batch(("x", "y")))
-    with pytest.warns(UserWarning, match="1 ids of this batch"):
+    with pytest.warns(UserWarning, match=r"1 ids of this batch"):
         out = collection(on_bad_id="clamp")(kjt)
     assert out["y@b"].values().shape == (1, 1)

@@ -88,6 +88,15 @@ def test_output_has_the_tables_type_and_to_changes_both(dtype: torch.dtype) -> N
     )
 
 
+def test_tables_may_be_called_like_a_dictionarys_methods() -> None:
+    ebc = EmbeddingBagCollection(
+        [EmbeddingBagConfig(3, 2, name) for name in ("items", "keys", "values", "weight")]
+    )
+    assert next(iter(ebc.state_dict())) == "embedding_bags.items.weight"
+    assert len(list(ebc.embedding_bags.items())) == len(ebc.embedding_bags) == 4
+    assert copy.deepcopy(ebc).embedding_bags["keys"].weight.shape == (3, 2)
+
+
 def test_mixed_table_types_promote() -> None:
     tables = [EmbeddingBagConfig(9, 4, "a", "BF16"), EmbeddingBagConfig(9, 4, "b", torch.float32)]
     ebc = EmbeddingBagCollection(tables)
@@ -102,7 +111,9 @@ def test_mixed_table_types_promote() -> None:
 def tied(ebc: EmbeddingBagCollection) -> None:
     """Each parameter is a leaf, the lookup reads it, and a write to it shows at once."""
     for name, parameter in ebc.named_parameters():
-        assert type(parameter) is nn.Parameter and parameter.is_leaf and not parameter._is_view(), name
+        assert type(parameter) is nn.Parameter, name
+        assert parameter.is_leaf, name
+        assert not parameter._is_view(), name
     storages = {(p.dtype, p.device): p.untyped_storage().data_ptr() for p in ebc.parameters()}
     assert all(p.untyped_storage().data_ptr() == storages[(p.dtype, p.device)] for p in ebc.parameters())
     kjt = batch(4, 3)
@@ -206,7 +217,8 @@ def test_init_fn_fills_blocks_in_place_or_by_its_result() -> None:
         ),
     ]
     ebc = EmbeddingBagCollection(tables)
-    assert (ebc.embedding_bags["a"].weight == 2).all() and (ebc.embedding_bags["b"].weight == 3).all()
+    assert (ebc.embedding_bags["a"].weight == 2).all()
+    assert (ebc.embedding_bags["b"].weight == 3).all()
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -377,7 +389,8 @@ def test_one_frozen_one_attached_one_plain_table() -> None:
     changed = {name: not torch.equal(value, before[name]) for name, value in ebc.state_dict().items()}
     assert changed == {f"embedding_bags.{n}.weight": n == "attached" for n in ("frozen", "attached", "plain")}
     grads = {name: table.weight.grad for name, table in ebc.embedding_bags.items()}
-    assert grads["frozen"] is None and grads["attached"] is None
+    assert grads["frozen"] is None
+    assert grads["attached"] is None
     assert torch.equal(grads["plain"][1], torch.full((4,), 2.0))
 
 
@@ -453,7 +466,7 @@ def test_bad_input_is_named() -> None:
     floats = KeyedJaggedTensor.from_lengths_sync(
         ["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1])
     )
-    with pytest.raises(InputError, match="ids have dtype torch.float32"):
+    with pytest.raises(InputError, match=r"ids have dtype torch\.float32"):
         ebc(floats)
     with pytest.raises(ConfigError, match="two tables are called 'a'"):
         EmbeddingBagCollection([EmbeddingBagConfig(2, 2, "a"), EmbeddingBagConfig(2, 2, "a")])

@@ -63,7 +63,8 @@ def test_pooled_lookup_equals_bag_by_bag(dim, dtype, id_dtype, weighted) -> None
         ],
         dim=1,
     )
-    assert out.dtype == dtype and out.shape == (3, 2 * dim + 5)
+    assert out.dtype == dtype
+    assert out.shape == (3, 2 * dim + 5)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance * 10)
 
@@ -223,7 +224,8 @@ def test_frozen_tables_get_no_gradient() -> None:
         [frozen, live], NO_SINKS, ids, offsets, None, [0, 1], [0, 1], [0, 0], [1], torch.float32, "a@x,b@y"
     )
     out.sum().backward()
-    assert frozen.grad is None and live.grad is not None
+    assert frozen.grad is None
+    assert live.grad is not None
 
 
 def test_the_graph_reaches_the_leaf_directly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -103,9 +104,9 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
     apply_ = rule_apply_reference_ if reference else torch.ops.tilerec.rule_apply_
     whole = torch.randn(rows, dim)
     slots = slots_for(kinds, rows, dim)
-    parts = [whole[:, a:b].clone() for a, b in zip(cuts, cuts[1:])]
+    parts = [whole[:, a:b].clone() for a, b in itertools.pairwise(cuts)]
     part_slots = [
-        [s[:, a:b].clone() if s.dim() == 2 else s.clone() for s in slots] for a, b in zip(cuts, cuts[1:])
+        [s[:, a:b].clone() if s.dim() == 2 else s.clone() for s in slots] for a, b in itertools.pairwise(cuts)
     ]
     rows_U = torch.tensor([0, 2, 5])
     grads = torch.randn(3, dim)
@@ -135,7 +136,7 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
     scalars = torch.zeros(0, 3)
     for phase in range(make_rule(rule, hyper).phases):
         blocks: dict[int, Tensor] = {}
-        for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:]):
+        for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:], strict=False):
             sums = partials(
                 part, own, rows_U, grads[:, a:b].contiguous(), scalars, phase, dim, True, a, rule, hyper, 4
             )
@@ -145,7 +146,7 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
         for k in sorted(blocks):
             total = total + blocks[k]
         scalars = torch.cat((scalars, total.T))
-    for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:]):
+    for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:], strict=False):
         apply_(part, own, rows_U, grads[:, a:b].contiguous(), scalars, dim, rule, hyper, 4, [1, 2], 0, a)
     got = torch.cat(parts, dim=1)
     if all(cut % 8 == 0 for cut in cuts[1:-1]):
@@ -199,8 +200,10 @@ def test_rows_with_gradients_that_are_not_finite_are_left_alone_and_counted(bad:
         "rowwise_adagrad", [*COMMON, 0.0, 0.0, 0.0], [1, 1], [0] * 4, [0] * 2, [0] * 2,
     )  # fmt: skip
     assert result.tolist() == [1, 1, 3]
-    assert torch.equal(weights[1][3], torch.ones(3)) and slots[1][3] == 1
-    assert not torch.equal(weights[1][4], torch.ones(3)) and slots[1][4] == 2
+    assert torch.equal(weights[1][3], torch.ones(3))
+    assert slots[1][3] == 1
+    assert not torch.equal(weights[1][4], torch.ones(3))
+    assert slots[1][4] == 2
     assert torch.equal(weights[0][[0, 3]], torch.ones(2, 3))
 
 
@@ -209,11 +212,12 @@ def test_the_loss_scale_is_divided_out_before_the_rule() -> None:
     for scale in (1.0, 1024.0):
         weight, slot = torch.ones(3, 8), torch.zeros(3)
         torch.ops.tilerec.update_rows_(
-            [weight], [slot], scale * torch.arange(16.0).view(2, 8), torch.tensor([0, 2]), None, None, [0], [0], [2], [0],
-            [8], [0], "rowwise_adagrad", [0.1, scale, 0.0, 0.0, 1e-8, 0.0, 0.0], [1], [0, 0], [0], [0],
+            [weight], [slot], scale * torch.arange(16.0).view(2, 8), torch.tensor([0, 2]), None, None, [0], [0], [2],
+            [0], [8], [0], "rowwise_adagrad", [0.1, scale, 0.0, 0.0, 1e-8, 0.0, 0.0], [1], [0, 0], [0], [0],
         )  # fmt: skip
         outcomes.append((weight, slot))
-    assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(outcomes[0][1], outcomes[1][1])
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -242,7 +246,8 @@ def test_thread_counts_give_the_same_bits() -> None:
             [*COMMON, 1e-8, 0.0, 0.0], [1], [0, 0], [0], [0],
         )  # fmt: skip
         outcomes.append((weight, slot))
-    assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(outcomes[0][1], outcomes[1][1])
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 def test_nothing_to_do_changes_nothing() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.table import Table
+from tilerec.modules.table import Table, Tables
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
@@ -126,7 +126,7 @@ class TableCollection(nn.Module):
         self._clamped = torch.zeros((), dtype=torch.int64)
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
         self.seed = int(torch.randint(1 << 62, ()))
-        self.add_module(holder, nn.ModuleDict({c.name: Table(c, device, self.seed) for c in self._configs}))
+        self.add_module(holder, Tables({c.name: Table(c, device, self.seed) for c in self._configs}))
         self._renew_sinks()
         self._lay_flat()
 

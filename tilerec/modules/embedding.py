@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from tilerec.modules.collection import OnBadId, TableCollection, key_starts
+from tilerec.modules.table import Tables
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
@@ -35,7 +35,7 @@ class EmbeddingCollection(TableCollection):
         torch.Size([3, 4])
     """
 
-    embeddings: nn.ModuleDict
+    embeddings: Tables
 
     def __init__(
         self,

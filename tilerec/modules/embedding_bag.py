@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
+from tilerec.modules.table import Tables
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import DataType, EmbeddingBagConfig
@@ -39,7 +40,7 @@ class EmbeddingBagCollection(TableCollection):
         torch.Size([3, 4])
     """
 
-    embedding_bags: nn.ModuleDict
+    embedding_bags: Tables
 
     def __init__(
         self,

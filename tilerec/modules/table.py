@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,3 +85,39 @@ class Table(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}"
+
+
+class Tables(nn.Module):
+    """Tables by name, as `nn.ModuleDict` holds modules, but for any name (`items` and `keys` are natural ones here)."""
+
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        super().__init__()
+        for name, table in tables.items():
+            self[name] = table
+
+    def __getitem__(self, name: str) -> Table:
+        return cast(Table, self._modules[name])
+
+    def __setitem__(self, name: str, table: Table) -> None:
+        self._modules[name] = table
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def keys(self) -> KeysView[str]:
+        """The tables' names."""
+        return self._modules.keys()
+
+    def values(self) -> ValuesView[Table]:
+        """The tables."""
+        return cast("ValuesView[Table]", self._modules.values())
+
+    def items(self) -> ItemsView[str, Table]:
+        """Names and tables."""
+        return cast("ItemsView[str, Table]", self._modules.items())
