@@ -81,6 +81,25 @@ def test_one_graph_serves_every_batch_whatever_it_remembers(
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("name", ["read", "one feature", "permute"])
+def test_one_graph_serves_variable_batches(name: str) -> None:
+    programs: dict[str, Callable[[KeyedJaggedTensor], Any]] = {
+        "read": lambda kjt: (kjt.values() + kjt.stride(), kjt.offsets() * 2),
+        "one feature": lambda kjt: (kjt["b"].values() + 1, kjt["b"].lengths() + 1),
+        "permute": lambda kjt: kjt.permute([1, 0]).lengths() + 1,
+    }
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(programs[name], fullgraph=True, dynamic=True, backend=counter)
+    for seed, counts in enumerate(([[3, 4], [5, 2]], [[6, 2], [3, 7]], [[5, 3], [9, 4]])):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 4, (sum(map(sum, counts)),), generator=generator)
+        values = torch.arange(int(lengths.sum()))
+        kjt = KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=counts).sync()
+        _assert_equal(compiled(kjt), programs[name](kjt))
+    assert counter.frame_count == 1
+
+
 def test_other_keys_are_another_graph() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

@@ -364,7 +364,7 @@ class KeyedJaggedTensor:
         if self._inverse_indices is not None:
             return self._inverse_indices[1].shape[-1]
         if self._strides is not None:
-            return max(self._strides.per_key(), default=0)
+            return max([0, *self._strides.per_key()])
         if len(self._keys) == 0:
             return self._stride
         return self._segments.count() // len(self._keys)
