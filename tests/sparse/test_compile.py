@@ -81,6 +81,27 @@ def test_one_graph_serves_every_batch_whatever_it_remembers(
     assert counter.frame_count == 1
 
 
+def test_one_graph_slices_unsynced_batches_with_empty_features() -> None:
+    def program(kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
+        return [jagged.values() + 1 for jagged in [kjt["b"], *kjt.to_dict().values()]]
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
+        for lengths in (
+            [2, 3, 1, 0, 5, 2],
+            [0, 0, 1, 0, 0, 0, 2, 3, 4],
+            [0, 0, 0, 0, 2, 2],
+            [1, 2, 3, 4, 5, 6],
+        ):
+            kjt = KeyedJaggedTensor(
+                ["a", "b", "c"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths)
+            )
+            _assert_equal(compiled(kjt), program(kjt))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("name", ["read", "one feature", "permute"])
 def test_one_graph_serves_variable_batches(name: str) -> None:
     programs: dict[str, Callable[[KeyedJaggedTensor], Any]] = {

@@ -120,14 +120,14 @@ def _select_segments_backward(
 
     grad [1, 2, 4, 8] for the example above -> [2, 4, 1 + 8]
 
-    Copies are added in output order, halves in fp32 with one rounding at the end. `index_put_` (not `index_add_`)
-    because it is deterministic on CUDA too.
+    Copies are added in output order, halves in fp32 with one rounding at the end. They are sorted by their
+    item and summed as segments: torch's accumulating writes add in whatever order its threads arrive.
     """
     position_M = _source_positions(offsets_S1, order_P, out_offsets_P1, grad_M.shape[0])
-    sum_dtype = torch.float32 if grad_M.dtype in (torch.float16, torch.bfloat16) else grad_M.dtype
-    sum_N = torch.zeros((total, *grad_M.shape[1:]), dtype=sum_dtype, device=grad_M.device)
-    sum_N.index_put_((position_M,), grad_M.to(sum_dtype), accumulate=True)
-    return sum_N.to(grad_M.dtype)
+    copies_N = torch.zeros(total, dtype=torch.int64, device=grad_M.device)
+    copies_N.scatter_add_(0, position_M, torch.ones_like(position_M))
+    by_item_M = torch.sort(position_M, stable=True).indices
+    return _segment_sum(grad_M.index_select(0, by_item_M), _offsets_from_lengths(copies_N))
 
 
 # ---------------------------------------------------------------------------------------------------------------

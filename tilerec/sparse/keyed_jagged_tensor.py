@@ -12,6 +12,10 @@ Glossary
 
 Everything but the key offsets lives on the batch's device. `sync()` (or anything that slices values by key: `kjt["f"]`,
 `to_dict`, `split`) fetches the key offsets: one wait for the device, once per batch.
+
+In a compiled program a synced batch is sliced by numbers that are inputs of the graph: one graph for every batch,
+except that torch makes another for a feature with no id or just one. An unsynced batch is sliced in one graph always,
+but reads the numbers inside of it: that takes `torch._dynamo.config.capture_scalar_outputs = True`.
 """
 
 from __future__ import annotations

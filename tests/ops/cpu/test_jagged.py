@@ -63,8 +63,8 @@ def _equal(result: Any, expected: Any) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("item", [(), (1,), (3,)])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("item", [(), (3,)])
 @pytest.mark.parametrize("name", list(REFERENCE))
 def test_native_equals_reference_bit_for_bit(
     native: dict[str, Callable[..., Any]], name: str, item: tuple[int, ...], threads: int
