@@ -12,7 +12,7 @@ namespace tilerec {
 namespace TILEREC_ISA {
 namespace {
 
-constexpr int64_t kAheadBytes = 4096;  // rows asked for ahead, in bytes of the block
+constexpr int64_t kAheadBytes = 8192;  // rows asked for ahead, in bytes of the block
 constexpr int64_t kGroupRows = 64;     // rows of the bags that the passes over a wide row share
 
 inline int64_t ahead(int64_t bytes) {
@@ -51,6 +51,13 @@ TR_INLINE void put(const Out& out, int64_t number, vf x, int n) {
     store((fp16*)out.at + number, x, n);
 }
 
+// The vectors of a block, or the first `tail` columns of the last one.
+template <int kVectors, class E>
+TR_INLINE void put_all(E* at, const vf* sums, int tail) {
+  if (kVectors == 0) store(at, sums[0], tail);
+  for (int v = 0; v < kVectors; v++) store(at + v * kLanes, sums[v]);
+}
+
 template <class E, class I>
 struct Bags {
   const E* data;
@@ -68,6 +75,7 @@ struct Bags {
 
 // kVectors vectors from column `column` on, or (kVectors 0) its first `tail` columns. False: a fault, the part ends.
 template <int kVectors, bool kWeighted, class E, class I>
+__attribute__((noinline))  // on its own, so that the loop has all registers
 bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin, int64_t end) {
   constexpr int kRegisters = kVectors > 0 ? kVectors : 1;
   constexpr int kBytes = kRegisters * kLanes * (int)sizeof(E);
@@ -77,11 +85,14 @@ bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin
   const I* const ids = bags.ids;
   const int64_t* const offsets = bags.offsets;
   const float* const weights = bags.weights;
+  const int64_t id_count = bags.id_count;
+  const bool mean = bags.mean;
+  const Out out = bags.out;
   int64_t start = offsets[begin];
   for (int64_t b = begin; b < end; b++) {
     const int64_t stop = offsets[b + 1];
-    if (__builtin_expect(start < 0 || stop < start || stop > bags.id_count, 0)) {
-      bool first = start < 0 || start > bags.id_count;
+    if (__builtin_expect(start < 0 || stop < start || stop > id_count, 0)) {
+      bool first = start < 0 || start > id_count;
       *bags.fault = {TR_BAD_OFFSETS, first ? b : b + 1, first ? start : stop};
       return false;
     }
@@ -106,15 +117,17 @@ bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin
         for (int v = 0; v < kRegisters; v++) sums[v] += load(row + v * kLanes);
       }
     }
-    if (bags.mean && stop - start > 1) {
+    if (mean && stop - start > 1) {
       const vf count = splat((float)(stop - start));
       for (int v = 0; v < kRegisters; v++) sums[v] /= count;
     }
-    const int64_t number = b * bags.out.stride + column;
-    if (kVectors == 0)
-      put(bags.out, number, sums[0], tail);
+    const int64_t number = b * out.stride + column;
+    if (out.type == TR_F32)
+      put_all<kVectors>((float*)out.at + number, sums, tail);
+    else if (out.type == TR_BF16)
+      put_all<kVectors>((bf16*)out.at + number, sums, tail);
     else
-      for (int v = 0; v < kRegisters; v++) put(bags.out, number + v * kLanes, sums[v]);
+      put_all<kVectors>((fp16*)out.at + number, sums, tail);
     start = stop;
   }
   return true;

@@ -59,10 +59,29 @@ TR_INLINE vu select(vi mask, vu a, vu b) { return ((vu)mask & a) | (~(vu)mask & 
 
 // ---- widening and narrowing of one vector
 
-TR_INLINE vf widen(vh words, bf16) {
-  vu wide = __builtin_convertvector(words, vu);
-  return as_float(wide << 16);
+// 16-bit words to 32-bit ones and back (a word that fits). GCC's __builtin_convertvector is right but slow here.
+TR_INLINE vu spread(vh words) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)words);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32((__m128i)words);
+#else
+  return __builtin_convertvector(words, vu);
+#endif
 }
+
+TR_INLINE vh squeeze(vu words) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtepi32_epi16((__m512i)words);
+#elif defined(__AVX2__)
+  __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+  return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(words, vh);
+#endif
+}
+
+TR_INLINE vf widen(vh words, bf16) { return as_float(spread(words) << 16); }
 
 TR_INLINE vf widen(vh words, fp16) {
 #if defined(__AVX512F__)
@@ -70,7 +89,7 @@ TR_INLINE vf widen(vh words, fp16) {
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtph_ps((__m128i)words);
 #else
-  vu wide = __builtin_convertvector(words, vu);
+  vu wide = spread(words);
   vu sign = (wide & 0x8000u) << 16, size = wide & 0x7fffu;
   vu normal = (size << 13) + (112u << 23);
   vu small = as_bits(__builtin_convertvector((vi)size, vf) * splat(0x1p-24f));  // subnormal: an integer times 2^-24
@@ -85,7 +104,7 @@ TR_INLINE vh narrow(vf x, bf16) {
   vu bits = as_bits(x);
   vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   vi is_nan = (vi)(bits & 0x7fffffffu) > 0x7f800000;
-  return __builtin_convertvector(select(is_nan, vu{} + 0x7fc0u, rounded), vh);
+  return squeeze(select(is_nan, vu{} + 0x7fc0u, rounded));
 }
 
 TR_INLINE vh narrow(vf x, fp16) {
@@ -102,7 +121,7 @@ TR_INLINE vh narrow(vf x, fp16) {
   vu word = select(s < 0x38800000, small, normal);
   word = select(s >= 0x477ff000, vu{} + 0x7c00u, word);
   word = select(s > 0x7f800000, nan, word);
-  return __builtin_convertvector(sign | word, vh);
+  return squeeze(sign | word);
 #endif
 }
 
