@@ -1,9 +1,9 @@
 """`tilerec`: the command line.
 
-    tilerec recipes                                     what there is to run
-    tilerec train synthetic                             run it
-    tilerec train movielens --data ml-latest-small      from raw files
-    tilerec train synthetic --set train.batch_size=4096 --show
+tilerec recipes                                     what there is to run
+tilerec train synthetic                             run it
+tilerec train movielens --data ml-latest-small      from raw files
+tilerec train synthetic --set train.batch_size=4096 --show
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from tilerec.train.override import override_all, settings
 from tilerec.train.report import report
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train recommender models."
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train recommender models.",
 )
 
 
@@ -47,13 +50,17 @@ def recipes() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A name from `tilerec recipes`, or module:function of your own.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A name from `tilerec recipes`, or module:function of your own.")
+    ],
     data: Annotated[str | None, typer.Option(help="Path of the data, for recipes that read files.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting: name=value. May be given several times.")
+        list[str] | None,
+        typer.Option("--set", help="Change a setting: name=value. May be given several times."),
     ] = None,
     on_bad_row: Annotated[
-        str | None, typer.Option(help="Malformed lines: 'error' stops, 'skip' leaves them out and counts them.")
+        str | None,
+        typer.Option(help="Malformed lines: 'error' stops, 'skip' leaves them out and counts them."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, …")] = None,
     log_dir: Annotated[

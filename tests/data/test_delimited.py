@@ -211,7 +211,10 @@ def test_no_block_holds_much_more_text_than_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("id,scores,count,tag", r"no column 'score'; it reads 'id,scores,count,tag'; did you mean 'scores'\?"),
+        (
+            "id,scores,count,tag",
+            r"no column 'score'; it reads 'id,scores,count,tag'; did you mean 'scores'\?",
+        ),
         ("id,score,count,count,tag", r":1: the header names column 'count' more than once"),
         ("", r"no column 'id'"),
     ],

@@ -89,9 +89,7 @@ def test_the_last_interactions_of_each_user_are_held_out(
 
 def test_epochs_differ_in_order_and_repeat_themselves(tmp_path: Path) -> None:
     folder = _write(tmp_path, _ratings(5, 9, 100))
-    first, again, second = (
-        _samples(list(MovieLens(folder, seed=3).train(10, epoch))) for epoch in (0, 0, 1)
-    )
+    first, again, second = (_samples(list(MovieLens(folder, seed=3).train(10, epoch))) for epoch in (0, 0, 1))
     assert first == again
     assert first != second
     assert sorted(first) == sorted(second)
@@ -117,7 +115,9 @@ def test_a_bad_line_is_an_error_or_is_left_out_and_counted(tmp_path: Path) -> No
     lines.insert(11, "3,4,five,1004")
     lines.insert(20, "3,4")
     path.write_text("\n".join(lines))
-    with pytest.raises(InputError, match=r"ratings\.csv:12: column 'rating' reads 'five', wanted a number in \[0, 5\]"):
+    with pytest.raises(
+        InputError, match=r"ratings\.csv:12: column 'rating' reads 'five', wanted a number in \[0, 5\]"
+    ):
         MovieLens(folder)
     data = MovieLens(folder, on_bad_row="skip")
     total = sum(batch.batch_size for part in (data.train(8), data.held_out(8)) for batch in part)

@@ -21,7 +21,7 @@ FEATURES = (
 def _joined(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
     """Labels, dense features, and the ids of every (feature, sample), features first."""
     bags: list[list[int]] = []
-    for name in batches[0].sparse_features.keys():
+    for name in (feature.name for feature in FEATURES):
         for batch in batches:
             feature = batch.sparse_features[name]
             bags += [part.tolist() for part in feature.values().split(feature.lengths().tolist())]
@@ -74,7 +74,9 @@ def test_ids_follow_the_power_law_and_lengths_their_range() -> None:
     stated[scattered_ids(np.arange(50), 50)] = power_law_probabilities(50, 1.2)
     counted = np.bincount(a.values().numpy(), minlength=50) / a.values().numel()
     np.testing.assert_allclose(counted, stated, atol=4 * 0.5 / a.values().numel() ** 0.5)
-    assert torch.bincount(b.lengths().long()).div(b.lengths().numel()).tolist() == pytest.approx([0.25] * 4, abs=0.02)
+    assert torch.bincount(b.lengths().long()).div(b.lengths().numel()).tolist() == pytest.approx(
+        [0.25] * 4, abs=0.02
+    )
     assert c.lengths().unique().tolist() == [2]
     assert int(c.values().max()) < 10**6
 
@@ -96,7 +98,9 @@ def _planted_logit(data: SyntheticClicks, batch: Batch) -> np.ndarray:
                 pooled[table, sample] += effect / len(ids)
     logits += 1.0 / np.sqrt(len(names)) * pooled[:, :, 0].sum(0)
     pairs = sum(
-        (pooled[f, :, 1:] * pooled[g, :, 1:]).sum(1) for f in range(len(names)) for g in range(f + 1, len(names))
+        (pooled[f, :, 1:] * pooled[g, :, 1:]).sum(1)
+        for f in range(len(names))
+        for g in range(f + 1, len(names))
     )
     return logits + 0.5 / np.sqrt(len(names) * (len(names) - 1) / 2 * 4) * pairs
 

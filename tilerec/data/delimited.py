@@ -336,8 +336,11 @@ class DelimitedFile:
             if column.kind is ColumnKind.TEXT:
                 texts[column.name] = pa.array(values, pa.binary())
                 continue
-            dtype = np.int64 if column.kind is ColumnKind.INTEGER else np.float64
-            numbers[column.name] = np.array([0 if value is None else value for value in values], dtype)
+            filled = [0 if value is None else value for value in values]
+            if column.kind is ColumnKind.INTEGER:
+                numbers[column.name] = np.array(filled, np.int64)
+            else:
+                numbers[column.name] = np.array(filled, np.float64)
             if column.optional:
                 missing[column.name] = np.array([value is None for value in values], np.bool_)
         return Block(np.array(numbers_of_lines, np.int64), numbers, missing, texts)

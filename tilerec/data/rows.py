@@ -24,8 +24,6 @@ import pyarrow as pa
 
 from tilerec.errors import ConfigError
 
-Values = npt.NDArray[np.int64] | pa.BinaryArray
-
 _FNV_BASIS = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
 
@@ -41,7 +39,7 @@ def mix(values_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x
 
 
-def hash_values(values_N: Values) -> npt.NDArray[np.uint64]:
+def hash_values(values_N: npt.NDArray[np.int64] | pa.BinaryArray) -> npt.NDArray[np.uint64]:
     """64-bit hashes of integers or of the bytes of an Arrow binary array (see the top of this file)."""
     if isinstance(values_N, np.ndarray):
         return mix(values_N.astype(np.int64, copy=False).view(np.uint64))
@@ -62,7 +60,9 @@ def hash_values(values_N: Values) -> npt.NDArray[np.uint64]:
     return mix(hashes_N)
 
 
-def hash_rows(values_N: Values, num_rows: int, *, first_row: int = 0) -> npt.NDArray[np.int64]:
+def hash_rows(
+    values_N: npt.NDArray[np.int64] | pa.BinaryArray, num_rows: int, *, first_row: int = 0
+) -> npt.NDArray[np.int64]:
     """Rows in [first_row, num_rows) for values, by hash.
 
     Args:

@@ -122,5 +122,7 @@ def _for_each(name: str, values: tuple[_V, ...], count: int) -> tuple[_V, ...]:
     if len(values) == 1:
         return values * count
     if len(values) != count:
-        raise ConfigError(f"data.{name} has {len(values)} numbers for {count} tables; give one, or one per table.")
+        raise ConfigError(
+            f"data.{name} has {len(values)} numbers for {count} tables; give one, or one per table."
+        )
     return values

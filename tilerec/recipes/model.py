@@ -40,7 +40,9 @@ class DLRMConfig(ModelConfig):
 
     def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
         if not dataset.dense_features:
-            raise ConfigError("A DLRM reads at least one dense feature, and the dataset has none; use another model.")
+            raise ConfigError(
+                "A DLRM reads at least one dense feature, and the dataset has none; use another model."
+            )
         tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
         return DLRM(
             EmbeddingBagCollection(tables, device=device),
@@ -85,7 +87,10 @@ class DotModel(nn.Module):
     """
 
     def __init__(
-        self, embedding_bag_collection: EmbeddingBagCollection, layers: tuple[int, ...], device: torch.device | None
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        layers: tuple[int, ...],
+        device: torch.device | None,
     ) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection

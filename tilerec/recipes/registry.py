@@ -31,7 +31,11 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
     module_name, colon, function_name = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(RECIPES)}, or module:function of yours."
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are {', '.join(RECIPES)}, or module:function of yours."
+        )
         raise ConfigError(f"There is no recipe {name!r}; {hint}")
     try:
         module = importlib.import_module(module_name)

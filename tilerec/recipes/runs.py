@@ -16,21 +16,25 @@ def synthetic() -> RunConfig:
     return RunConfig(
         name="synthetic",
         data=SyntheticData(
-            num_rows=(20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100),
+            num_rows=(10_000, 4_000, 1_000, 500, 200, 100),
             exponents=(1.2,),
-            min_lengths=(0, 1, 1, 1, 1, 1, 1, 1),
-            max_lengths=(3, 3, 1, 1, 1, 1, 1, 1),
-            train_rows=1_500_000,
+            min_lengths=(0, 1, 1, 1, 1, 1),
+            max_lengths=(3, 2, 1, 1, 1, 1),
+            main_scale=1.2,
+            pair_scale=0.3,
+            train_rows=2_500_000,
         ),
-        model=DLRMConfig(embedding_dim=16, dense_arch=(32,), over_arch=(64, 32), mean_pooling=True),
+        model=DLRMConfig(
+            embedding_dim=16, dense_arch=(32,), over_arch=(64, 32), mean_pooling=True, init_bound=0.1
+        ),
         train=TrainConfig(
             batch_size=2048,
-            embedding_optimizer=RowWiseAdagrad(lr=0.1),
+            embedding_optimizer=Adam(lr=0.01),
             dense_optimizer=Adam(lr=3e-3),
             warmup_steps=20,
-            decay_steps=700,
+            decay_steps=1_200,
             decay_to=0.05,
-            log_every=50,
+            log_every=100,
         ),
     )
 
@@ -43,8 +47,8 @@ def movielens(data: str) -> RunConfig:
         model=DotConfig(embedding_dim=16, layers=(32,)),
         train=TrainConfig(
             batch_size=512,
-            epochs=5,
-            embedding_optimizer=Adagrad(lr=0.05),
+            epochs=2,
+            embedding_optimizer=Adagrad(lr=0.1),
             dense_optimizer=Adagrad(lr=0.02),
             log_every=50,
         ),

@@ -78,7 +78,9 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least 0.")
         if not 0 <= self.decay_to <= 1:
-            raise ConfigError(f"train.decay_to is {self.decay_to}; it is a share of the learning rate, 0 to 1.")
+            raise ConfigError(
+                f"train.decay_to is {self.decay_to}; it is a share of the learning rate, 0 to 1."
+            )
         try:
             torch.device(self.device)
         except RuntimeError as error:

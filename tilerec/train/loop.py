@@ -69,7 +69,9 @@ class RunResult:
         return self.samples / self.seconds if self.seconds else math.nan
 
 
-def train(config: RunConfig, *, console: Console | None = None, watchers: Sequence[Watcher] = ()) -> RunResult:
+def train(
+    config: RunConfig, *, console: Console | None = None, watchers: Sequence[Watcher] = ()
+) -> RunResult:
     """Run a recipe.
 
     Args:
@@ -141,7 +143,12 @@ class _Run:
     """A run in progress: model, optimizers, counters."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, heard_by: list[Watcher]
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        model: nn.Module,
+        device: torch.device,
+        heard_by: list[Watcher],
     ) -> None:
         self._options = config.train
         self._dataset = dataset
@@ -172,7 +179,11 @@ class _Run:
                 self.seconds += time.perf_counter() - since
                 self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
                 since = time.perf_counter()
-            if options.eval_every and self.steps % options.eval_every == 0 and self.steps != options.max_steps:
+            if (
+                options.eval_every
+                and self.steps % options.eval_every == 0
+                and self.steps != options.max_steps
+            ):
                 self._wait()
                 self.seconds += time.perf_counter() - since
                 scores = evaluate(self._model, self._dataset.held_out(options.eval_batch_size), self._device)
@@ -233,7 +244,9 @@ def _device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"train.device is {name!r}, which this machine or torch has not; use 'cpu'.") from error
+        raise ConfigError(
+            f"train.device is {name!r}, which this machine or torch has not; use 'cpu'."
+        ) from error
     return device
 
 
@@ -257,7 +270,9 @@ def _logs(config: RunConfig) -> list[Watcher]:
         _write_json(folder / "config.json", {"name": config.name, **settings(config)})
         return [JsonLines(folder), TensorBoard(folder)]
     except OSError as error:
-        raise ConfigError(f"log_dir {config.log_dir!r} cannot be written ({error.strerror}); name another.") from error
+        raise ConfigError(
+            f"log_dir {config.log_dir!r} cannot be written ({error.strerror}); name another."
+        ) from error
 
 
 def _write_json(path: Path, values: dict[str, object]) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 
-def click_loss(logits: Tensor, labels_B: Tensor, *, global_batch: int | None = None, world_size: int = 1) -> Tensor:
+def click_loss(
+    logits: Tensor, labels_B: Tensor, *, global_batch: int | None = None, world_size: int = 1
+) -> Tensor:
     """Binary cross entropy, scaled so that the update is that of the mean over the global batch.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -15,7 +16,7 @@ from tilerec.optim.fused import FusedOptimizer
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, OptimizerSpec
 from tilerec.train.config import TrainConfig
 
-_TORCH: dict[type[OptimizerSpec], type[torch.optim.Optimizer]] = {
+_TORCH: dict[type[OptimizerSpec], Callable[..., torch.optim.Optimizer]] = {
     SGD: torch.optim.SGD,
     Adagrad: torch.optim.Adagrad,
     Adam: torch.optim.Adam,
@@ -75,7 +76,7 @@ def torch_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torc
         )
     given = {item.name: getattr(spec, item.name) for item in fields(spec) if item.init}
     defaults = {item.name: item.default for item in fields(spec) if item.init}
-    known = cls(nn.ParameterList([nn.Parameter(torch.zeros(1))]).parameters()).defaults
+    known = cls([nn.Parameter(torch.zeros(1))]).defaults
     for name, value in given.items():
         if name not in known and value != defaults[name]:
             raise ConfigError(

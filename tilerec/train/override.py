@@ -1,8 +1,8 @@
 """Changing a field of a nested frozen config by its dotted name, with the text checked against the field's type.
 
-    override(run, "train.batch_size=4096")
-    override(run, "train.embedding_optimizer=RowWiseAdagrad")      a class of optimizer, keeping its learning rate
-    override(run, "train.embedding_optimizer.lr=0.02")
+override(run, "train.batch_size=4096")
+override(run, "train.embedding_optimizer=RowWiseAdagrad")      a class of optimizer, keeping its learning rate
+override(run, "train.embedding_optimizer.lr=0.02")
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def override(config: _C, assignment: str) -> _C:
     """
     name, equals, text = assignment.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"--set {assignment!r} is not an assignment; write name=value, as in train.batch_size=4096.")
+        raise ConfigError(
+            f"--set {assignment!r} is not an assignment; write name=value, as in train.batch_size=4096."
+        )
     return _replaced(config, name.strip().split("."), text.strip(), "")
 
 
@@ -63,7 +65,9 @@ def _replaced(config: Any, path: list[str], text: str, where: str) -> Any:
     name, rest = path[0], path[1:]
     known = [item.name for item in fields(config) if item.init]
     if name not in known:
-        raise ConfigError(f"There is no setting {where + name!r}; {_nearest(config, name, rest, known, where)}")
+        raise ConfigError(
+            f"There is no setting {where + name!r}; {_nearest(config, name, rest, known, where)}"
+        )
     value = getattr(config, name)
     full = where + name
     if rest:

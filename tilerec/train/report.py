@@ -14,13 +14,19 @@ from tilerec.train.loop import RunResult
 def report(result: RunResult) -> RenderableType:
     """Held-out scores beside the best reachable ones, speed, and what was left out of the source."""
     best = result.best
-    table = Table(title=f"{result.name}: {result.held_out.samples:,} held-out samples", title_justify="left")
+    title = Text(f"{result.name}: {result.held_out.samples:,} held-out samples", style="bold")
+    table = Table()
     table.add_column("")
     table.add_column("model", justify="right")
     if best is not None:
         table.add_column("best reachable", justify="right")
         table.add_column("difference", justify="right")
-    for label, name in (("AUC", "auc"), ("log loss", "log_loss"), ("NE", "ne"), ("calibration", "calibration")):
+    for label, name in (
+        ("AUC", "auc"),
+        ("log loss", "log_loss"),
+        ("NE", "ne"),
+        ("calibration", "calibration"),
+    ):
         value = getattr(result.held_out, name)
         cells = [label, _number(value)]
         if best is not None:
@@ -37,11 +43,13 @@ def report(result: RunResult) -> RenderableType:
             f"(expected over all labels they could give: AUC {result.best_expected_auc:.4f})."
         )
     if result.rows.skipped:
-        lines.append(f"{result.rows.skipped:,} bad rows left out beside {result.rows.rows:,} good ones; the first:")
+        lines.append(
+            f"{result.rows.skipped:,} bad rows left out beside {result.rows.rows:,} good ones; the first:"
+        )
         lines += [f"  {example}" for example in result.rows.examples]
     if result.log_dir:
         lines.append(f"logs: {result.log_dir}")
-    return Group(table, *(Text(line) for line in lines))
+    return Group(title, table, *(Text(line) for line in lines))
 
 
 def _number(value: float, *, sign: bool = False) -> str:

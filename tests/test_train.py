@@ -1,0 +1,460 @@
+"""The train loop: schedule, loss scale, overrides, logs, and what a run reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from tilerec.data.batch import Batch
+from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.delimited import RowCount
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.recipes.data import SyntheticData
+from tilerec.recipes.model import DLRMConfig
+from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.train.config import DataConfig, RunConfig, TrainConfig
+from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.train.loop import train
+from tilerec.train.loss import click_loss
+from tilerec.train.optimizers import Optimizers, torch_optimizer
+from tilerec.train.override import override, override_all, settings
+from tilerec.train.report import report
+from tilerec.train.watch import Event, Terminal, Watcher, finite
+
+CPU = torch.device("cpu")
+
+
+def _run(**train_options: object) -> RunConfig:
+    options: dict[str, object] = {"batch_size": 64, "eval_batch_size": 50, "log_every": 2}
+    return RunConfig(
+        name="small",
+        data=SyntheticData(num_rows=(40, 20), num_dense=3, train_rows=512, held_out_rows=120),
+        model=DLRMConfig(embedding_dim=4, dense_arch=(8,), over_arch=(8,)),
+        train=TrainConfig(**{**options, **train_options}),  # type: ignore[arg-type]
+    )
+
+
+class Ear(Watcher):
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = 0
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+# Loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_mean_over_the_batch() -> None:
+    logits, labels = torch.randn(7, 1), torch.rand(7).round()
+    p = logits.double().squeeze(1).sigmoid()
+    mean = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
+    assert click_loss(logits, labels).item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [(5, 2), (7, 0), (3, 4)])
+def test_averaged_rank_gradients_equal_those_of_the_global_mean(cuts: tuple[int, int]) -> None:
+    """As the design's gradient scale has it: sum over ranks, divided by the number of ranks."""
+    inputs, labels = torch.randn(7, 3), torch.rand(7).round()
+    weight = torch.randn(3, requires_grad=True)
+    click_loss(inputs @ weight, labels).backward()
+    whole = weight.grad
+    parts = []
+    for x, y in zip(inputs.split(list(cuts)), labels.split(list(cuts)), strict=True):
+        rank = weight.detach().clone().requires_grad_()
+        click_loss(x @ rank, y, global_batch=7, world_size=2).backward()
+        parts.append(rank.grad)
+    torch.testing.assert_close((parts[0] + parts[1]) / 2, whole)  # type: ignore[operator]
+
+
+def test_a_batch_without_samples_contributes_zero_not_nan() -> None:
+    logits = torch.zeros(0, 1, requires_grad=True)
+    loss = click_loss(logits, torch.zeros(0))
+    loss.backward()
+    assert loss.item() == 0.0
+
+
+# Schedule and optimizers --------------------------------------------------------------------------------------
+
+
+def test_learning_rates_warm_up_and_then_decay() -> None:
+    config = TrainConfig(warmup_steps=4, decay_steps=10, decay_to=0.2)
+    factors = [config.lr_factor(step) for step in (0, 1, 3, 4, 9, 14, 1000)]
+    assert factors == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+    assert [TrainConfig().lr_factor(step) for step in (0, 10**6)] == [1.0, 1.0]
+
+
+class TwoTables(nn.Module):
+    """A sum over two pooled tables and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(10, 2, name, feature_names=[name]) for name in ("feature_0", "feature_1")
+        ]
+        self.ebc = EmbeddingBagCollection(tables)
+        self.dense = nn.Linear(3, 1)
+
+    def forward(self, dense: torch.Tensor, sparse: object) -> torch.Tensor:
+        out: torch.Tensor = self.dense(dense).squeeze(1) + self.ebc(sparse).values().sum(1)
+        return out
+
+
+def test_tables_update_in_the_backward_pass_and_the_rest_in_step_at_the_scheduled_rate() -> None:
+    model = TwoTables()
+    config = TrainConfig(embedding_optimizer=SGD(lr=1.0), dense_optimizer=SGD(lr=2.0), warmup_steps=4)
+    optimizers = Optimizers(model, config)
+    batch = SyntheticData(num_rows=(10, 10), num_dense=3).open().batch(0, 16)
+    table = model.ebc.embedding_bags["feature_0"].weight
+    for step, factor in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
+        rows, dense = table.detach().clone(), model.dense.weight.detach().clone()
+        optimizers.prepare(step)
+        logits = model(batch.dense_features, batch.sparse_features)
+        error = logits.detach().sigmoid() - batch.labels
+        click_loss(logits, batch.labels).backward()
+        assert table.grad is None
+        ids = batch.sparse_features["feature_0"].values()
+        gradient = torch.zeros(10).index_add_(0, ids, error / 16)
+        torch.testing.assert_close(table.detach(), rows - factor * gradient[:, None])
+        assert torch.equal(model.dense.weight, dense)
+        optimizers.step()
+        expected = dense - 2 * factor * (error[None, :] @ batch.dense_features) / 16
+        torch.testing.assert_close(model.dense.weight.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (SGD(lr=0.5, momentum=0.9, nesterov=True), torch.optim.SGD),
+        (Adagrad(lr=0.5, eps=1e-3, initial_accumulator_value=0.1), torch.optim.Adagrad),
+        (Adam(lr=0.5, betas=(0.8, 0.9)), torch.optim.Adam),
+        (AdamW(lr=0.5, weight_decay=0.3), torch.optim.AdamW),
+    ],
+)
+def test_dense_optimizer_takes_every_number_of_its_spec(spec: object, kind: type) -> None:
+    optimizer = torch_optimizer(spec, [nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
+    assert type(optimizer) is kind
+    group = optimizer.param_groups[0]
+    for name in ("lr", "momentum", "nesterov", "eps", "betas", "weight_decay", "initial_accumulator_value"):
+        if hasattr(spec, name):
+            assert group[name] == getattr(spec, name)
+
+
+@pytest.mark.parametrize(
+    "spec", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, grad_scale=2.0)]
+)
+def test_a_rule_that_torch_has_not_is_refused_for_dense_parameters(spec: object) -> None:
+    with pytest.raises(ConfigError, match="dense optimizer"):
+        torch_optimizer(spec, [nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
+
+
+# Evaluation ---------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_scores_all_batches_together_and_restores_the_mode() -> None:
+    data = _run().data.open()
+    model = _run().model.build(data, CPU).train()
+    predictions, labels = predict(model, data.held_out(50), CPU)
+    whole, labels_again = predict(model, data.held_out(120), CPU)
+    assert labels.shape == (120,)
+    assert torch.equal(labels, labels_again)
+    torch.testing.assert_close(predictions, whole, rtol=1e-5, atol=1e-7)
+    assert evaluate(model, data.held_out(50), CPU) == Scores.of(predictions, labels)
+    assert model.training
+    assert not predictions.requires_grad
+
+
+# The run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_reports_what_it_did() -> None:
+    ear = Ear()
+    run = dataclasses.replace(
+        _run(epochs=3, embedding_optimizer=Adagrad(lr=0.1), dense_optimizer=Adam(lr=0.01)),
+        data=SyntheticData(
+            num_rows=(20, 10), num_dense=3, train_rows=8192, held_out_rows=2048, pair_scale=0.0
+        ),
+        model=DLRMConfig(
+            embedding_dim=8, dense_arch=(32,), over_arch=(32,)
+        ),  # wide enough not to die at the start
+    )
+    run = override(run, "train.batch_size=128")
+    result = train(run, watchers=[ear])
+    assert (result.steps, result.samples) == (192, 3 * 8192)
+    assert result.samples_per_second == pytest.approx(result.samples / result.seconds)
+    assert result.held_out.samples == 2048
+    assert result.best is not None
+    assert result.best.auc - 0.03 < result.held_out.auc < result.best.auc + 0.01
+    assert result.best_expected_auc == pytest.approx(result.best.auc, abs=0.04)
+    trains = [event for event in ear.events if event.kind == "train"]
+    assert [event.step for event in trains] == list(range(2, 193, 2))
+    assert trains[-1].samples == result.samples
+    assert trains[0].values["loss"] > trains[-1].values["loss"]
+    assert [event.step for event in ear.events if event.kind == "eval"] == [192]
+    assert ear.closed == 1
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    one, same, other = (train(_run(seed=seed)).held_out for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_logged_losses_cover_every_step_once() -> None:
+    """Means over log intervals, weighted by their steps, are the mean over all steps, however long the intervals."""
+    means = []
+    for log_every in (1, 3, 100):
+        ear = Ear()
+        train(_run(log_every=log_every), watchers=[ear])
+        last, total = 0, 0.0
+        for event in ear.events:
+            if event.kind == "train":
+                total += event.values["loss"] * (event.step - last)
+                last = event.step
+        assert last == 8
+        means.append(total / last)
+    assert means == pytest.approx([means[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(("max_steps", "evaluations"), [(0, [3, 6, 8]), (5, [3, 5]), (6, [3, 6])])
+def test_steps_and_evaluations_end_where_they_are_told(max_steps: int, evaluations: list[int]) -> None:
+    ear = Ear()
+    result = train(_run(max_steps=max_steps, eval_every=3), watchers=[ear])
+    assert result.steps == (max_steps or 8)
+    assert [event.step for event in ear.events if event.kind == "eval"] == evaluations
+
+
+def test_evaluating_in_between_does_not_change_the_training() -> None:
+    assert train(_run(eval_every=2)).held_out == train(_run()).held_out
+
+
+def test_logs_are_complete_and_say_the_same(tmp_path: Path) -> None:
+    ear = Ear()
+    folder = tmp_path / "runs" / "one"
+    run = dataclasses.replace(_run(eval_every=4), log_dir=str(folder))
+    result = train(run, watchers=[ear])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        (event.kind, event.step) for event in ear.events
+    ]
+    assert lines[-1]["auc"] == result.held_out.auc
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["held_out"]["auc"] == result.held_out.auc
+    assert summary["best"]["log_loss"] == result.best.log_loss  # type: ignore[union-attr]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["train.batch_size"] == 64
+    assert config["train.embedding_optimizer"] == "Adagrad"
+    scalars = _scalars(folder)
+    assert scalars["eval/auc"][-1] == pytest.approx(result.held_out.auc)
+    assert len(scalars["train/loss"]) == 4
+    with pytest.raises(ConfigError, match="holds the logs of another run"):
+        train(run)
+    assert not list(folder.glob("*.part"))
+
+
+def _scalars(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [item.value for item in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_advice_and_closes_the_logs() -> None:
+    ear = Ear()
+    run = _run(dense_optimizer=SGD(lr=1e30), epochs=4)
+    with pytest.raises(TilerecError, match=r"lower train\.embedding_optimizer\.lr|not finite"):
+        train(run, watchers=[ear])
+    assert ear.closed == 1
+
+
+class NoSamples(Dataset):
+    """Nothing to learn from."""
+
+    @property
+    def sparse_features(self) -> tuple[SparseFeature, ...]:
+        return (SparseFeature("a", 3),)
+
+    @property
+    def dense_features(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+        return iter(())
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        return iter(())
+
+    def best_predictions(self) -> torch.Tensor | None:
+        return None
+
+    def row_count(self) -> RowCount:
+        return RowCount()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoData(DataConfig):
+    def open(self) -> Dataset:
+        return NoSamples()
+
+
+def test_a_training_part_without_samples_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no samples"):
+        train(dataclasses.replace(_run(), data=NoData()))
+
+
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    run = dataclasses.replace(_run(device="cuda:63"), log_dir=str(tmp_path / "log"))
+    with pytest.raises(ConfigError, match="'cuda:63'"):
+        train(run)
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"train\.batch_size is 0"),
+        ({"warmup_steps": -1}, r"train\.warmup_steps is -1"),
+        ({"decay_to": 1.5}, r"train\.decay_to is 1\.5"),
+        ({"device": "gpu"}, r"train\.device is 'gpu'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**options)  # type: ignore[arg-type]
+
+
+# Overrides ----------------------------------------------------------------------------------------------------
+
+
+def test_an_override_changes_one_field_of_a_copy() -> None:
+    run = _run()
+    changed = override(run, "train.batch_size=4096")
+    assert changed.train.batch_size == 4096
+    assert run.train.batch_size == 64
+    assert dataclasses.replace(changed, train=run.train) == run
+
+
+@pytest.mark.parametrize(
+    ("assignment", "name", "value"),
+    [
+        ("train.decay_to=0.5", "train.decay_to", 0.5),
+        ("train.decay_to=1", "train.decay_to", 1.0),
+        ("train.device = cpu ", "train.device", "cpu"),
+        ("model.mean_pooling=true", "model.mean_pooling", True),
+        ("model.over_arch=64,32", "model.over_arch", (64, 32)),
+        ("model.over_arch=(7,)", "model.over_arch", (7,)),
+        ("data.exponents=1.5, 0", "data.exponents", (1.5, 0.0)),
+        ("train.embedding_optimizer=SGD", "train.embedding_optimizer", "SGD"),
+        ("train.embedding_optimizer.eps=1e-3", "train.embedding_optimizer.eps", 1e-3),
+        ("train.embedding_optimizer.non_finite=skip", "train.embedding_optimizer.non_finite", "skip"),
+        ("train.dense_optimizer.betas=0.5,0.6", "train.dense_optimizer.betas", (0.5, 0.6)),
+        ("log_dir=a=b", "log_dir", "a=b"),
+    ],
+)
+def test_values_are_read_by_the_type_of_their_field(assignment: str, name: str, value: object) -> None:
+    found = settings(override(_run(), assignment))[name]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_an_optimizer_keeps_its_learning_rate_when_its_class_changes() -> None:
+    run = override_all(
+        _run(), ["train.embedding_optimizer.lr=0.25", "train.embedding_optimizer=RowWiseAdagrad"]
+    )
+    assert run.train.embedding_optimizer == RowWiseAdagrad(lr=0.25)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.batchsize=3", r"no setting 'train\.batchsize'; did you mean 'train\.batch_size'\?"),
+        ("batch_size=3", r"no setting 'batch_size'; did you mean 'train\.batch_size'\?"),
+        ("tran.batch_size=3", r"no setting 'tran'; did you mean 'train'\?"),
+        ("zzz=3", r"no setting 'zzz'; there are name, data, model, train, log_dir"),
+        ("train.batch_size=many", r"train\.batch_size is 'many'; wanted a whole number"),
+        ("train.batch_size=1.5", r"train\.batch_size is '1\.5'; wanted a whole number"),
+        ("train.batch_size=0", r"train\.batch_size is 0; it must be at least 1"),
+        ("model.mean_pooling=yes", r"wanted true or false"),
+        ("model.over_arch=a,b", r"wanted a list of whole numbers, such as 64,32"),
+        ("train.dense_optimizer.betas=0.5", r"wanted a list of a number, a number"),
+        ("train.embedding_optimizer=Ada", r"train\.embedding_optimizer is 'Ada'"),
+        ("train.embedding_optimizer.non_finite=maybe", r"wanted one of error, skip"),
+        ("train.embedding_optimizer.lr=-1", r"lr is -1"),
+        ("train=3", r"'train' is a group of settings; set one of train\.batch_size"),
+        ("train.seed.more=3", r"'train\.seed' is a value and has no setting 'more'"),
+        ("train.batch_size", r"is not an assignment"),
+        ("=3", r"is not an assignment"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_nearest_named(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(_run(), assignment)
+
+
+# Showing ------------------------------------------------------------------------------------------------------
+
+
+def _printed(thing: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(thing)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_report_stands_the_best_reachable_beside_the_model() -> None:
+    result = train(_run())
+    text = _printed(report(result))
+    assert result.best is not None
+    for value in (result.held_out.auc, result.best.auc, result.held_out.log_loss, result.held_out.ne):
+        assert f"{value:.4f}" in text
+    assert "best reachable" in text
+    assert "512 samples in 8 steps" in text
+    without = dataclasses.replace(
+        result, best=None, best_expected_auc=None, rows=RowCount(9, 2, ["f:3: bad"])
+    )
+    text = _printed(report(without))
+    assert "best reachable" not in text
+    assert "2 bad rows left out beside 9 good ones" in text
+    assert "f:3: bad" in text
+
+
+def test_scores_that_are_not_defined_are_said_to_be_so() -> None:
+    result = train(_run())
+    nothing = Scores(0, math.nan, math.nan, math.nan, math.nan)
+    assert "undefined" in _printed(report(dataclasses.replace(result, held_out=nothing)))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_loss_auc_and_speed_on_a_terminal_and_elsewhere(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=160, force_terminal=terminal)
+    train(_run(log_every=1, eval_every=4), console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("AUC", "loss", "samples/s", "log loss"):
+        assert word in text
+
+
+def test_a_terminal_can_be_closed_without_an_event() -> None:
+    Terminal(Console(file=io.StringIO(), force_terminal=True), None).close()
+
+
+def test_json_has_null_where_a_number_is_not_finite() -> None:
+    assert finite({"a": math.nan, "b": {"c": math.inf, "d": 1.5}}) == {"a": None, "b": {"c": None, "d": 1.5}}
+    assert np.isnan(Scores.of(torch.zeros(0), torch.zeros(0)).auc)
