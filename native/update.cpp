@@ -617,6 +617,7 @@ TR_API void tr_rule_partials(const tr_rows* part, const int64_t* rows, const flo
   if (!rows_are_good(*part, rows, count, &ascend, report)) return;
   Target to = target_of(*part, 0);
   to.full_dim = dim;
+  to.block_offset = to.column_offset;
   over_rows(count, to.dim, threads, report, [&](size_t begin, size_t end, float* scratch) {
     TILEREC_CALL(partials_of)(to, rows, grads, scalars, count, phase, exact != 0, begin, end, scratch, out);
   });
@@ -628,6 +629,7 @@ TR_API void tr_rule_apply(const tr_rows* part, const int64_t* rows, const float*
   if (!rows_are_good(*part, rows, count, &ascend, report)) return;
   Target to = target_of(*part, 0);
   to.full_dim = dim;
+  to.block_offset = to.column_offset;
   over_rows(count, to.dim, ascend ? threads : 1, report, [&](size_t begin, size_t end, float* scratch) {
     TILEREC_CALL(apply_rows)(to, rows, grads, scalars, count, begin, end, scratch);
   });

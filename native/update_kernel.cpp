@@ -216,7 +216,7 @@ struct Updater {
   Updater(const Target& to, float* at)
       : rule(to.hyper, to.step), to(to), scratch(at, to.dim), weights(static_cast<W*>(to.weights)),
         grad_scale(to.hypers > 1 ? (float)to.hyper[1] : 1.0f), scaled(grad_scale != 1.0f),
-        stochastic(!IsFloat<W>::value && to.hypers > 3 && to.hyper[3] != 0), shift_((int)(to.column_offset & 7)) {
+        stochastic(!IsFloat<W>::value && to.hypers > 3 && to.hyper[3] != 0), shift_((int)(to.block_offset & 7)) {
     for (int k = 0; k < kMaxSlots; k++) {
       wide[k] = to.slots[k];
       narrow[k] = k + Rule::kWide < kMaxSlots ? to.slots[k + Rule::kWide] : nullptr;
@@ -415,7 +415,7 @@ struct Loops {
     result->skipped++;
   }
   static void unit(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
-    if (IsFloat<W>::value && !(to.column_offset & 7)) {
+    if (IsFloat<W>::value && !(to.block_offset & 7)) {
       if (to.dim == 16) return unit_of<16>(to, from, begin, end, at, result);
       if (to.dim == 32) return unit_of<32>(to, from, begin, end, at, result);
       if (to.dim == 64) return unit_of<64>(to, from, begin, end, at, result);

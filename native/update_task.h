@@ -29,6 +29,7 @@ struct Target {
   const double* hyper;
   int64_t dim, full_dim;  // columns at hand, and of the whole row
   int64_t step, row_offset, column_offset;
+  int64_t block_offset;  // where the first column lies in the row, for the row sums' blocks
   uint32_t seeds[2];
   int32_t type, rule, hypers;
 };
