@@ -15,6 +15,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.table import Tables
+from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import DataType, EmbeddingBagConfig
@@ -53,8 +54,8 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, device, "embedding_bags", output_dtype, on_bad_id)
         self._is_weighted = is_weighted
-        self._names = [slot.name for slot in self._slots]
         self._dims = [slot.dim for slot in self._slots]
+        self._columns = Columns([slot.name for slot in self._slots], self._dims)
         self._together = (0,) * len(self._slots)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -85,16 +86,15 @@ class EmbeddingBagCollection(TableCollection):
                 lookup.keys, lookup.means, batches, dtype, lookup.names,
             )  # fmt: skip
             if len(lookups) == 1 and not variable:
-                return KeyedTensor(self._names, self._dims, out)
+                return KeyedTensor.from_columns(self._columns, out)
             dims = [self._dims[s] for s in lookup.slots]
             parts = (
                 self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
             )
             for s, part in zip(lookup.slots, parts, strict=True):
                 blocks[s] = part
-        return KeyedTensor(
-            self._names, self._dims, torch.cat([block for block in blocks if block is not None], dim=1)
-        )
+        pooled = torch.cat([block for block in blocks if block is not None], dim=1)
+        return KeyedTensor.from_columns(self._columns, pooled)
 
     def _expanded(
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]
