@@ -38,7 +38,8 @@ RULES: dict[str, tuple[str, list[float], str]] = {
     "partial-adam": ("partial_rowwise_adam", [1e-8, 0.9, 0.999, 0.0], "er"),
     "partial-adam-row-step": ("partial_rowwise_adam", [1e-8, 0.9, 0.999, 1.0], "err"),
     "lamb": ("lamb", [1e-8, 0.9, 0.999, 0.0], "ee"),
-    "lamb-row-step": ("lamb", [0.0, 0.9, 0.999, 1.0], "eer"),  # eps 0: nothing may leak in from behind a row's end
+    # eps 0: columns behind a row's end would divide 0 by 0, and must not leak in.
+    "lamb-row-step": ("lamb", [0.0, 0.9, 0.999, 1.0], "eer"),
     "partial-lamb": ("partial_rowwise_lamb", [1e-8, 0.9, 0.999, 0.0], "er"),
     "lars": ("lars_sgd", [0.9, 0.02], "e"),
 }
@@ -77,7 +78,9 @@ def case(
 ) -> Case:  # fmt: skip
     """One pooled feature per table."""
     features = len(dims)
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), torch.randint(0, longest + 1, (batch * features,)).cumsum(0)))
+    offsets = torch.cat(
+        (torch.zeros(1, dtype=torch.int64), torch.randint(0, longest + 1, (batch * features,)).cumsum(0))
+    )
     ids = (torch.rand(int(offsets[-1])) ** skew * rows).to(index).clamp(max=rows - 1)
     grad = torch.randn(batch, sum(dims)).to(grad_dtype)
     return Case(
@@ -86,7 +89,8 @@ def case(
         (
             grad, ids, offsets, None, list(range(features)), [f * batch for f in range(features)], [batch] * features,
             [sum(dims[:f]) for f in range(features)], [sum(dims)] * features, [0] * features, RULES[name][0],
-            hyper_of(name, rounding), [3 + f for f in range(features)], [7, 9] * features, [5] * features, [0] * features,
+            hyper_of(name, rounding), [3 + f for f in range(features)], [7, 9] * features, [5] * features,
+            [0] * features,
         ),
     )  # fmt: skip
 
@@ -94,13 +98,17 @@ def case(
 def assert_same_bits(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
-        assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} differ, the first by {(a - b)[~same][0]}"
+        assert bool(same.all()), (
+            f"{int((~same).sum())} of {same.numel()} differ, the first by {(a - b)[~same][0]}"
+        )
 
 
 @pytest.fixture
 def exact_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's fp32 square root is one unit off for some numbers, and `number / tensor` multiplies by a reciprocal; the rules'
-    formulas, and the library, round once. With these two in place the reference has the library's bits."""
+    """The reference with roots and quotients rounded once, as the formulas and the library do it.
+
+    torch's fp32 square root is one unit off for some numbers, and its `number / tensor` multiplies by a reciprocal.
+    """
     monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.asarray(np.sqrt(x.numpy()))))
     monkeypatch.setattr(torch.Tensor, "__rtruediv__", lambda self, other: torch.full_like(self, other) / self)
 
@@ -116,7 +124,9 @@ def threads() -> Iterator[Any]:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", [0.0, 1.0])
-def test_every_rule_has_the_bits_of_the_reference(name: str, grad_dtype: torch.dtype, rounding: float) -> None:
+def test_every_rule_has_the_bits_of_the_reference(
+    name: str, grad_dtype: torch.dtype, rounding: float
+) -> None:
     """Tables of mixed dims and dtypes in one call; stochastic rounding included."""
     dims = [1, 3, 16, 19, 64, 257, 32, 8]
     dtypes = list(itertools.islice(itertools.cycle([torch.float32, *HALF]), len(dims)))
@@ -130,7 +140,9 @@ def test_every_rule_has_the_bits_of_the_reference(name: str, grad_dtype: torch.d
 
 @pytest.mark.parametrize("name", ["rowwise-l2-maxnorm", "adamw-row-step", "partial-lamb", "lars"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_every_instruction_set_and_thread_count_gives_the_same_bits(name: str, dtype: torch.dtype, threads: Any) -> None:
+def test_every_instruction_set_and_thread_count_gives_the_same_bits(
+    name: str, dtype: torch.dtype, threads: Any
+) -> None:
     native = library()
     assert native is not None
     first = case(name, [1, 19, 64, 130], [dtype] * 4, torch.float32, 1.0, rows=300, batch=1500)
@@ -151,10 +163,17 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bits(name: str, d
 @pytest.mark.parametrize("name", [name for name in RULES if name != "store"])
 @pytest.mark.parametrize("cuts", [[0, 5, 19], [0, 7, 19], [0, 5, 7, 19], [0, 8, 16, 19]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_column_parts_in_exact_mode_have_the_bits_of_the_whole_row(name: str, cuts: list[int], dtype: torch.dtype) -> None:
+def test_column_parts_equal_the_whole_row_in_bits_where_cuts_lie_on_blocks(
+    name: str, cuts: list[int], dtype: torch.dtype
+) -> None:
     whole = case(name, [19], [dtype], torch.float32, 1.0)
     parts = [
-        (whole.weights[0][:, a:b].clone(), [s[:, a:b].clone() if s.dim() == 2 else s.clone() for s in whole.slots], a, b)
+        (
+            whole.weights[0][:, a:b].clone(),
+            [s[:, a:b].clone() if s.dim() == 2 else s.clone() for s in whole.slots],
+            a,
+            b,
+        )
         for a, b in itertools.pairwise(cuts)
     ]
     grad, ids, offsets, _, _, *layout = whole.rest[:10]
@@ -169,12 +188,22 @@ def test_column_parts_in_exact_mode_have_the_bits_of_the_whole_row(name: str, cu
         total = None
         for weight, slots, a, b in parts:
             part = ops.rule_partials(
-                weight, slots, rows_U, grads_UD[:, a:b].contiguous(), scalars_PU, phase, 19, True, a, rule, hyper, step
+                weight,
+                slots,
+                rows_U,
+                grads_UD[:, a:b].contiguous(),
+                scalars_PU,
+                phase,
+                19,
+                True,
+                a,
+                rule,
+                hyper,
+                step,
             )
             if total is None:
                 total = torch.zeros(*part.shape[:2], 3)
-            # A block cut in two: its two partial sums are added; they equal the block's own only if each column is alone in
-            # its half, so the check below allows for that.
+            # A block cut in two: its parts' sums are added, which may round otherwise than the block in one go.
             total[:, :, a // 8 : a // 8 + part.shape[2]] += part
         assert total is not None
         sums = total[..., 0]
@@ -183,19 +212,33 @@ def test_column_parts_in_exact_mode_have_the_bits_of_the_whole_row(name: str, cu
         scalars_PU = torch.cat((scalars_PU, sums.T))
     for weight, slots, a, b in parts:
         ops.rule_apply_(
-            weight, slots, rows_U, grads_UD[:, a:b].contiguous(), scalars_PU, 19, rule, hyper, step, seed, 5, a
+            weight,
+            slots,
+            rows_U,
+            grads_UD[:, a:b].contiguous(),
+            scalars_PU,
+            19,
+            rule,
+            hyper,
+            step,
+            seed,
+            5,
+            a,
         )
     ops.update_rows_(*whole[:2], *whole.rest)
     joined = [torch.cat([part[0] for part in parts], 1)]
     joined += [
-        torch.cat([part[1][k] for part in parts], 1) if kind == "e" else parts[0][1][k] for k, kind in enumerate(kinds)
+        torch.cat([part[1][k] for part in parts], 1) if kind == "e" else parts[0][1][k]
+        for k, kind in enumerate(kinds)
     ]
     aligned = all(cut % 8 == 0 for cut in cuts[:-1])
     for got, want in zip(joined, whole.state(), strict=True):
         if aligned or phases == 0:
             assert_same_bits([got], [want])
         else:
-            torch.testing.assert_close(got, want, rtol=2e-6 if got.dtype == torch.float32 else 2**-7, atol=1e-6)
+            torch.testing.assert_close(
+                got, want, rtol=2e-6 if got.dtype == torch.float32 else 2**-7, atol=1e-6
+            )
     for _, slots, _, _ in parts[1:]:
         assert_same_bits([s for s in slots if s.dim() == 1], [s for s in parts[0][1] if s.dim() == 1])
 
@@ -212,7 +255,7 @@ def test_column_parts_in_exact_mode_have_the_bits_of_the_whole_row(name: str, cu
 def test_row_sums_of_any_record_equal_the_reference(
     lengths: list[int], features: int, dim: int, weighted: bool, pooled: bool, int32: bool, dtype: torch.dtype
 ) -> None:
-    """Several features of one table, means, sample weights, empty bags, strided gradient rows, features without bags."""
+    """Several features of one table, means, sample weights, empty bags, strided gradients, features without bags."""
     batch = len(lengths)
     offsets = torch.tensor([0, *(lengths * max(features, 1))]).cumsum(0)
     count = int(offsets[-1])
@@ -251,7 +294,8 @@ def test_rows_of_every_width_come_out_sorted_and_complete(count: int, top: int, 
     grad = torch.ones(count, 1)
     rows_U, grads_UD = ops.sum_row_gradients(grad, ids, None, None, top, 1, [0], [count], [0], [1], [0])
     want, counts = ids.unique(return_counts=True)
-    assert torch.equal(rows_U, want) and torch.equal(grads_UD[:, 0], counts.float())
+    assert torch.equal(rows_U, want)
+    assert torch.equal(grads_UD[:, 0], counts.float())
 
 
 @pytest.mark.parametrize("tables", [1, 2])
@@ -270,7 +314,11 @@ def test_a_row_hit_100_000_times_is_summed_exactly_once_by_any_number_of_threads
     runs = []
     for n in (1, 2, 2):
         threads(n)
-        run = Case([torch.zeros(1000, dim) for _ in range(tables)], [torch.zeros(1000)] * (name == "rowwise") * tables, rest)
+        run = Case(
+            [torch.zeros(1000, dim) for _ in range(tables)],
+            [torch.zeros(1000)] * (name == "rowwise") * tables,
+            rest,
+        )
         run = run.copy()
         assert ops.update_rows_(*run[:2], *run.rest).tolist() == [0, -1, -1]
         runs.append(run.state())
@@ -294,7 +342,8 @@ def test_untouched_rows_and_tables_keep_every_bit() -> None:
     ops.update_rows_(*run[:2], *rest)
     touched = torch.zeros(200, dtype=torch.bool)
     touched[run.rest[1][: int(run.rest[2][11])]] = True
-    assert bool(touched.any()) and not bool(touched.all())
+    assert bool(touched.any())
+    assert not bool(touched.all())
     for k in (0, 2, 3):
         now, then = run.state()[k], before.state()[k]
         assert torch.equal(now[~touched], then[~touched])
@@ -304,17 +353,21 @@ def test_untouched_rows_and_tables_keep_every_bit() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dim", [1, 8, 19, 64])
-def test_rows_whose_gradient_is_not_finite_are_skipped_and_the_first_is_named(bad: float, dim: int, threads: Any) -> None:
+def test_rows_whose_gradient_is_not_finite_are_skipped_and_the_first_is_named(
+    bad: float, dim: int, threads: Any
+) -> None:
     count = 9000
     ids = torch.cat((torch.arange(count), torch.arange(count), torch.full((5000,), 77)))
     grad = torch.randn(ids.numel(), dim)
-    grad[[5, count + 70, count + 6, ids.numel() - 1], dim - 1] = bad  # row 5 of table 0, rows 6, 70 and 77 of table 1
-    grad[5] = 1.0
+    grad[[5, count + 70, count + 6, ids.numel() - 1], dim - 1] = bad
+    grad[5] = 1.0  # so: rows 6, 70 and 77 of table 1
     rest = (
-        grad, ids, None, None, [0, 1], [0, count], [count, count + 5000], [0, count * dim], [dim] * 2, [0, 0], "adagrad",
-        hyper_of("adagrad"), [1, 1], [0] * 4, [0] * 2, [0] * 2,
+        grad, ids, None, None, [0, 1], [0, count], [count, count + 5000], [0, count * dim], [dim] * 2, [0, 0],
+        "adagrad", hyper_of("adagrad"), [1, 1], [0] * 4, [0] * 2, [0] * 2,
     )  # fmt: skip
-    first = Case([torch.randn(count, dim) for _ in range(2)], [torch.rand(count, dim) for _ in range(2)], rest)
+    first = Case(
+        [torch.randn(count, dim) for _ in range(2)], [torch.rand(count, dim) for _ in range(2)], rest
+    )
     for n in (1, 2):
         threads(n)
         run = first.copy()
@@ -340,7 +393,20 @@ def test_a_bad_id_or_offset_is_an_error_and_changes_nothing() -> None:
         ops.update_rows_(*run[:2], *run.rest)
     weight = torch.zeros(4, 2)
     with pytest.raises(InputError, match="id 4 "):
-        ops.rule_apply_(weight, [], torch.tensor([4]), torch.ones(1, 2), torch.zeros(0, 1), 2, "sgd", hyper_of("sgd"), 1, [0, 0], 0, 0)
+        ops.rule_apply_(
+            weight,
+            [],
+            torch.tensor([4]),
+            torch.ones(1, 2),
+            torch.zeros(0, 1),
+            2,
+            "sgd",
+            hyper_of("sgd"),
+            1,
+            [0, 0],
+            0,
+            0,
+        )
 
 
 def test_rows_beyond_two_to_the_31_are_found(tmp_path: Path) -> None:
@@ -374,8 +440,11 @@ def test_nothing_to_do_changes_nothing(name: str) -> None:
     empty[4:10] = [[]] * 6
     assert ops.update_rows_(*run[:2], *empty).tolist() == [0, -1, -1]
     assert_same_bits(run.state(), before.state())
-    rows_U, grads_UD = ops.sum_row_gradients(torch.zeros(0), torch.zeros(0, dtype=torch.int32), None, None, 5, 3, *[[]] * 5)
-    assert rows_U.shape == (0,) and grads_UD.shape == (0, 3)
+    rows_U, grads_UD = ops.sum_row_gradients(
+        torch.zeros(0), torch.zeros(0, dtype=torch.int32), None, None, 5, 3, *[[]] * 5
+    )
+    assert rows_U.shape == (0,)
+    assert grads_UD.shape == (0, 3)
 
 
 def test_fp64_tables_are_served_by_the_reference() -> None:
@@ -384,4 +453,5 @@ def test_fp64_tables_are_served_by_the_reference() -> None:
         [weight], [], grad, torch.tensor([1]), None, None, [0], [0], [1], [0], [2], [0], "sgd",
         [1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1], [0, 0], [0], [0],
     )  # fmt: skip
-    assert weight[1].tolist() == [1.0 - 1e-12] * 2 and weight[0].tolist() == [1.0, 1.0]
+    assert weight[1].tolist() == [1.0 - 1e-12] * 2
+    assert weight[0].tolist() == [1.0, 1.0]

@@ -68,10 +68,13 @@ def _sums(rule: str, phase: int) -> int:
 class _Gradient(ctypes.Structure):
     """`tr_gradient`."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("grad", "ids", "offsets", "sample_weights")),
         *((name, ctypes.c_int64) for name in ("grad_count", "ids_count", "offsets_count", "features")),
-        *((name, ctypes.c_void_p) for name in ("tables", "starts", "bags", "grad_starts", "grad_strides", "means")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tables", "starts", "bags", "grad_starts", "grad_strides", "means")
+        ),
         ("grad_type", ctypes.c_int32),
         ("index_type", ctypes.c_int32),
     ]
@@ -80,7 +83,7 @@ class _Gradient(ctypes.Structure):
 class _Rows(ctypes.Structure):
     """`tr_rows`."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "slots", "rows", "dims", "types")),
         *((name, ctypes.c_void_p) for name in ("steps", "seeds", "row_offsets", "column_offsets", "hyper")),
         *((name, ctypes.c_int64) for name in ("tables", "slots_per_table", "hypers")),
@@ -112,20 +115,29 @@ def _describe(
 
 
 def _describe_rows(
-    weights: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: Sequence[float], *per_table: Sequence[int]
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    rule: str,
+    hyper: Sequence[float],
+    *per_table: Sequence[int],
 ) -> tuple[_Rows, object]:
     """The tables as the library reads them, and the memory behind its lists. `per_table`: steps, seeds, two offsets."""
     known = _RULES.get(rule)
     if known is None:
         raise TilerecError(f"row rule {rule!r} is unknown; the rules are {sorted(_RULES)}.")
-    assert rule == "store" or len(hyper) == known.hypers, f"rule {rule!r}: {len(hyper)} numbers, wanted {known.hypers}"
+    assert rule == "store" or len(hyper) == known.hypers, (
+        f"rule {rule!r}: {len(hyper)} numbers, wanted {known.hypers}"
+    )
     kinds = _slot_kinds(rule, hyper)
     count = len(weights)
-    assert len(slots) == count * len(kinds), f"rule {rule!r}: {len(slots)} slots for {count} tables, wanted {kinds!r} each"
+    assert len(slots) == count * len(kinds), (
+        f"rule {rule!r}: {len(slots)} slots for {count} tables, wanted {kinds!r} each"
+    )
     shapes = [w.shape for w in weights]
     for k, kind in enumerate(kinds):
         for slot, (rows, dim) in zip(slots[k :: len(kinds)], shapes, strict=True):
-            assert slot.dtype == torch.float32 and slot.is_contiguous() and slot.numel() == rows * (dim if kind == "e" else 1), (
+            good = slot.dtype == torch.float32 and slot.is_contiguous()
+            assert good and slot.numel() == rows * (dim if kind == "e" else 1), (  # noqa: PT018
                 f"rule {rule!r}: slot {k} of a table {rows} x {dim} is {tuple(slot.shape)} {slot.dtype}"
             )
     numbers = array("q", [w.data_ptr() for w in weights])
@@ -137,7 +149,8 @@ def _describe_rows(
     types = array("i", [DTYPES[w.dtype] for w in weights])
     doubles = array("d", hyper)
     at = numbers.buffer_info()[0]
-    tables_at = at + 8 * (count + len(slots))  # rows, dims, steps, seeds (two per table), row offsets, column offsets
+    # Behind the slots: rows, dims, steps, seeds (two per table), row offsets, column offsets.
+    tables_at = at + 8 * (count + len(slots))
     described = _Rows(
         at, at + 8 * count, tables_at, tables_at + 8 * count, types.buffer_info()[0], tables_at + 16 * count,
         tables_at + 24 * count, tables_at + 40 * count, tables_at + 48 * count, doubles.buffer_info()[0],
@@ -160,16 +173,15 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int]) 
             f"{op}: offsets of feature number {report.feature} fall, or leave the ids, at bag {report.position} "
             f"(offset {report.value}); offsets must ascend from 0 to the number of ids."
         )
-    raise AssertionError(f"{op}: the gradient record contradicts itself (feature {report.feature}, check {report.position})")
+    raise AssertionError(
+        f"{op}: the gradient record contradicts itself (feature {report.feature}, check {report.position})"
+    )
 
 
 def _served(grad: Tensor, weights: Sequence[Tensor]) -> bool:
     if grad.dtype not in DTYPES:
         return False
-    for w in weights:
-        if w.dtype not in DTYPES or not w.is_contiguous():
-            return False
-    return True
+    return all(w.dtype in DTYPES and w.is_contiguous() for w in weights)
 
 
 def register(library: ctypes.CDLL) -> None:
@@ -180,7 +192,17 @@ def register(library: ctypes.CDLL) -> None:
     call_finish = _function(library, "tr_sum_finish", None, pointer, pointer, pointer)
     call_free = _function(library, "tr_sum_free", None, pointer)
     call_partials = _function(
-        library, "tr_rule_partials", None, pointer, pointer, pointer, pointer, count, count, number, number, number, pointer, pointer
+        library,
+        "tr_rule_partials",
+        None,
+        *[pointer] * 4,
+        count,
+        count,
+        number,
+        number,
+        number,
+        pointer,
+        pointer,
     )
     call_apply = _function(
         library, "tr_rule_apply", None, pointer, pointer, pointer, pointer, count, count, number, pointer
@@ -189,20 +211,28 @@ def register(library: ctypes.CDLL) -> None:
     def update_rows_(
         weights: Sequence[Tensor], slots: Sequence[Tensor], grad: Tensor, ids: Tensor, offsets: Tensor | None,
         sample_weights: Tensor | None, tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
-        grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str, hyper: Sequence[float],
-        steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
+        grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str,
+        hyper: Sequence[float], steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
     ) -> Tensor:  # fmt: skip
         if not _served(grad, weights):
             return update_rows_reference_(
-                weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means,
-                rule, hyper, steps, seeds, row_offsets, column_offsets,
+                weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
+                means, rule, hyper, steps, seeds, row_offsets, column_offsets,
             )  # fmt: skip
         grad, ids = grad.contiguous(), ids.contiguous()
-        record, kept = _describe(grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
-        rows, also_kept = _describe_rows(weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets)
+        record, kept = _describe(
+            grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
+        )
+        rows, also_kept = _describe_rows(
+            weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets
+        )
         skipped, report = torch.zeros(3, dtype=torch.int64), Report()
         call_update(
-            ctypes.byref(rows), ctypes.byref(record), torch.get_num_threads(), skipped.data_ptr(), ctypes.byref(report)
+            ctypes.byref(rows),
+            ctypes.byref(record),
+            torch.get_num_threads(),
+            skipped.data_ptr(),
+            ctypes.byref(report),
         )
         if report.status:
             _raise("update_rows_", report, [w.shape[0] for w in weights], tables)
@@ -220,10 +250,17 @@ def register(library: ctypes.CDLL) -> None:
             )
         grad, ids = grad.contiguous(), ids.contiguous()
         tables = [0] * len(starts)
-        record, kept = _describe(grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
+        record, kept = _describe(
+            grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
+        )
         distinct, report = ctypes.c_int64(), Report()
         handle = call_begin(
-            ctypes.byref(record), rows, dim, torch.get_num_threads(), ctypes.byref(distinct), ctypes.byref(report)
+            ctypes.byref(record),
+            rows,
+            dim,
+            torch.get_num_threads(),
+            ctypes.byref(distinct),
+            ctypes.byref(report),
         )
         if report.status:
             _raise("sum_row_gradients", report, [rows], tables)
@@ -290,7 +327,9 @@ def _for_rows(weight: Tensor, rows: Tensor, grads: Tensor, scalars: Tensor) -> t
     return rows.to(torch.int64).contiguous(), grads.contiguous(), scalars.to(torch.float32).contiguous()
 
 
-def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> Callable[..., int | None]:
+def _function(
+    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
+) -> Callable[..., int | None]:
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
-    return function  # type: ignore[no-any-return]
+    return function
