@@ -2,10 +2,10 @@
 
     python benchmarks/lookup.py --peer .venv-peer/bin/python [--quick] [--section pooled ...] [--csv FILE]
 
-Two processes: this one, and `peer.py` under the peer's Python. For every case both build the same tables, each result is
-compared with a float64 oracle, and only then short rounds are timed, ours and the peers' in turn, so that all see the same
-machine. A time is the median over the rounds; a ratio (peer / ours, above 1: tilerec is faster) the median of the rounds'
-own ratios.
+Two processes: this one, and `peer.py` under the peer's Python. For every case both build the same tables, each result
+is compared with a float64 oracle, and only then short rounds are timed, ours and the peers' in turn, so that all see
+the same machine. A time is the median over the rounds; a ratio (peer / ours, above 1: tilerec is faster) the median of
+the rounds' own ratios.
 
 Sections
   pooled          forward of pooled lookups (sums)
@@ -43,10 +43,10 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from peer import DTYPES, EPS, LR, Case, fill_table, result_of, timed
+from peer import DTYPES, EPS, LR, Case, fill_table, result_of, timed  # noqa: E402
 
-from tilerec.ops import backends
-from tilerec.ops.cpu.library import status
+from tilerec.ops import backends  # noqa: E402
+from tilerec.ops.cpu.library import status  # noqa: E402
 
 SECTIONS = ("pooled", "sequence", "pooled-train", "sequence-train", "overhead")
 PEER_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -119,7 +119,8 @@ class Peer:
         )  # fmt: skip
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
@@ -141,7 +142,8 @@ def make_data(case: Case) -> dict[str, Tensor]:
         ids = torch.randint(0, E, (T, per_table), generator=generator)
     else:
         share = torch.arange(1, E + 1, dtype=torch.float64) ** -1.05
-        rank = torch.searchsorted(share.cumsum(0) / share.sum(), torch.rand(T, per_table, generator=generator).double())
+        draws = torch.rand(T, per_table, generator=generator).double()
+        rank = torch.searchsorted(share.cumsum(0) / share.sum(), draws)
         # Scrambled: popular rows lie anywhere. The factor is a prime, so no two ranks meet.
         ids = (rank.clamp_(max=E - 1) * 2654435761 + torch.arange(T)[:, None] * 7919) % E
     offsets = torch.arange(T * case.batch + 1) * case.length
@@ -231,9 +233,10 @@ class Line:
         ]  # fmt: skip
 
 
-HEADER = (
-    "section,stage,T,E,D,table,out,B,L,ids,threads,ours us,FBGEMM us,FBGEMM/ours,ATen us,ATen/ours,GB/s,remark"
-).split(",")
+HEADER = [
+    "section", "stage", "T", "E", "D", "table", "out", "B", "L", "ids", "threads", "ours us", "FBGEMM us",
+    "FBGEMM/ours", "ATen us", "ATen/ours", "GB/s", "remark",
+]  # fmt: skip
 
 
 class Bench:

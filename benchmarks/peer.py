@@ -1,8 +1,8 @@
 """The other side of `lookup.py`: FBGEMM's CPU kernels and ATen's `embedding_bag`, in an environment of their own.
 
-`lookup.py` starts this file with the peer's Python and talks to it over a pipe, one JSON object a line: prepare a case, run
-it once for its result, time it. While one side works the other waits for its line. The workload's definition (`Case`,
-`fill_table`) is here and imported by both sides; only torch is needed for that.
+`lookup.py` starts this file with the peer's Python and talks to it over a pipe, one JSON object a line: prepare a case,
+run it once for its result, time it. While one side works the other waits for its line. The workload's definition
+(`Case`, `fill_table`) is here and imported by both sides; only torch is needed for that.
 
 Legend: T tables, E rows, D columns, B samples, L ids per bag, N = T * B * L ids.
 """
@@ -142,12 +142,13 @@ class Aten:
             if self.case.pooled:
                 pooled = [
                     bag(ids, table, offsets, mode="sum", sparse=sparse)
-                    for ids, table, offsets in zip(self.ids, self.tables, self.offsets)
+                    for ids, table, offsets in zip(self.ids, self.tables, self.offsets, strict=True)
                 ]
                 self.out = torch.cat(pooled, dim=1)
             else:
+                look = torch.nn.functional.embedding
                 rows = [
-                    torch.nn.functional.embedding(i, t, sparse=sparse) for i, t in zip(self.ids, self.tables)
+                    look(i, t, sparse=sparse) for i, t in zip(self.ids, self.tables, strict=True)
                 ]
                 self.out = torch.cat(rows)
 
@@ -166,7 +167,7 @@ def result_of(runner: Any, case: Case, rows: list[Tensor] | None) -> list[Tensor
         stage()
     out = [runner.out.detach().float()]
     if case.train and rows is not None:
-        out += [table.detach()[r].float() for table, r in zip(runner.tables, rows)]
+        out += [table.detach()[r].float() for table, r in zip(runner.tables, rows, strict=True)]
     return out
 
 
@@ -190,8 +191,6 @@ def serve() -> None:
                 torch.save(result_of(runner, case, data.get("rows")), request["result"])
             except NotImplementedError as error:
                 answer = {"lacks": str(error)}
-        elif request["do"] == "threads":
-            torch.set_num_threads(request["threads"])
         elif request["do"] == "time":
             answer = {"seconds": timed(runner.stages(), request["repeats"])}
         print(json.dumps(answer), flush=True)

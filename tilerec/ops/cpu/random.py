@@ -1,8 +1,9 @@
 """Initial values by the native library: `random_fill_` on CPU.
 
 The words are those of `tilerec/ops/random.py`, bit for bit, and so are uniform values. Normal values go through the
-library's own logarithm, sine and cosine in float64, the same bits on every machine; after rounding to fp32 they equal the
-reference's except where the two lie on either side of a rounding boundary (about once in 10^7 values).
+library's own logarithm, sine and cosine in float64, the same bits on every machine; after rounding to fp32 they equal
+the reference's except where the two lie on either side of a rounding boundary (about once in a million values).
+
 fp64 tiles and others the library does not read go to the reference.
 """
 
