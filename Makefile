@@ -118,7 +118,7 @@ bench: setup $(PEER)/.installed
 # ------------------------------------------------------------------------------------------------ release
 
 .PHONY: wheel
-wheel: setup
+wheel: $(VENV)/.installed
 	$(call say,wheel)
 	rm -rf dist build/wheel
 	TILEREC_NATIVE_REQUIRED=1 $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
