@@ -22,7 +22,7 @@ def synthetic() -> RunConfig:
             max_lengths=(3, 2, 1, 1, 1, 1),
             main_scale=1.2,
             pair_scale=0.3,
-            train_rows=2_500_000,
+            train_rows=4_000_000,
         ),
         model=DLRMConfig(
             embedding_dim=16, dense_arch=(32,), over_arch=(64, 32), mean_pooling=True, init_bound=0.1
@@ -32,7 +32,7 @@ def synthetic() -> RunConfig:
             embedding_optimizer=Adam(lr=0.01),
             dense_optimizer=Adam(lr=3e-3),
             warmup_steps=20,
-            decay_steps=1_200,
+            decay_steps=1_930,
             decay_to=0.05,
             log_every=100,
         ),
