@@ -28,10 +28,10 @@ LIBRARY = "tilerec/ops/cpu/libtilerec_cpu.so"
 OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 14)
 LOADED = """
-import sys, pathlib, torch, tilerec
+import importlib.metadata, pathlib, sys, torch, tilerec
 from tilerec.ops.cpu import library
 found = library.library() is not None
-print(f"tilerec {tilerec.__version__} from {pathlib.Path(tilerec.__file__).parent}")
+print(f"tilerec {importlib.metadata.version('tilerec')} from {pathlib.Path(tilerec.__file__).parent}")
 print(f"python {sys.version.split()[0]}, torch {torch.__version__}, native library loaded: {found}")
 sys.exit(0 if found is (sys.argv[1] == "native") else 3)
 """
