@@ -190,7 +190,7 @@ def check(who: str, case: Case, got: list[Tensor], want: list[Tensor]) -> None:
         wrong = (a - b).abs() > 2 * unit * (b.abs() + case.length + 1)
         if float(wrong.double().mean()) > (0 if i == 0 else 1e-4) or not bool(a.isfinite().all()):
             at = tuple(wrong.nonzero()[0].tolist())
-            raise SystemExit(f"{who} is wrong in {case}: result {i} at {at} is {a[at]}, wanted {b[at]}; no number printed")
+            raise SystemExit(f"{who} is wrong in {case}: result {i} at {at} is {a[at]}, wanted {b[at]}; no number for it")
 
 
 def compulsory_bytes(case: Case, data: dict[str, Any]) -> int:
@@ -367,8 +367,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         peer = Peer(options.peer, Path(folder))
         hello = peer.ask("hello")
-        print(f"- machine: {machine()}; copy: "
-              + ", ".join(f"{copy_speed(n):.1f} GB/s on {n} thread{'s' * (n > 1)}" for n in options.threads))  # fmt: skip
+        copies = ", ".join(f"{copy_speed(n):.1f} GB/s on {n} thread{'s' * (n > 1)}" for n in options.threads)
+        print(f"- machine: {machine()}; copy: {copies}")
         print(f"- ours: torch {torch.__version__}, Python {platform.python_version()}, {status()}")
         print(f"- peer: fbgemm-gpu-cpu {hello['fbgemm']}, torch {hello['torch']}, Python {hello['python']}")
         print(f"- FBGEMM on CPU lacks: bf16 tables and outputs; every optimizer but {', '.join(PEER_OPTIMIZERS)} "

@@ -1,4 +1,4 @@
-// Which instruction set runs, and how many threads.
+// Which instruction set runs, how many threads, on which pages.
 #include "isa.h"
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #if defined(__linux__)
 #include <dirent.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #endif
 
 namespace tilerec {
@@ -77,6 +78,19 @@ TR_API int32_t tr_isa_choose(int32_t level) {
   int32_t most = tr_isa_widest();
   chosen = static_cast<Isa>(level < 0 ? 0 : level > most ? most : level);
   return tr_isa();
+}
+
+TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHuge = uintptr_t(2) << 20;  // whole huge pages only: neighbours keep theirs
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kHuge - 1);
+  if (last <= first) return -1;
+  return madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+  return -1;
+#endif
 }
 
 TR_API int32_t tr_threads(int32_t n) {

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is done before a second thread has woken up
 constexpr int64_t kPartsPerThread = 8;
-constexpr int64_t kStreamBytes = int64_t(1) << 62;
+constexpr int64_t kStreamBytes = 16 << 20;     // outputs from here on would push the tables' rows out of the caches
+constexpr int64_t kHugeBytes = 32 << 20;       // from here on the C library takes fresh memory from the system every time
 
 using Kernel = LookupFault (*)(const LookupPart&);
 
@@ -90,6 +91,11 @@ void cut(std::vector<Piece>& pieces, int64_t feature, int64_t begin, int64_t end
   for (int64_t i = 0; i < parts; i++) pieces.push_back({feature, begin + count * i / parts, begin + count * (i + 1) / parts});
 }
 
+// A fresh output of many small pages costs more to receive from the system than to fill.
+void expect_large(void* out, int64_t bytes) {
+  if (bytes >= kHugeBytes) tr_advise_huge_pages(out, bytes);
+}
+
 int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   call.report = {TR_OK, 0, 0, 0};
   std::vector<LookupFeature> features(static_cast<size_t>(call.features));
@@ -124,6 +130,11 @@ int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
     }
     cut(pieces, static_cast<int64_t>(f), 0, features[f].bags, costs[f], part_cost);
   }
+  if (!one_key_at_a_time) {
+    int64_t bytes = 0;
+    for (const LookupFeature& feature : features) bytes += feature.bags * feature.dim * bytes_of(call.number_type);
+    expect_large(call.numbers, bytes);
+  }
   run(call, features, pieces, threads, one_key_at_a_time ? widest : 0, false, kernel);
   if (call.report.status == TR_BAD_OFFSETS)
     call.report.position += features[static_cast<size_t>(call.report.feature)].offsets - call.offsets;
@@ -151,8 +162,9 @@ int64_t sequence_call(tr_lookup& call) {
   for (int64_t f = 0; f < call.features; f++)
     cut(pieces, f, call.offsets[f], call.offsets[f + 1], cost_of(call, features[f], features[f].bags, features[f].bags),
         part_cost);
-  const bool stream = call.features > 0 && call.id_count * call.dims[call.tables[0]] * bytes_of(call.number_type) >= kStreamBytes;
-  run(call, features, pieces, threads, 0, stream, TILEREC_CALL(sequence_part));
+  const int64_t bytes = call.features > 0 ? call.id_count * call.dims[call.tables[0]] * bytes_of(call.number_type) : 0;
+  expect_large(call.numbers, bytes);
+  run(call, features, pieces, threads, 0, bytes >= kStreamBytes, TILEREC_CALL(sequence_part));
   return call.report.status;
 }
 

@@ -46,5 +46,9 @@ TR_API int32_t tr_abi_version(void);
 TR_API int32_t tr_isa_widest(void);
 TR_API int32_t tr_isa(void);
 TR_API int32_t tr_isa_choose(int32_t level);
+// Asks the system for huge pages under [data, data + bytes), best before they are first written: a table's rows lie all over
+// its memory, and with small pages every lookup also misses the processor's table of addresses. Only advice: where the
+// system has no such pages nothing happens. Returns 0 if the system took it.
+TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes);
 // Threads that a call with threads = n would really use here and now (1 without an OpenMP runtime, or in a forked child).
 TR_API int32_t tr_threads(int32_t n);

@@ -113,6 +113,13 @@ def test_a_wider_instruction_set_than_the_machine_has_is_never_chosen(lib: ctype
     assert lib.tr_isa_choose(-1) == 0
 
 
+def test_advice_on_pages_changes_no_value() -> None:
+    table = torch.arange(3 << 19, dtype=torch.float32)  # 6 MiB
+    native.advise_huge_pages(table)
+    assert torch.equal(table, torch.arange(3 << 19, dtype=torch.float32))
+    assert not native.advise_huge_pages(torch.zeros(4))  # less than a page
+
+
 def test_isa_variable_caps_the_vector_width() -> None:
     assert native.status().path is not None
     code = f"import ctypes; print(ctypes.CDLL({str(native.status().path)!r}).tr_isa())"

@@ -300,6 +300,14 @@ def test_too_few_offsets_for_the_batch_sizes_are_refused() -> None:
         replace(big(), batches=[301]).native()
 
 
+def test_an_output_too_large_for_the_caches_is_right_to_its_ends() -> None:
+    weight, ids = torch.randn(1000, 64), torch.randint(0, 1000, (140_000,), dtype=torch.int32)  # 34 MiB
+    out, _ = ops.sequence_lookup(
+        [weight, weight], NO_SINKS, ids, torch.tensor([0, 70_001, 140_000]), [0, 1], torch.float32, "f@t,g@u"
+    )
+    assert torch.equal(out, weight[ids])
+
+
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     rows, dim = 2**26 + 3, 64  # 2^32 numbers of 2 bytes: address space, of which two pages are touched
     weight = torch.empty(rows, dim, dtype=torch.bfloat16)

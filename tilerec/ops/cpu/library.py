@@ -103,7 +103,9 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     named = os.environ.get("TILEREC_NATIVE_LIBRARY")
     path = Path(named) if named else Path(__file__).with_name("libtilerec_cpu.so")
     if not path.is_file():
-        return None, LibraryStatus(path, f"{path} does not exist; the package was installed without its C++ part")
+        return None, LibraryStatus(
+            path, f"{path} does not exist; the package was installed without its C++ part"
+        )
     openmp = _promote_openmp()
     try:
         found = ctypes.CDLL(str(path))
@@ -111,7 +113,9 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     except (OSError, AttributeError) as error:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
     if version != ABI_VERSION:
-        return None, LibraryStatus(path, f"{path} has interface {version}, wanted {ABI_VERSION}; build it again")
+        return None, LibraryStatus(
+            path, f"{path} has interface {version}, wanted {ABI_VERSION}; build it again"
+        )
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
 
 
@@ -126,7 +130,9 @@ def _promote_openmp() -> str:
     except OSError:
         return ""
     mapped = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/") and ".so" in line)
-    runtimes = [p for p in mapped if Path(p).name.split(".")[0].split("-")[0] in ("libgomp", "libomp", "libiomp5")]
+    runtimes = [
+        p for p in mapped if Path(p).name.split(".")[0].split("-")[0] in ("libgomp", "libomp", "libiomp5")
+    ]
     home = str(Path(torch.__file__).parent)
     for path in sorted(runtimes, key=lambda p: not p.startswith(home)):
         try:
@@ -141,6 +147,18 @@ def _promote_openmp() -> str:
 def int64_array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """A C array of the numbers. Example: `int64_array([3, 5])` is `int64_t {3, 5}`."""
     return (ctypes.c_int64 * len(values))(*values)
+
+
+def advise_huge_pages(memory: Tensor) -> bool:
+    """Ask the system for 2 MiB pages under a large CPU tensor, best before it is first written; whether it took that.
+
+    Only advice, and no value changes. Random rows of a table far larger than the caches are read about a fifth faster
+    from such pages. False without the native library, or where the system has no such pages.
+    """
+    found = library()
+    if found is None or memory.device.type != "cpu":
+        return False
+    return int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0
 
 
 def served(tensors: Sequence[Tensor]) -> bool:

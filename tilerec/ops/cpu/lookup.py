@@ -90,14 +90,18 @@ def _layout(
 def _layout_of(
     weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int]
 ) -> _Layout | None:
-    for t, weight in enumerate(weights):
-        if not weight.is_contiguous():
-            raise InputError(
-                f"Table {t} of a lookup: weight of shape {tuple(weight.shape)} has strides {weight.stride()}, "
-                "wanted contiguous rows; pass weight.contiguous()."
-            )
+    if not all(map(Tensor.is_contiguous, weights)):
+        t, weight = next((t, w) for t, w in enumerate(weights) if not w.is_contiguous())
+        raise InputError(
+            f"Table {t} of a lookup: weight of shape {tuple(weight.shape)} has strides {weight.stride()}, "
+            "wanted contiguous rows; pass weight.contiguous()."
+        )
     return _layout(
-        tuple(tables), tuple(keys), tuple(means), tuple([w.shape for w in weights]), tuple([w.dtype for w in weights])
+        tuple(tables),
+        tuple(keys),
+        tuple(means),
+        tuple([w.shape for w in weights]),
+        tuple([w.dtype for w in weights]),
     )
 
 
@@ -114,6 +118,10 @@ def _raise(report: Report, names: str, rows: Sequence[int], ids: int) -> None:
     raise InputError(
         f"Feature '{feature}': the offsets hold fewer bags than the batch sizes say; check the batch sizes per key."
     )
+
+
+def _int64(offsets: Tensor) -> Tensor:
+    return (offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)).contiguous()
 
 
 def _rows(weights: Sequence[Tensor], tables: Sequence[int]) -> list[int]:
@@ -142,11 +150,13 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
         if len(batches) == 1:
             out = torch.empty((batches[0], layout.width), dtype=dtype)
         else:
-            out = torch.empty(sum(batches[k] * d for k, d in zip(keys, layout.dims, strict=True)), dtype=dtype)
-        ids, offsets = ids.contiguous(), offsets.to(torch.int64).contiguous()
+            out = torch.empty(
+                sum(batches[k] * d for k, d in zip(keys, layout.dims, strict=True)), dtype=dtype
+            )
+        ids, offsets = ids.contiguous(), _int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
-        data = layout.pointers(*[w.data_ptr() for w in weights])
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
         call = _Call(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
@@ -175,8 +185,8 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         if layout is None or not tables or dtype not in DTYPES or ids.dtype not in INDEX_TYPES:
             return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
         out = torch.empty((ids.shape[0], layout.dims[0]), dtype=dtype)
-        ids, starts = ids.contiguous(), starts.to(torch.int64).contiguous()
-        data = layout.pointers(*[w.data_ptr() for w in weights])
+        ids, starts = ids.contiguous(), _int64(starts)
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
         call = _Call(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
@@ -203,8 +213,8 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         if layout is None or grad.dtype not in DTYPES or ids.dtype not in INDEX_TYPES:
             return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
-        ids, offsets, grad = ids.contiguous(), offsets.to(torch.int64).contiguous(), grad.contiguous()
-        data = layout.pointers(*[w.data_ptr() for w in weights])
+        ids, offsets, grad = ids.contiguous(), _int64(offsets), grad.contiguous()
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
         call = _Call(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
@@ -212,7 +222,12 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
             DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
-            _raise(call.report, ",".join(f"{f}@{t}" for f, t in enumerate(tables)), _rows(weights, tables), ids.numel())
+            _raise(
+                call.report,
+                ",".join(f"{f}@{t}" for f, t in enumerate(tables)),
+                _rows(weights, tables),
+                ids.numel(),
+            )
         return out_N
 
     return sample_weight_grad
