@@ -242,7 +242,6 @@ struct Updater {
     const int64_t at = r * dim();
     int64_t c = 0;
     vf slot[Rule::kWide + 1];
-#pragma GCC unroll 16
     for (; c + kLanes <= dim(); c += kLanes) {
       for (int k = 0; k < Rule::kWide; k++) slot[k] = load(wide[k] + at + c);
       vf x = load(g + c);

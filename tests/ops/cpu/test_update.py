@@ -122,8 +122,9 @@ def threads() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("exact_reference")
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rounding", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("grad_dtype", "rounding"), [(torch.float32, 0.0), (torch.bfloat16, 1.0), (torch.float16, 0.0)]
+)
 def test_every_rule_has_the_bits_of_the_reference(
     name: str, grad_dtype: torch.dtype, rounding: float
 ) -> None:
