@@ -190,7 +190,7 @@ def check(who: str, case: Case, got: list[Tensor], want: list[Tensor]) -> None:
         wrong = (a - b).abs() > 2 * unit * (b.abs() + case.length + 1)
         if float(wrong.double().mean()) > (0 if i == 0 else 1e-4) or not bool(a.isfinite().all()):
             at = tuple(wrong.nonzero()[0].tolist())
-            raise SystemExit(f"{who} is wrong in {case}: result {i} at {at} is {a[at]}, wanted {b[at]}; not timed")
+            raise SystemExit(f"{who} is wrong in {case}: result {i} at {at}: {a[at]}, wanted {b[at]}; not timed")
 
 
 def compulsory_bytes(case: Case, data: dict[str, Any]) -> int:
