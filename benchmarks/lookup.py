@@ -227,7 +227,8 @@ class Line:
 
         c = self.case
         return [
-            c.kind, " ".join([self.stage, c.optimizer]).strip(), str(c.tables), str(c.rows), str(c.dim), c.dtype, c.output, str(c.batch), str(c.length),
+            c.kind, f"{self.stage} {c.optimizer}".strip(),
+            str(c.tables), str(c.rows), str(c.dim), c.dtype, c.output, str(c.batch), str(c.length),
             c.ids, str(c.threads), number(self.ours_us, 0), number(self.fbgemm_us, 0), number(self.fbgemm_ratio, 2),
             number(self.aten_us, 0), number(self.aten_ratio, 2), number(self.gigabytes, 1), self.remark,
         ]  # fmt: skip

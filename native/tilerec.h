@@ -1,7 +1,7 @@
 // The C interface of the native CPU library: what every family of functions shares.
 //
 //   table     rows x dim numbers, contiguous, of one data type
-//   report    where a function tells what it found wrong; all its fields are filled in when `status` is not 0
+//   report    where a function tells what it found wrong; all fields are filled in when `status` is not 0
 //
 // Rules of the interface, for all functions `tr_*`:
 //   - plain C: integers, floats and pointers in structs; arrays belong to the caller; nothing is kept after the call
@@ -34,11 +34,6 @@ enum {
 typedef struct {
   int64_t status, feature, position, value;
 } tr_report;
-
-typedef struct {
-  void* data;
-  int64_t rows, dim;
-} tr_table;
 
 // Version of this interface; widest instruction set of this machine and the one in use (0 base, 1 AVX2, 2 AVX-512);
 // choose another one (tests; returns what is in use afterwards, never more than the machine has).

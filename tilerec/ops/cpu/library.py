@@ -50,16 +50,6 @@ class Report(ctypes.Structure):
     ]
 
 
-class Table(ctypes.Structure):
-    """`tr_table`: a contiguous table of rows x dim numbers."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-    ]
-
-
 @dataclass(frozen=True)
 class LibraryStatus:
     """What became of the native library; `reason` says why it is not used, or is empty."""
@@ -159,8 +149,3 @@ def advise_huge_pages(memory: Tensor) -> bool:
     if found is None or memory.device.type != "cpu":
         return False
     return int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0
-
-
-def served(tensors: Sequence[Tensor]) -> bool:
-    """Whether the library reads the data types of all these tensors (fp64 is the reference's)."""
-    return all(t.dtype in DTYPES for t in tensors)
