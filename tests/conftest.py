@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import random
+import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -124,3 +126,14 @@ def _compile_caches_of_this_session(tmp_path_factory: pytest.TempPathFactory) ->
     """Nothing compiled in an earlier session is found, unless the caller names a cache."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+@pytest.fixture(scope="session")
+def compile_backend() -> str:
+    """A backend for `torch.compile`: inductor, or aot_eager where the C++ that inductor writes cannot be compiled.
+
+    That C++ includes Python.h, which Debian ships apart (python3-dev). aot_eager traces, partitions and
+    functionalizes the same graphs and then runs them op by op.
+    """
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return "inductor" if headers.exists() else "aot_eager"
