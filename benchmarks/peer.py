@@ -54,7 +54,9 @@ def fill_table(table: Tensor, number: int) -> None:
     step = 1 << 22
     for start in range(0, flat.numel(), step):
         at = torch.arange(start, min(start + step, flat.numel()), dtype=torch.int64)
-        flat[start : start + at.numel()] = (((at * 48271 + number * 7919) % 65521).float() / 65521 - 0.5).to(flat.dtype)
+        flat[start : start + at.numel()] = (((at * 48271 + number * 7919) % 65521).float() / 65521 - 0.5).to(
+            flat.dtype
+        )
 
 
 def timed(stages: list[Callable[[], Any]], repeats: int) -> list[float]:
@@ -125,7 +127,9 @@ class Aten:
             raise NotImplementedError(f"torch.optim has no sparse {case.optimizer}")
         self.case, self.data, self.out = case, data, torch.empty(0)
         self.tables = [
-            torch.nn.Parameter(torch.empty(case.rows, case.dim, dtype=DTYPES[case.dtype]), requires_grad=case.train)
+            torch.nn.Parameter(
+                torch.empty(case.rows, case.dim, dtype=DTYPES[case.dtype]), requires_grad=case.train
+            )
             for _ in range(case.tables)
         ]
         for t, table in enumerate(self.tables):
@@ -147,9 +151,7 @@ class Aten:
                 self.out = torch.cat(pooled, dim=1)
             else:
                 look = torch.nn.functional.embedding
-                rows = [
-                    look(i, t, sparse=sparse) for i, t in zip(self.ids, self.tables, strict=True)
-                ]
+                rows = [look(i, t, sparse=sparse) for i, t in zip(self.ids, self.tables, strict=True)]
                 self.out = torch.cat(rows)
 
         def backward() -> None:
@@ -180,7 +182,11 @@ def serve() -> None:
         if request["do"] == "hello":
             import fbgemm_gpu
 
-            answer = {"torch": torch.__version__, "fbgemm": fbgemm_gpu.__version__, "python": sys.version.split()[0]}
+            answer = {
+                "torch": torch.__version__,
+                "fbgemm": fbgemm_gpu.__version__,
+                "python": sys.version.split()[0],
+            }
         elif request["do"] == "prepare":
             runner = None  # frees its tables before the next ones are made
             case = Case(**request["case"])

@@ -73,7 +73,9 @@ def train(model: nn.Module, forward, weighted: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", [Pooled, lambda: Pooled(True), Rows], ids=["pooled", "weighted", "rows"])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
-def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optimizer) -> None:
+def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(
+    make, optimizer, compile_backend: str
+) -> None:
     """fullgraph, dynamic shapes, forward and backward with the update; at most two graphs for four batch sizes."""
     torch._dynamo.reset()
     eager = make()
@@ -81,7 +83,7 @@ def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optim
     compiled = copy.deepcopy(eager)
     weighted = isinstance(eager, Pooled) and eager.ebc.is_weighted()
     want = train(eager, eager, weighted)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compile_backend)
     got = train(compiled, torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter), weighted)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)

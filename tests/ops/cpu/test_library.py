@@ -56,7 +56,9 @@ def levels(lib: ctypes.CDLL) -> range:
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_widens_exactly_on_every_instruction_set(lib: ctypes.CDLL, half: torch.dtype) -> None:
+def test_every_16_bit_number_widens_exactly_on_every_instruction_set(
+    lib: ctypes.CDLL, half: torch.dtype
+) -> None:
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(half)
     want = numbers.to(torch.float32)
     for level in levels(lib):
@@ -66,10 +68,15 @@ def test_every_16_bit_number_widens_exactly_on_every_instruction_set(lib: ctypes
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(lib: ctypes.CDLL, half: torch.dtype) -> None:
+def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(
+    lib: ctypes.CDLL, half: torch.dtype
+) -> None:
     anything = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64)
     # Around fp16's smallest normal and subnormal numbers, its overflow, and ties.
-    edges = [torch.arange(at - 3000, at + 3000) for at in (0x38800000, 0x33000000, 0x477FF000, 0x7F800000, 0x3F808000)]
+    edges = [
+        torch.arange(at - 3000, at + 3000)
+        for at in (0x38800000, 0x33000000, 0x477FF000, 0x7F800000, 0x3F808000)
+    ]
     numbers = torch.cat([anything, *edges]).to(torch.int32).view(torch.float32)
     numbers = torch.cat([numbers, -numbers])
     real = ~numbers.isnan()
@@ -83,7 +90,9 @@ def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(lib: ctypes.C
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 8, 15, 17, 257])
 @pytest.mark.parametrize("dtype", list(native.DTYPES))
-def test_conversion_of_any_length_touches_only_its_numbers(lib: ctypes.CDLL, dtype: torch.dtype, count: int) -> None:
+def test_conversion_of_any_length_touches_only_its_numbers(
+    lib: ctypes.CDLL, dtype: torch.dtype, count: int
+) -> None:
     numbers = torch.randn(count + 40)
     for level in levels(lib):
         lib.tr_isa_choose(level)
@@ -156,7 +165,9 @@ def test_a_library_that_cannot_be_used_is_told_without_a_warning(
     assert state.reason in str(state)
 
 
-def test_a_library_of_another_interface_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_interface_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")

@@ -148,4 +148,7 @@ def advise_huge_pages(memory: Tensor) -> bool:
     found = library()
     if found is None or memory.device.type != "cpu":
         return False
-    return int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0
+    return (
+        int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes)))
+        == 0
+    )
