@@ -122,3 +122,42 @@ def test_bags_and_blocks_lie_where_the_docstrings_say() -> None:
     assert bag_starts([0, 2], [4, 1, 2]) == ([0, 5], [4, 2])
     assert pooled_blocks([3, 5], [4, 4], uniform=True) == ([0, 3], [8, 8])
     assert pooled_blocks([3, 5], [4, 2], uniform=False) == ([0, 12], [3, 5])
+
+
+def test_a_pass_that_is_asked_for_something_else_updates_nothing() -> None:
+    sink, table = Recorder(), torch.ones(3, 1, requires_grad=True)
+    sample_weights = torch.ones(3, requires_grad=True)
+    handles = torch.tensor([sink.handle])
+    out, _ = torch.ops.tilerec.pooled_lookup(
+        [table], handles, IDS, OFFSETS, sample_weights, [0], [0], [0], [2], torch.float32, ""
+    )
+    (grad,) = torch.autograd.grad(out.sum(), [sample_weights])
+    assert grad.tolist() == [1.0, 1.0, 1.0]
+    assert not sink.taken
+
+
+def test_a_leaf_that_autograd_grad_asks_for_gets_its_gradient_and_no_update() -> None:
+    sinks, tables = [Recorder(), Recorder()], [torch.ones(3, 1, requires_grad=True) for _ in range(2)]
+    (grad,) = torch.autograd.grad(lookup(sinks, tables).sum(), [tables[1]])
+    assert grad.tolist() == [[0.0], [2.0], [1.0]]
+    assert not sinks[0].taken
+    assert not sinks[1].taken
+
+
+def test_backward_with_inputs_updates_the_tables_among_them_only() -> None:
+    sinks, tables = [Recorder(), Recorder()], [torch.ones(3, 1, requires_grad=True) for _ in range(2)]
+    lookup(sinks, tables).sum().backward(inputs=[tables[0]])
+    assert sinks[0].taken == [(1, {1: 2.0, 2: 1.0})]
+    assert not sinks[1].taken
+    assert tables[0].grad is None
+
+
+def test_writing_into_the_batch_before_the_backward_is_an_error() -> None:
+    sink, table, ids = Recorder(), torch.ones(3, 1, requires_grad=True), IDS.clone()
+    out, _ = torch.ops.tilerec.pooled_lookup(
+        [table], torch.tensor([sink.handle]), ids, OFFSETS, None, [0], [0], [0], [2], torch.float32, ""
+    )
+    ids.fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert not sink.taken

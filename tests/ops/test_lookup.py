@@ -287,3 +287,22 @@ def test_lookups_pass_opcheck() -> None:
         ([tables[0]], NO_SINKS, ids, torch.tensor([0, 6]), [0], torch.float32, "a@x"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sequence"])
+def test_a_table_on_another_device_than_the_ids_is_named(kind: str) -> None:
+    table, ids, no_sinks = (
+        torch.empty(3, 2, device="meta"),
+        torch.tensor([1]),
+        torch.zeros(0, dtype=torch.int64),
+    )
+    bounds = torch.tensor([0, 1])
+    with pytest.raises(
+        InputError, match=r"Table 't': its rows are on meta, the ids of feature 'f' on cpu; .*to_empty"
+    ):
+        if kind == "pooled":
+            torch.ops.tilerec.pooled_lookup(
+                [table], no_sinks, ids, bounds, None, [0], [0], [0], [1], torch.float32, "f@t"
+            )
+        else:
+            torch.ops.tilerec.sequence_lookup([table], no_sinks, ids, bounds, [0], torch.float32, "f@t")

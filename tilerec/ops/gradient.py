@@ -80,8 +80,7 @@ _SERIALS = itertools.count()
 
 
 def new_ticket() -> Tensor:
-    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the backward pass that spent it "
-    "(-1: none yet)."""
+    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that spent it (-1: none yet)."""
     return torch.tensor((next(_SERIALS), -1))
 
 
@@ -174,9 +173,8 @@ def _spend(ticket: Tensor) -> int:
     task = torch._C._current_graph_task_id()
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
-            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated "
-            "by the first: "
-            "look the features up again, or detach the optimizer and step it by hand."
+            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated by the "
+            "first: look the features up again, or detach the optimizer and step it by hand."
         )
     # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it.
     ticket.data[1] = task if task != -1 else -2

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import InputError
@@ -55,6 +57,24 @@ def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -
     )
 
 
+def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
+    """Raise an `InputError` for a table that is not where the ids are; `names` as in `raise_bad_id`."""
+    device = ids.device
+    for feature, t in enumerate(tables):
+        if weights[t].device != device:
+            label = names.split(",")[feature] if names else ""
+            name, _, table = label.rpartition("@")
+            here = weights[t].device
+            fix = (
+                "give it memory with to_empty(device=...)"
+                if here.type == "meta"
+                else "move one of them with .to()"
+            )
+            raise InputError(
+                f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' on {device}; {fix}."
+            )
+
+
 def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
     bad = (ids < 0) | (ids >= rows)
     if bool(bad.any()):
@@ -75,6 +95,7 @@ def _pooled_lookup_reference(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
+    check_devices(weights, ids, tables, names)
     starts, bags = bag_starts(keys, batches)
     pooled = []
     for feature, table in enumerate(tables):
@@ -113,6 +134,7 @@ def _sequence_lookup_reference(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
+    check_devices(weights, ids, tables, names)
     bounds = starts.tolist()
     rows = []
     for feature, table in enumerate(tables):
@@ -163,6 +185,7 @@ def _fake_pooled_lookup(
     weights: Any, sinks: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, keys: Any, means: Any,
     batches: Any, dtype: Any, names: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_devices(weights, ids, tables, names)
     dims = [weights[t].shape[1] for t in tables]
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     if len(batches) == 1:
@@ -174,6 +197,7 @@ def _fake_pooled_lookup(
 def _fake_sequence_lookup(
     weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
 ) -> tuple[Tensor, Tensor]:
+    check_devices(weights, ids, tables, names)
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
 
@@ -185,8 +209,42 @@ def _fake_sample_weight_grad(
     return ids.new_empty((ids.shape[0],), dtype=torch.float32)
 
 
-# Autograd. Plain attributes instead of save_for_backward: an update between this forward and its backward is
-# legal (two forwards, then two backwards), and leaves outlive the graph anyway.
+# Autograd. The leaves are plain attributes: an update between this forward and its backward is legal (two forwards,
+# then two backwards), and leaves outlive the graph anyway. The batch goes through save_for_backward, so it is freed
+# with the graph, and writing into it between forward and backward is an error.
+
+
+class _Reach(NamedTuple):
+    """Which tables a backward pass reaches, and how."""
+
+    sinks: Tensor  # -1 where the pass does not accumulate into the leaf
+    submits: bool  # whether any sink is left
+    captured: list[bool]  # autograd.grad(loss, [leaf]): the caller wants the gradient itself
+
+
+def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
+    """What the running pass asks of each wanted table.
+
+    `loss.backward()` reaches every leaf. `torch.autograd.grad` and `backward(inputs=...)` reach some: a table that was
+    not asked for must not be updated.
+    """
+    nowhere = [False] * len(wanted)
+    if torch._C._current_graph_task_id() == -1 or isinstance(grad, (FakeTensor, FunctionalTensor)):
+        return _Reach(sinks, True, nowhere)  # a compiled graph is asked for all of its leaves or none
+    nodes = ctx.next_functions[-len(wanted) :]
+    reached, captured = list(wanted), nowhere
+    for t, want in enumerate(wanted):
+        if not want:
+            continue
+        try:
+            reached[t] = torch._C._will_engine_execute_node(nodes[t][0])
+        except RuntimeError:  # how torch says that the pass returns this leaf's gradient to its caller
+            reached[t], captured[t] = False, True
+    if reached == wanted:
+        return _Reach(sinks, True, captured)
+    masked = sinks.clone()
+    masked[[t for t, want in enumerate(wanted) if want and not reached[t]]] = -1
+    return _Reach(masked, any(reached), captured)
 
 
 def _dense_grads(
@@ -214,7 +272,8 @@ class _PooledLookup(torch.autograd.Function):
             out, ticket = torch.ops.tilerec.pooled_lookup.default(
                 weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
             )
-        ctx.saved = (weights, sinks, ids, offsets, sample_weights, ticket)
+        ctx.save_for_backward(ids, offsets, sample_weights)
+        ctx.leaves = (weights, sinks, ticket)
         ctx.layout = layout
         ctx.mark_non_differentiable(ticket)
         return out, ticket
@@ -222,7 +281,8 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        weights, sinks, ids, offsets, sample_weights, ticket = ctx.saved
+        weights, sinks, ticket = ctx.leaves
+        ids, offsets, sample_weights = ctx.saved_tensors
         grad = grads[0].contiguous()
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
@@ -234,9 +294,14 @@ class _PooledLookup(torch.autograd.Function):
         if any(wanted):
             taken = sample_weights.detach() if sample_weights is not None else None
             if sinks.shape[0]:
-                dims = [w.shape[1] for w in weights]
-                torch.ops.tilerec.submit_pooled_(sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
-            else:
+                reach = _reach(ctx, grad, sinks, wanted)
+                wanted = reach.captured
+                if reach.submits:
+                    dims = [w.shape[1] for w in weights]
+                    torch.ops.tilerec.submit_pooled_(
+                        reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout
+                    )
+            if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
         return (None, None, None, sample_grad, *[None] * (_POOLED - 4), *weight_grads)
 
@@ -249,7 +314,8 @@ class _SequenceLookup(torch.autograd.Function):
             out, ticket = torch.ops.tilerec.sequence_lookup.default(
                 weights, sinks, ids, starts, tables, dtype, names
             )
-        ctx.saved = (weights, sinks, ids, starts, ticket)
+        ctx.save_for_backward(ids, starts)
+        ctx.leaves = (weights, sinks, ticket)
         ctx.tables = tables
         ctx.mark_non_differentiable(ticket)
         return out, ticket
@@ -257,15 +323,19 @@ class _SequenceLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        weights, sinks, ids, starts, ticket = ctx.saved
+        weights, sinks, ticket = ctx.leaves
+        ids, starts = ctx.saved_tensors
         grad = grads[0].contiguous()
         weight_grads: list[Tensor | None] = [None] * len(weights)
         used = set(ctx.tables)
         wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_SEQUENCE:])]
         if any(wanted):
             if sinks.shape[0]:
-                torch.ops.tilerec.submit_sequence_(sinks, ticket, grad, ids, starts, ctx.tables)
-            else:
+                reach = _reach(ctx, grad, sinks, wanted)
+                wanted = reach.captured
+                if reach.submits:
+                    torch.ops.tilerec.submit_sequence_(reach.sinks, ticket, grad, ids, starts, ctx.tables)
+            if any(wanted):
                 features = list(range(len(ctx.tables)))
                 weight_grads = _dense_grads(
                     weights, wanted, grad, ids, starts, None, ctx.tables, features, [0] * len(features), []
@@ -276,15 +346,24 @@ class _SequenceLookup(torch.autograd.Function):
 _POOLED, _SEQUENCE = 10, 6  # inputs before the weights
 
 
-def _pooled_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) -> bool:
+    """Whether anything here needs a gradient; skipping autograd saves its bookkeeping per table."""
     if not torch.is_grad_enabled():
+        return False
+    return any([w.requires_grad for w in weights]) or (  # noqa: C419 - a list is faster for few items
+        sample_weights is not None and sample_weights.requires_grad
+    )
+
+
+def _pooled_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+    if not _differentiates(weights, rest[3]):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.tilerec.pooled_lookup.default(weights, *rest)
     return _PooledLookup.apply(*rest, *weights)
 
 
 def _sequence_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if not _differentiates(weights, None):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.tilerec.sequence_lookup.default(weights, *rest)
     return _SequenceLookup.apply(*rest, *weights)
@@ -312,8 +391,10 @@ def _dense_weight_grads(
     means: Sequence[int],
     batches: Sequence[int],
 ) -> list[Tensor]:
-    """Dense gradients `[rows, dim]` of the chosen tables; no `batches`: a sequence lookup whose `offsets` "
-    "are its starts."""
+    """Dense gradients `[rows, dim]` of the chosen tables.
+
+    Without `batches`: those of a sequence lookup, whose `offsets` are its starts.
+    """
     out = [torch.zeros_like(w) for w in weights]
     if batches:
         starts, bags = bag_starts(keys, batches)
