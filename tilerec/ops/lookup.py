@@ -71,7 +71,8 @@ def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int],
                 else "move one of them with .to()"
             )
             raise InputError(
-                f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' on {device}; {fix}."
+                f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' "
+                f"on {device}; {fix}."
             )
 
 
