@@ -17,3 +17,7 @@ class ConfigError(TilerecError):
 
 class InputError(TilerecError):
     """A batch or a file whose contents are wrong: unknown feature, id out of range, malformed line."""
+
+
+class CommsError(TilerecError, RuntimeError):
+    """A collective that cannot end: a peer failed or died, did not come in time, or made another call."""

@@ -1,0 +1,196 @@
+"""`Group`: the ranks that hold a model's tables, and the few ways in which they talk.
+
+Glossary
+    rank        one of `size` peers, 0 <= rank < size; each holds its own `Group` object
+    call        one collective; every rank of the group makes the same calls in the same order
+    name        what a call carries ("ids", "rows"): labels its traffic and its errors, and is the same on every rank
+    handle      a call that has begun; `.wait()` ends it
+    channel     calls of one channel keep their order; `split` opens another that knows nothing of the first
+    splits      elements for each rank: a 1-D tensor is part 0 | part 1 | … | part W-1, parts may be empty
+
+    all_to_all:  output part p of rank r  =  input part r of rank p
+
+Two implementations: `ProcessGroupComms` over `torch.distributed` (gloo, NCCL), `ThreadGroup` for ranks that are threads
+of one process. Whatever runs on the one runs on the other.
+
+Legend: W ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol, final
+
+from torch import Tensor
+
+from tilerec.comms.traffic import Traffic
+from tilerec.errors import ConfigError
+
+
+class Handle(Protocol):
+    """A call with a result. It keeps the call's tensors alive."""
+
+    def wait(self) -> Tensor:
+        """The output, complete (on a GPU: for the current stream). A second call returns it again at once.
+
+        Raises `CommsError` if a peer failed, died, disagreed or did not come in time.
+        """
+
+
+class Pending(Protocol):
+    """A call without a result. It keeps the call's tensors alive."""
+
+    def wait(self) -> None:
+        """Return when the tensors may be read and written. Raises like `Handle.wait`."""
+
+
+class Group(ABC):
+    """The ranks that hold a model's tables, seen from one of them.
+
+    rank: this rank's number in the group.
+    size: the number of ranks, W.
+    traffic: what this rank sent, counted by name and peer.
+    """
+
+    def __init__(self, rank: int, size: int, traffic: Traffic) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"Group: rank {rank} is outside [0, {size}); a rank counts from 0 to its group's size."
+            )
+        self.rank = rank
+        self.size = size
+        self.traffic = traffic
+
+    @final
+    def all_to_all(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Handle:
+        """Send part p of `input` to every rank p; receive part p of `output` from every rank p.
+
+        Args:
+            output, input: 1-D, contiguous, one dtype (any) and device; they must not overlap, and nobody touches them
+                before `wait`.
+            output_splits, input_splits: elements from and to each rank, [W]; they sum to the tensors' lengths. Rank p's
+                `input_splits[r]` is rank r's `output_splits[p]`: sizes are known to both sides.
+
+        W = 2; rank 0 sends [7] to itself and [8, 9] to rank 1, rank 1 sends [5] to rank 0 and nothing to itself: rank 0
+        ends with [7, 5], rank 1 with [8, 9].
+        """
+        self._check_part("output", name, output, output_splits)
+        self._check_part("input", name, input, input_splits)
+        if output.dtype != input.dtype or output.device != input.device:
+            raise ConfigError(
+                f"all_to_all '{name}' on rank {self.rank}: input is {input.dtype} on {input.device}, output "
+                f"{output.dtype} on {output.device}; wanted one dtype and device."
+            )
+        self.traffic.record(name, input_splits, input.element_size())
+        return self._all_to_all(name, output, input, output_splits, input_splits)
+
+    @final
+    def exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
+        """Point to point: fill each tensor of `receives` from its rank, send each of `sends` to its rank.
+
+        Tensors are 1-D and contiguous, of any dtype; both sides know the sizes. Ranks that nobody names take no part
+        (they do not call), a peer's entry may be empty, and what a rank sends to itself is copied. Two ranks may have
+        one exchange of a name under way at a time.
+        """
+        for verb, tensors in (("receives", receives), ("sends", sends)):
+            for peer, tensor in tensors.items():
+                if not 0 <= peer < self.size:
+                    raise ConfigError(
+                        f"exchange '{name}' on rank {self.rank}: {verb} names rank {peer}; the group has ranks 0 to "
+                        f"{self.size - 1}."
+                    )
+                _check_flat(f"exchange '{name}' on rank {self.rank}: the tensor of rank {peer}", tensor)
+        self.traffic.record_to(name, {peer: t.numel() * t.element_size() for peer, t in sends.items()})
+        return self._exchange(name, receives, sends)
+
+    @final
+    def all_reduce_(self, name: str, tensor: Tensor) -> Handle:
+        """Replace `tensor` (contiguous) by its sum over all ranks; the result is the same bits on every rank.
+
+        The order of the sum is the backend's; the thread group adds in the order of the ranks.
+        """
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"all_reduce '{name}' on rank {self.rank}: the tensor is not contiguous, so a sum in place would go to "
+                f"a copy; pass .contiguous()."
+            )
+        self.traffic.record_ring(name, tensor.numel(), tensor.element_size())
+        return self._all_reduce_(name, tensor)
+
+    @final
+    def split(self, name: str) -> Group:
+        """A second channel over the same ranks: its calls and this group's may interleave freely.
+
+        All ranks call it, in the same order. It counts into the same `traffic`.
+        """
+        return self.partition(name, (tuple(range(self.size)),))
+
+    @abstractmethod
+    def partition(self, name: str, parts: Sequence[Sequence[int]]) -> Group:
+        """A channel for each part, and this rank's own returned; ranks count anew from 0 in the order of their part.
+
+        All ranks call it with the same `parts`, which hold every rank once. Its traffic is counted here, too.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, obj: object) -> list[object]:
+        """Every rank's (picklable) object, in the order of the ranks. Small and slow: for checks at the start."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Give up: every other rank's pending and later calls raise, naming this rank and `error`. Never waits."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back a channel that `split` or `partition` opened; a second call does nothing. Never waits."""
+
+    @abstractmethod
+    def _all_to_all(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Handle: ...
+
+    @abstractmethod
+    def _exchange(
+        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
+    ) -> Pending: ...
+
+    @abstractmethod
+    def _all_reduce_(self, name: str, tensor: Tensor) -> Handle: ...
+
+    def _check_part(self, side: str, name: str, tensor: Tensor, splits: Sequence[int]) -> None:
+        _check_flat(f"all_to_all '{name}' on rank {self.rank}: {side}", tensor)
+        if len(splits) != self.size or sum(splits) != tensor.numel() or (splits and min(splits) < 0):
+            raise ConfigError(
+                f"all_to_all '{name}' on rank {self.rank}: {side}_splits {_few(splits)} for {tensor.numel()} elements; "
+                f"wanted {self.size} counts, none negative, that sum to the tensor's length."
+            )
+
+
+def _check_flat(what: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ConfigError(
+            f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; wanted a 1-D contiguous tensor, "
+            f"so pass .contiguous().view(-1)."
+        )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"[{shown}, … {len(numbers)} in all]" if len(numbers) > 8 else f"[{shown}]"
