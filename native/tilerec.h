@@ -9,13 +9,14 @@
 //   - the same arguments give the same bits for every `threads` and every instruction set
 //   - ids are read as `index_type` says; no memory outside the named arrays is read or written, whatever ids and offsets hold
 //
-// Structs grow at their end only; a change that breaks an older caller raises TR_ABI_VERSION (tilerec/ops/cpu/library.py
-// refuses a library of another version).
+// tilerec/ops/cpu/library.py refuses a library whose TR_ABI_VERSION or whose structs (tr_layout) are not those it was written
+// for. Whoever changes the arguments or the meaning of a function raises TR_ABI_VERSION, here and there: a library that is left
+// over from older sources would otherwise give wrong numbers and no error. A new struct or field is named in layout.cpp too.
 #pragma once
 
 #include <stdint.h>
 
-#define TR_ABI_VERSION 1
+#define TR_ABI_VERSION 2
 #define TR_API extern "C" __attribute__((visibility("default")))
 
 // Data types of numbers, and of ids.
@@ -38,6 +39,8 @@ typedef struct {
 // Version of this interface; widest instruction set of this machine and the one in use (0 base, 1 AVX2, 2 AVX-512);
 // choose another one (tests; returns what is in use afterwards, never more than the machine has).
 TR_API int32_t tr_abi_version(void);
+// Size and fields of every struct of the interface, a line for each: "tr_report 32: status 0+8 feature 8+8 position 16+8 ...".
+TR_API const char* tr_layout(void);
 TR_API int32_t tr_isa_widest(void);
 TR_API int32_t tr_isa(void);
 TR_API int32_t tr_isa_choose(int32_t level);

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK, Report
+from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK
+from tilerec.ops.cpu.records import Report
 from tilerec.ops.jagged import REFERENCE
 from tilerec.ops.library import LIBRARY
 

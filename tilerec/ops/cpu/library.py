@@ -2,8 +2,8 @@
 
 `libtilerec_cpu.so` lies beside this file, in a checkout (`cmake -S . -B build/native && cmake --build build/native`)
 as in an installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes: it knows neither Python's nor
-PyTorch's version. Where it is missing, too old or unwanted, `library()` is None, the reference kernels run, and one
-log line says why.
+PyTorch's version. Where it is missing, built from other sources or unwanted, `library()` is None, the reference kernels
+run, and one log line says why.
 
 OpenMP. The library is compiled with OpenMP and linked without it; its few OpenMP symbols resolve to the runtime PyTorch
 has loaded, so both share one pool of threads. PyTorch loads that runtime for itself only, so it is made visible
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -29,7 +30,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI_VERSION = 1
+from tilerec.ops.cpu.records import layout
+
+ABI_VERSION = 2  # TR_ABI_VERSION of native/tilerec.h
+_REBUILD = "build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
 # Codes of native/tilerec.h.
@@ -37,17 +41,6 @@ DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.flo
 INDEX_TYPES: dict[torch.dtype, int] = {torch.int32: 0, torch.int64: 1}
 OK, BAD_ID, BAD_OFFSETS, BAD_ARGUMENT, NO_MEMORY = range(5)
 ISAS = ("base", "avx2", "avx512")
-
-
-class Report(ctypes.Structure):
-    """`tr_report`: what a function found wrong; `status` 0 is nothing."""
-
-    _fields_ = [
-        ("status", ctypes.c_int64),
-        ("feature", ctypes.c_int64),
-        ("position", ctypes.c_int64),
-        ("value", ctypes.c_int64),
-    ]
 
 
 @dataclass(frozen=True)
@@ -100,13 +93,26 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     try:
         found = ctypes.CDLL(str(path))
         version = int(found.tr_abi_version())
+        if version != ABI_VERSION:
+            return None, LibraryStatus(
+                path, f"{path} has interface {version}, wanted {ABI_VERSION}; {_REBUILD}"
+            )
+        found.tr_layout.restype = ctypes.c_char_p
+        text = found.tr_layout().decode()
     except (OSError, AttributeError) as error:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
-    if version != ABI_VERSION:
+    if text != layout():
         return None, LibraryStatus(
-            path, f"{path} has interface {version}, wanted {ABI_VERSION}; build it again"
+            path, f"{path} was built from other sources: {_difference(text)}; {_REBUILD}"
         )
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
+
+
+def _difference(text: str) -> str:
+    """The first record that the library lays out otherwise."""
+    lines = itertools.zip_longest(text.split("\n"), layout().split("\n"), fillvalue="nothing")
+    theirs, ours = next(pair for pair in lines if pair[0] != pair[1])
+    return f"it has {theirs!r}, wanted {ours!r}"
 
 
 def _promote_openmp() -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, Report, int64_array
+from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, int64_array
+from tilerec.ops.cpu.records import Lookup, Report
 from tilerec.ops.gradient import new_ticket
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import (
@@ -29,38 +30,9 @@ from tilerec.ops.lookup import (
 )
 
 
-class _Call(ctypes.Structure):
-    """`tr_lookup` of native/lookup.h; pointers travel as numbers."""
-
-    _fields_ = [
-        ("features", ctypes.c_int64),
-        ("tables", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("means", ctypes.c_void_p),
-        ("table_count", ctypes.c_int64),
-        ("rows", ctypes.c_void_p),
-        ("dims", ctypes.c_void_p),
-        ("types", ctypes.c_void_p),
-        ("data", ctypes.c_void_p),
-        ("batch_count", ctypes.c_int64),
-        ("batches", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("index_type", ctypes.c_int64),
-        ("id_count", ctypes.c_int64),
-        ("offsets", ctypes.c_void_p),
-        ("offset_count", ctypes.c_int64),
-        ("sample_weights", ctypes.c_void_p),
-        ("numbers", ctypes.c_void_p),
-        ("number_type", ctypes.c_int64),
-        ("sample_grads", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("report", Report),
-    ]
-
-
 @dataclass(frozen=True)
 class _Layout:
-    """What stays the same from call to call; `head` are the first fields of `_Call`, addresses of `arrays`."""
+    """What stays the same from call to call; `head` are the first fields of `Lookup`, addresses of `arrays`."""
 
     head: tuple[int, ...]
     width: int
@@ -158,7 +130,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
             sample_weights = sample_weights.to(torch.float32).contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
-        call = _Call(
+        call = Lookup(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(),
             None if sample_weights is None else sample_weights.data_ptr(), out.data_ptr(), DTYPES[dtype], None,
@@ -187,7 +159,7 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         out = torch.empty((ids.shape[0], layout.dims[0]), dtype=dtype)
         ids, starts = ids.contiguous(), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
-        call = _Call(
+        call = Lookup(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
         )  # fmt: skip
@@ -216,7 +188,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         ids, offsets, grad = ids.contiguous(), _int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
-        call = _Call(
+        call = Lookup(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), None, grad.data_ptr(),
             DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),

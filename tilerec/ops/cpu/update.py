@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError, TilerecError
-from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, Report
+from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
+from tilerec.ops.cpu.records import Gradient, Report, Rows
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.update import (
     rule_apply_reference_,
@@ -70,46 +71,20 @@ def _sums(rule: str, phase: int) -> int:
     return 2 if rule in ("lamb", "lars_sgd") or (rule == "partial_rowwise_lamb" and phase == 1) else 1
 
 
-class _Gradient(ctypes.Structure):
-    """`tr_gradient`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("grad", "ids", "offsets", "sample_weights")),
-        *((name, ctypes.c_int64) for name in ("grad_count", "ids_count", "offsets_count", "features")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tables", "starts", "bags", "grad_starts", "grad_strides", "means")
-        ),
-        ("grad_type", ctypes.c_int32),
-        ("index_type", ctypes.c_int32),
-    ]
-
-
-class _Rows(ctypes.Structure):
-    """`tr_rows`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weights", "slots", "rows", "dims", "types")),
-        *((name, ctypes.c_void_p) for name in ("steps", "seeds", "row_offsets", "column_offsets", "hyper")),
-        *((name, ctypes.c_int64) for name in ("tables", "slots_per_table", "hypers")),
-        ("rule", ctypes.c_int32),
-    ]
-
-
 def _describe(
     grad: Tensor,
     ids: Tensor,
     offsets: Tensor | None,
     sample_weights: Tensor | None,
     *per_feature: Sequence[int],
-) -> tuple[_Gradient, array[int]]:
+) -> tuple[Gradient, array[int]]:
     """The record as the library reads it, and the memory behind its lists."""
     features = len(per_feature[0])
     # One list, one array: `array.extend` takes three times as long.
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
     assert len(numbers) == 6 * features, "the per-feature lists of a gradient record are equally long"
     at = numbers.buffer_info()[0]
-    record = _Gradient(
+    record = Gradient(
         grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr(),
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
@@ -124,7 +99,7 @@ def _describe_rows(
     rule: str,
     hyper: Sequence[float],
     *per_table: Sequence[int],
-) -> tuple[_Rows, object]:
+) -> tuple[Rows, object]:
     """The tables as the library reads them, and the memory behind its lists. `per_table`: steps, seeds, two offsets."""
     known = _RULES.get(rule)
     if known is None:
@@ -154,7 +129,7 @@ def _describe_rows(
     at = numbers.buffer_info()[0]
     # Behind the slots: rows, dims, steps, seeds (two per table), row offsets, column offsets.
     tables_at = at + 8 * (count + len(slots))
-    described = _Rows(
+    described = Rows(
         at, at + 8 * count, tables_at, tables_at + 8 * count, types.buffer_info()[0], tables_at + 16 * count,
         tables_at + 24 * count, tables_at + 40 * count, tables_at + 48 * count, doubles.buffer_info()[0],
         count, len(kinds), len(doubles), known.number,

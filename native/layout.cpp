@@ -1,0 +1,101 @@
+// Where the fields of the interface's structs lie, as text (tilerec/ops/cpu/records.py makes the same of its records).
+#include <cstddef>
+#include <string>
+
+#include "lookup.h"
+#include "update.h"
+
+namespace {
+
+// "status 0+8 feature 8+8": place and size in bytes.
+class Fields {
+ public:
+  Fields(std::string& text, const char* name, size_t size) : text_(text) {
+    if (!text.empty()) text += '\n';
+    text.append(name).append(" ").append(std::to_string(size)).append(":");
+  }
+  void add(const char* field, size_t place, size_t size) {
+    text_.append(" ").append(field).append(" ").append(std::to_string(place)).append("+").append(std::to_string(size));
+  }
+
+ private:
+  std::string& text_;
+};
+
+#define TR_STRUCT(type) Fields type##_fields(text, #type, sizeof(type))
+#define TR_FIELD(type, field) type##_fields.add(#field, offsetof(type, field), sizeof(type::field))
+
+std::string describe() {
+  std::string text;
+  TR_STRUCT(tr_report);
+  TR_FIELD(tr_report, status);
+  TR_FIELD(tr_report, feature);
+  TR_FIELD(tr_report, position);
+  TR_FIELD(tr_report, value);
+
+  TR_STRUCT(tr_lookup);
+  TR_FIELD(tr_lookup, features);
+  TR_FIELD(tr_lookup, tables);
+  TR_FIELD(tr_lookup, keys);
+  TR_FIELD(tr_lookup, means);
+  TR_FIELD(tr_lookup, table_count);
+  TR_FIELD(tr_lookup, rows);
+  TR_FIELD(tr_lookup, dims);
+  TR_FIELD(tr_lookup, types);
+  TR_FIELD(tr_lookup, data);
+  TR_FIELD(tr_lookup, batch_count);
+  TR_FIELD(tr_lookup, batches);
+  TR_FIELD(tr_lookup, ids);
+  TR_FIELD(tr_lookup, index_type);
+  TR_FIELD(tr_lookup, id_count);
+  TR_FIELD(tr_lookup, offsets);
+  TR_FIELD(tr_lookup, offset_count);
+  TR_FIELD(tr_lookup, sample_weights);
+  TR_FIELD(tr_lookup, numbers);
+  TR_FIELD(tr_lookup, number_type);
+  TR_FIELD(tr_lookup, sample_grads);
+  TR_FIELD(tr_lookup, threads);
+  TR_FIELD(tr_lookup, report);
+
+  TR_STRUCT(tr_gradient);
+  TR_FIELD(tr_gradient, grad);
+  TR_FIELD(tr_gradient, ids);
+  TR_FIELD(tr_gradient, offsets);
+  TR_FIELD(tr_gradient, sample_weights);
+  TR_FIELD(tr_gradient, grad_count);
+  TR_FIELD(tr_gradient, ids_count);
+  TR_FIELD(tr_gradient, offsets_count);
+  TR_FIELD(tr_gradient, features);
+  TR_FIELD(tr_gradient, tables);
+  TR_FIELD(tr_gradient, starts);
+  TR_FIELD(tr_gradient, bags);
+  TR_FIELD(tr_gradient, grad_starts);
+  TR_FIELD(tr_gradient, grad_strides);
+  TR_FIELD(tr_gradient, means);
+  TR_FIELD(tr_gradient, grad_type);
+  TR_FIELD(tr_gradient, index_type);
+
+  TR_STRUCT(tr_rows);
+  TR_FIELD(tr_rows, weights);
+  TR_FIELD(tr_rows, slots);
+  TR_FIELD(tr_rows, rows);
+  TR_FIELD(tr_rows, dims);
+  TR_FIELD(tr_rows, types);
+  TR_FIELD(tr_rows, steps);
+  TR_FIELD(tr_rows, seeds);
+  TR_FIELD(tr_rows, row_offsets);
+  TR_FIELD(tr_rows, column_offsets);
+  TR_FIELD(tr_rows, hyper);
+  TR_FIELD(tr_rows, tables);
+  TR_FIELD(tr_rows, slots_per_table);
+  TR_FIELD(tr_rows, hypers);
+  TR_FIELD(tr_rows, rule);
+  return text;
+}
+
+}  // namespace
+
+TR_API const char* tr_layout(void) {
+  static const std::string text = describe();
+  return text.c_str();
+}

@@ -1,0 +1,93 @@
+"""The records that cross into the native library: the structs of `native/*.h`, field for field.
+
+`layout()` is their places in memory as text. The library gives the same text of its own structs (`tr_layout`), and one
+that says anything else was built from other sources: it would read these records wrongly, so it is refused.
+
+Example: `Report` reads "tr_report 32: status 0+8 feature 8+8 position 16+8 value 24+8" (bytes: size, then place+size).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_P, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class Report(ctypes.Structure):
+    """`tr_report`: what a function found wrong; `status` 0 is nothing."""
+
+    _fields_ = [("status", _I64), ("feature", _I64), ("position", _I64), ("value", _I64)]
+
+
+class Lookup(ctypes.Structure):
+    """`tr_lookup` of native/lookup.h; pointers travel as numbers."""
+
+    _fields_ = [
+        ("features", _I64),
+        ("tables", _P),
+        ("keys", _P),
+        ("means", _P),
+        ("table_count", _I64),
+        ("rows", _P),
+        ("dims", _P),
+        ("types", _P),
+        ("data", _P),
+        ("batch_count", _I64),
+        ("batches", _P),
+        ("ids", _P),
+        ("index_type", _I64),
+        ("id_count", _I64),
+        ("offsets", _P),
+        ("offset_count", _I64),
+        ("sample_weights", _P),
+        ("numbers", _P),
+        ("number_type", _I64),
+        ("sample_grads", _P),
+        ("threads", _I64),
+        ("report", Report),
+    ]
+
+
+class Gradient(ctypes.Structure):
+    """`tr_gradient` of native/update.h."""
+
+    _fields_ = [
+        *((name, _P) for name in ("grad", "ids", "offsets", "sample_weights")),
+        *((name, _I64) for name in ("grad_count", "ids_count", "offsets_count", "features")),
+        *((name, _P) for name in ("tables", "starts", "bags", "grad_starts", "grad_strides", "means")),
+        ("grad_type", _I32),
+        ("index_type", _I32),
+    ]
+
+
+class Rows(ctypes.Structure):
+    """`tr_rows` of native/update.h."""
+
+    _fields_ = [
+        *((name, _P) for name in ("weights", "slots", "rows", "dims", "types")),
+        *((name, _P) for name in ("steps", "seeds", "row_offsets", "column_offsets", "hyper")),
+        *((name, _I64) for name in ("tables", "slots_per_table", "hypers")),
+        ("rule", _I32),
+    ]
+
+
+RECORDS: dict[str, type[ctypes.Structure]] = {
+    "tr_report": Report,
+    "tr_lookup": Lookup,
+    "tr_gradient": Gradient,
+    "tr_rows": Rows,
+}
+"""The records by their names in C."""
+
+
+def layout() -> str:
+    """One line per record: its size, and place and size of its fields, in bytes."""
+    lines = []
+    for name, record in RECORDS.items():
+        places = [getattr(record, field[0]) for field in record._fields_]
+        fields = [
+            f"{field[0]} {place.offset}+{place.size}"
+            for field, place in zip(record._fields_, places, strict=True)
+        ]
+        lines.append(f"{name} {ctypes.sizeof(record)}: {' '.join(fields)}")
+    return "\n".join(lines)
