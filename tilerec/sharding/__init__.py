@@ -1,0 +1,1 @@
+"""Tables cut in tiles, and the runtime that reads and updates them on many ranks."""

@@ -1,0 +1,446 @@
+"""Who holds what of which table: a plan, its file and its print.
+
+Nouns
+  kind        `ShardingType`: the word for how a table is cut; a description, the tiling is what counts
+  kernel      `EmbeddingComputeKernel`: `fused` where the table's optimizer is attached and updates in the backward
+              pass, `dense` where it is not and gradients go to `.grad`
+  wire        the number format in which rows and gradients travel
+  sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
+  plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
+
+A plan written by hand names kind and ranks only; `tilerec.sharding.strategies.complete` fills in tilings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, unique
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tilerec.errors import ConfigError
+from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.spec.table import DataType, data_type_to_dtype
+from tilerec.spec.tile import Rectangle, Tiling
+
+VERSION = 1
+
+
+@unique
+class ShardingType(str, Enum):
+    """How a table is cut."""
+
+    DATA_PARALLEL = "data_parallel"  # a copy on every rank
+    TABLE_WISE = "table_wise"  # whole, on one rank
+    COLUMN_WISE = "column_wise"  # blocks of columns on several ranks
+    ROW_WISE = "row_wise"  # ranges of rows on several ranks, by default all
+    TABLE_ROW_WISE = "table_row_wise"  # ranges of rows on the ranks of one host
+    TABLE_COLUMN_WISE = "table_column_wise"  # blocks of columns on the ranks of one host
+    GRID_SHARD = "grid_shard"  # blocks of columns on hosts, ranges of each block's rows on the host's ranks
+    EXPLICIT = "explicit"  # any tiling, written out
+
+
+@unique
+class EmbeddingComputeKernel(str, Enum):
+    """How a table is kept and updated. `DENSE` and `FUSED` are in use; the others are understood and warned about."""
+
+    DENSE = "dense"
+    FUSED = "fused"
+    FUSED_UVM = "fused_uvm"
+    FUSED_UVM_CACHING = "fused_uvm_caching"
+    QUANT = "quant"
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+    KEY_VALUE = "key_value"
+    CUSTOMIZED_KERNEL = "customized_kernel"
+    SSD_VIRTUAL_TABLE = "ssd_virtual_table"
+    DRAM_VIRTUAL_TABLE = "dram_virtual_table"
+    DRAM_SSD_VIRTUAL_TABLE = "dram_ssd_virtual_table"
+    FUSED_TRITON = "fused_triton"
+
+
+KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED)
+CODECS = ("fp32", "fp16", "bf16", "int8")
+_E = TypeVar("_E", bound=Enum)
+
+
+def to_enum(kind: type[_E], value: object, what: str) -> _E:
+    """A member of a string-valued enum, given it or its value (`"row_wise"`, `"ROW_WISE"`)."""
+    if isinstance(value, kind):
+        return value
+    words = {member.value: member for member in kind}
+    # Another library's enum of the same values is understood: its members are (or hold) the same strings.
+    word = getattr(value, "value", value)
+    if isinstance(word, str) and word.lower() in words:
+        return words[word.lower()]
+    raise ConfigError(f"{what} got {value!r}, wanted a {kind.__name__} or one of {list(words)}.")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Number formats on the wire: `forward` for rows, `backward` for their gradients.
+
+    One of "fp32" (as the sums are: exact), "fp16", "bf16", "int8" (with one scale per row).
+    """
+
+    forward: str = "fp32"
+    backward: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            if getattr(self, name) not in CODECS:
+                raise ConfigError(f"Wire: {name} is {getattr(self, name)!r}; use one of {list(CODECS)}.")
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """One table's part of a plan.
+
+    Args:
+        sharding_type: a `ShardingType` or its value.
+        compute_kernel: an `EmbeddingComputeKernel` or its value.
+        ranks: those that take part, in the order of their pieces; read off the tiling unless given.
+        sharding_spec: of `torch.distributed`, with `shards` that have offsets, sizes and placements; read into
+            the tiling and not kept up to date.
+        tiling: where every cell lives; what counts. None until a strategy fills it in from kind and ranks.
+        wire: number formats in which its rows travel.
+        data_type: of the table, for counting bytes; unknown if None.
+
+    Raises:
+        ConfigError: an unknown word, or a tiling on ranks that `ranks` does not name.
+    """
+
+    sharding_type: ShardingType | str
+    compute_kernel: EmbeddingComputeKernel | str = EmbeddingComputeKernel.FUSED
+    ranks: Sequence[int] | None = None
+    sharding_spec: Any = field(default=None, compare=False, repr=False)
+    tiling: Tiling | None = field(default=None, kw_only=True)
+    wire: Wire = field(default_factory=Wire, kw_only=True)
+    data_type: DataType | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        fill("sharding_type", to_enum(ShardingType, self.sharding_type, "ParameterSharding: sharding_type"))
+        kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, "ParameterSharding: compute_kernel")
+        fill("compute_kernel", kernel)
+        if kernel not in KERNELS_IN_USE:
+            warnings.warn(
+                f"ParameterSharding: compute_kernel {kernel.value!r} is kept in the plan but has no effect; the "
+                "table lies in the memory of its rank's device and is updated as its optimizer says.",
+                stacklevel=3,
+            )
+        if self.tiling is None and self.sharding_spec is not None:
+            fill("tiling", _read_spec(self.sharding_spec))
+        if self.ranks is not None:
+            fill("ranks", text_to_ranks(list(self.ranks), "ParameterSharding: ranks"))
+        elif self.tiling is not None:
+            fill("ranks", self.tiling.ranks())
+        if self.tiling is not None and self.ranks is not None:
+            stray = sorted(set(self.tiling.ranks()) - set(self.ranks))
+            if stray:
+                raise ConfigError(
+                    f"ParameterSharding: the tiling lies on ranks {ranks_to_text(stray)}, which ranks="
+                    f"{ranks_to_text(self.ranks)!r} does not name; correct one of them, or leave out the tiling to "
+                    "have it made from sharding_type and ranks."
+                )
+
+    @property
+    def kind(self) -> ShardingType:
+        """`sharding_type`, as it is stored."""
+        assert isinstance(self.sharding_type, ShardingType)
+        return self.sharding_type
+
+    @property
+    def kernel(self) -> EmbeddingComputeKernel:
+        """`compute_kernel`, as it is stored."""
+        assert isinstance(self.compute_kernel, EmbeddingComputeKernel)
+        return self.compute_kernel
+
+    @property
+    def element_bytes(self) -> int | None:
+        """Bytes per cell, if the data type is known."""
+        return None if self.data_type is None else data_type_to_dtype(self.data_type).itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values; what is unknown or by default is left out."""
+        out: dict[str, Any] = {"sharding_type": self.kind.value, "compute_kernel": self.kernel.value}
+        if self.tiling is not None:
+            out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
+        if self.data_type is not None:
+            out["data_type"] = self.data_type.value
+        if self.ranks is not None:
+            out["ranks"] = ranks_to_text(self.ranks)
+        if self.tiling is not None:
+            out["tiling"] = self.tiling.to_json()
+        if self.wire != Wire():
+            out["wire"] = {"forward": self.wire.forward, "backward": self.wire.backward}
+        return out
+
+    @staticmethod
+    def from_json(name: str, data: Mapping[str, Any]) -> ParameterSharding:
+        """The inverse of `to_json`; only `sharding_type` must be there (`rows` and `dim` with `tiling`).
+
+        Args:
+            name: of the table, for messages.
+        """
+        known = {
+            "sharding_type",
+            "compute_kernel",
+            "rows",
+            "dim",
+            "data_type",
+            "ranks",
+            "tiling",
+            "wire",
+        }
+        unknown = sorted(set(data) - known)
+        if unknown or "sharding_type" not in data:
+            raise ConfigError(
+                f"Table '{name}': "
+                + (f"unknown fields {unknown}" if unknown else "sharding_type is missing")
+                + f" in the plan; known are {sorted(known)}."
+            )
+        tiling = None
+        if "tiling" in data:
+            if not {"rows", "dim"} <= set(data):
+                raise ConfigError(f"Table '{name}': its tiling in the plan needs rows and dim beside it.")
+            tiling = Tiling.from_json(name, data["rows"], data["dim"], data["tiling"])
+        try:
+            wire = Wire(**data.get("wire", {}))
+            data_type = DataType(data["data_type"]) if "data_type" in data else None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Table '{name}': {error}") from error
+        return ParameterSharding(
+            data["sharding_type"],
+            data.get("compute_kernel", EmbeddingComputeKernel.FUSED),
+            text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None,
+            tiling=tiling,
+            wire=wire,
+            data_type=data_type,
+        )
+
+
+class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+    """Table -> sharding, for one embedding module."""
+
+    def __str__(self) -> str:
+        return str(ShardingPlan({"": self}))
+
+
+class Held(NamedTuple):
+    """What a rank holds of one table; `bytes` is None where the data type is unknown."""
+
+    module: str
+    table: str
+    rectangles: tuple[Rectangle, ...]
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Path of an embedding module -> its tables' shardings.
+
+    Args:
+        plan: by the module's path in the model (`""` for the model itself), as `named_modules` gives it.
+        world_size: the world it is for; None if whoever wrote it did not say.
+        hosts: each host's ranks, likewise; `Topology.hosts`.
+    """
+
+    plan: Mapping[str, EmbeddingModuleShardingPlan]
+    world_size: int | None = None
+    hosts: Sequence[Sequence[int]] | None = None
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ConfigError(
+                f"ShardingPlan: version {self.version!r} is not {VERSION}, the one this release reads; plan again."
+            )
+        modules = {path: EmbeddingModuleShardingPlan(tables) for path, tables in self.plan.items()}
+        object.__setattr__(self, "plan", modules)
+        if self.hosts is not None:
+            hosts = tuple(text_to_ranks(list(host), "ShardingPlan: hosts") for host in self.hosts)
+            object.__setattr__(self, "hosts", hosts)
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """The part of a module, or None."""
+        return self.plan.get(module_path)
+
+    def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
+        """(module path, table, sharding) of every table, in the plan's order."""
+        return (
+            (path, table, sharding) for path, part in self.plan.items() for table, sharding in part.items()
+        )
+
+    def held_by(self, rank: int) -> tuple[Held, ...]:
+        """What a rank holds, in the plan's order; tables that it holds nothing of are left out."""
+        held: list[Held] = []
+        for path, table, sharding in self.tables():
+            rectangles = _tiling(path, table, sharding).tiles_of(rank)
+            if rectangles:
+                size = sharding.element_bytes
+                cells = sum(r.cells for r in rectangles)
+                held.append(Held(path, table, rectangles, None if size is None else cells * size))
+        return tuple(held)
+
+    def check(self, tables: Mapping[str, Mapping[str, tuple[int, int]]], world_size: int) -> None:
+        """Refuse a plan that is not for this model in this world.
+
+        Args:
+            tables: the model's: path of a module -> table -> (rows, dim).
+            world_size: number of ranks.
+
+        Raises:
+            ConfigError: it is for another world size; it forgets a module or a table; it names one that the model
+                lacks; a table has other sizes; a tiling is missing or names a rank that the world does not have.
+        """
+        if self.world_size is not None and self.world_size != world_size:
+            raise ConfigError(
+                f"ShardingPlan: it was made for {self.world_size} ranks, this world has {world_size}; plan again "
+                f"with Topology(world_size={world_size}), or start {self.world_size} ranks."
+            )
+        for path, sizes in tables.items():
+            part = self.plan.get(path)
+            if part is None and sizes:
+                raise ConfigError(
+                    f"ShardingPlan: module '{path}' of the model is not in it; it has {_some(self.plan)}. Plan again, "
+                    "or add the module."
+                )
+            for table in sizes:
+                if part is not None and table not in part:
+                    raise ConfigError(
+                        f"ShardingPlan: table '{table}' of module '{path}' is not in it; it has {_some(part)}. Plan "
+                        "again, or add the table."
+                    )
+        for path, table, sharding in self.tables():
+            if path not in tables:
+                raise ConfigError(
+                    f"ShardingPlan: module '{path}' is not in the model, whose embedding modules are "
+                    f"{_some(tables)}; this plan is for another model, or the module has moved."
+                )
+            size = tables[path].get(table)
+            if size is None:
+                raise ConfigError(
+                    f"ShardingPlan: table '{table}' is not in module '{path}', which has {_some(tables[path])}; this "
+                    "plan is for another model, or the table has another name now."
+                )
+            tiling = _tiling(path, table, sharding)
+            if (tiling.rows, tiling.dim) != tuple(size):
+                raise ConfigError(
+                    f"ShardingPlan: table '{table}' of module '{path}' is planned with {tiling.rows} x {tiling.dim} "
+                    f"cells and has {size[0]} x {size[1]}; plan again."
+                )
+            tiling.check(table, world_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values."""
+        out: dict[str, Any] = {"version": self.version}
+        if self.world_size is not None:
+            out["world_size"] = self.world_size
+        if self.hosts is not None:
+            out["hosts"] = [ranks_to_text(host) for host in self.hosts]
+        out["plan"] = {path: {t: s.to_json() for t, s in part.items()} for path, part in self.plan.items()}
+        return out
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ShardingPlan:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: it is no plan, or one of another version.
+        """
+        known = {"version", "world_size", "hosts", "plan"}
+        if not isinstance(data, Mapping) or not {"plan"} <= set(data) <= known:
+            raise ConfigError(
+                f"ShardingPlan JSON: wanted an object with plan and, if known, {sorted(known)}."
+            )
+        hosts = data.get("hosts")
+        return ShardingPlan(
+            {
+                path: EmbeddingModuleShardingPlan(
+                    {table: ParameterSharding.from_json(table, item) for table, item in part.items()}
+                )
+                for path, part in data["plan"].items()
+            },
+            data.get("world_size"),
+            None if hosts is None else [text_to_ranks(host, "ShardingPlan JSON: hosts") for host in hosts],
+            data.get("version", VERSION),
+        )
+
+    def dumps(self) -> str:
+        """The plan as JSON text, one line per table: made to be read, edited and compared line by line."""
+        data = self.to_json()
+        lines = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "plan"]
+        modules = [
+            f"  {json.dumps(path)}: {{\n"
+            + ",\n".join(f"   {json.dumps(t)}: {json.dumps(item)}" for t, item in part.items())
+            + "\n  }"
+            for path, part in data["plan"].items()
+        ]
+        return "\n".join(["{", *lines, ' "plan": {', ",\n".join(modules), " }", "}", ""])
+
+    def save(self, path: str | Path) -> None:
+        """Write `dumps()` to a file."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> ShardingPlan:
+        """Read a file that `save` or a person wrote."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"ShardingPlan: {path} is not JSON: {error}.") from error
+        return ShardingPlan.from_json(data)
+
+    def fingerprint(self) -> int:
+        """63 bits that are the same on every rank exactly when the plans are (up to chance)."""
+        return int.from_bytes(hashlib.sha256(self.dumps().encode()).digest()[:8], "big") >> 1
+
+    def replaced(self, module_path: str, table: str, sharding: ParameterSharding) -> ShardingPlan:
+        """This plan with another sharding of one table."""
+        part = EmbeddingModuleShardingPlan({**self.plan[module_path], table: sharding})
+        return replace(self, plan={**self.plan, module_path: part})
+
+
+def _tiling(path: str, table: str, sharding: ParameterSharding) -> Tiling:
+    if sharding.tiling is None:
+        raise ConfigError(
+            f"ShardingPlan: table '{table}' of module '{path}' says {sharding.kind.value} but not yet where its cells "
+            "live; complete the plan (tilerec.sharding.strategies.complete), or give a tiling."
+        )
+    return sharding.tiling
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"{listed[:most]}{more}"
+
+
+def _read_spec(spec: Any) -> Tiling:
+    """A tiling from an enumerable sharding spec of `torch.distributed`: shards with offsets, sizes, placements."""
+    tiles: list[tuple[int, int, int, int, int]] = []
+    for shard in spec.shards:
+        (r0, c0), (rows, width) = shard.shard_offsets, shard.shard_sizes
+        placement = shard.placement
+        rank = placement.rank() if hasattr(placement, "rank") else _rank_of(str(placement))
+        tiles.append((r0, r0 + rows, c0, c0 + width, rank))
+    if not tiles:
+        raise ConfigError("ParameterSharding: sharding_spec has no shards; leave it out, or give tiling=.")
+    rows, dim = max(tile[1] for tile in tiles), max(tile[3] for tile in tiles)
+    return Tiling.of("of a sharding_spec", rows, dim, tiles)
+
+
+def _rank_of(placement: str) -> int:
+    word = placement.split("/")[0].removeprefix("rank:")
+    if not word.isdecimal():
+        raise ConfigError(
+            f"ParameterSharding: placement {placement!r} names no rank; wanted 'rank:0/cuda:0'."
+        )
+    return int(word)

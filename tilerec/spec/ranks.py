@@ -1,0 +1,93 @@
+"""Ranks as text: `"0-7, 12"`. Plans and topologies are read and edited by people; a thousand ranks fit on a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tilerec.errors import ConfigError
+
+
+def _run(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def ranks_to_text(ranks: Iterable[int]) -> str:
+    """Ranks in the given order, runs of successors joined: `(0, 1, 2, 5, 4)` -> `"0-2,5,4"`."""
+    parts: list[str] = []
+    first = last = -2
+    for rank in ranks:
+        if rank == last + 1 and first >= 0:
+            last = rank
+            continue
+        if first >= 0:
+            parts.append(_run(first, last))
+        first = last = rank
+    if first >= 0:
+        parts.append(_run(first, last))
+    return ",".join(parts)
+
+
+def text_to_ranks(text: object, what: str) -> tuple[int, ...]:
+    """`"0-2,5,4"`, `[0, 1, 2, 5, 4]` and `3` -> a tuple of ranks.
+
+    Args:
+        what: begins the message of an error.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return (text,)
+    if isinstance(text, (list, tuple)) and all(
+        isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in text
+    ):
+        return tuple(text)
+    ranks: list[int] = []
+    if isinstance(text, str):
+        for part in text.split(",") if text.strip() else ():
+            low, dash, high = (word.strip() for word in part.partition("-"))
+            last = high if dash else low
+            if not (low.isdecimal() and last.isdecimal()) or int(last) < int(low):
+                break
+            ranks.extend(range(int(low), int(last) + 1))
+        else:
+            return tuple(ranks)
+    raise ConfigError(f'{what} got {text!r}, wanted ranks such as "0-7,12" or [0, 1, 2].')
+
+
+def owners_to_text(owners: Sequence[tuple[int, ...]]) -> str:
+    """Owners of successive row ranges, replicas in braces: `((0,), (1,), (2, 6))` -> `"0-1,{2,6}"`."""
+    parts: list[str] = []
+    run: list[int] = []
+    for replicas in owners:
+        if len(replicas) == 1:
+            run.append(replicas[0])
+            continue
+        if run:
+            parts.append(ranks_to_text(run))
+            run = []
+        parts.append("{" + ranks_to_text(replicas) + "}")
+    if run:
+        parts.append(ranks_to_text(run))
+    return ",".join(parts)
+
+
+def text_to_owners(text: object, what: str) -> tuple[tuple[int, ...], ...]:
+    """The inverse of `owners_to_text`; a list of ranks, or of lists of replicas, is taken too."""
+    if isinstance(text, (list, tuple)):
+        return tuple(text_to_ranks(item, what) for item in text)
+    if not isinstance(text, str):
+        return tuple((rank,) for rank in text_to_ranks(text, what))
+    owners: list[tuple[int, ...]] = []
+    rest = text
+    while rest:
+        before, brace, after = rest.partition("{")
+        single = before.strip().strip(",")
+        owners += [(rank,) for rank in text_to_ranks(single, what)] if single else []
+        if not brace:
+            break
+        replicas, closed, rest = after.partition("}")
+        if not closed:
+            raise ConfigError(f"{what} got {text!r}, in which a brace is not closed.")
+        owners.append(text_to_ranks(replicas, what))
+    return tuple(owners)

@@ -1,0 +1,322 @@
+"""Where the cells of a table live.
+
+Nouns
+  rectangle  rows [r0, r1) x columns [c0, c1) of a table of `rows` x `dim` cells
+  tile       a rectangle and its owners: the ranks that hold a copy of it (replicas), ascending, at least one
+  block      columns [c0, c1) over all rows: row cuts 0 = cuts[0] < cuts[1] < … < cuts[k] = rows, and the owners of
+             each of the k row ranges
+  tiling     columns first, rows within: blocks from left to right that cover the table exactly once
+
+    tile (b, i)  =  rows [blocks[b].cuts[i], blocks[b].cuts[i + 1])  x  columns [blocks[b].c0, blocks[b].c1)
+
+A tiling is canonical: row ranges are non-empty, neighbours within a block differ in their owners, neighbouring blocks
+differ in their cuts or owners. So two tilings place every cell alike exactly when they are equal.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from tilerec.errors import ConfigError
+from tilerec.spec.ranks import owners_to_text, ranks_to_text, text_to_owners
+
+
+class Rectangle(NamedTuple):
+    """Rows [r0, r1) x columns [c0, c1)."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    @property
+    def rows(self) -> int:
+        return self.r1 - self.r0
+
+    @property
+    def width(self) -> int:
+        return self.c1 - self.c0
+
+    @property
+    def cells(self) -> int:
+        return (self.r1 - self.r0) * (self.c1 - self.c0)
+
+    def __str__(self) -> str:
+        return f"rows [{self.r0}, {self.r1}) x columns [{self.c0}, {self.c1})"
+
+
+class Tile(NamedTuple):
+    """A rectangle and the ranks that hold it, ascending; more than one rank means replicas."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    owners: tuple[int, ...]
+
+    @property
+    def rectangle(self) -> Rectangle:
+        return Rectangle(self.r0, self.r1, self.c0, self.c1)
+
+    def __str__(self) -> str:
+        return f"{self.rectangle} on rank{'s' * (len(self.owners) > 1)} {ranks_to_text(self.owners)}"
+
+
+class Block(NamedTuple):
+    """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]) and lies on owners[i] (replicas, ascending)."""
+
+    c0: int
+    c1: int
+    cuts: tuple[int, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+
+def ceil_chunks(rows: int, parts: int) -> tuple[int, ...]:
+    """Cuts of `rows` in at most `parts` ranges of ceil(rows / parts) rows, the last one shorter; none is empty.
+
+    As `torch.chunk` cuts: 7 rows in 4 parts are 2, 2, 2, 1 -> (0, 2, 4, 6, 7); 5 in 4 are 2, 2, 1 -> (0, 2, 4, 5).
+    """
+    size = -(-rows // parts)
+    return (*range(0, rows, size), rows)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A cover of a `rows` x `dim` table. Make one from any cover with `Tiling.of`, or with a sharding strategy."""
+
+    rows: int
+    dim: int
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        # Callers' covers come through `of`, which explains what is wrong; this guards our own strategies.
+        assert self.rows > 0
+        assert self.dim > 0
+        edge = 0
+        before: Block | None = None
+        for block in self.blocks:
+            c0, c1, cuts, owners = block
+            assert c0 == edge < c1, "blocks are contiguous"
+            assert cuts[0] == 0 and cuts[-1] == self.rows and len(cuts) == len(owners) + 1  # noqa: PT018
+            assert all(a < b for a, b in pairwise(cuts)), "row ranges ascend and are not empty"
+            assert all(a != b for a, b in pairwise(owners)), "neighbours differ in owners"
+            assert before is None or before[2:] != block[2:], "neighbouring blocks differ"
+            before, edge = block, c1
+        assert edge == self.dim, "blocks reach the last column"
+
+    @staticmethod
+    def of(name: str, rows: int, dim: int, tiles: Iterable[Sequence[Any]]) -> Tiling:
+        """The canonical tiling of any cover: refined at the union of its column cuts, same-owner neighbours merged.
+
+        Args:
+            name: of the table, for messages.
+            tiles: `Tile`s or `(r0, r1, c0, c1, owners)`, in any order; `owners` is a rank or several. Empty row
+                ranges (r0 == r1) are dropped.
+
+        Raises:
+            ConfigError: a cell has no owner or two tiles hold it, a tile leaves the table, has no columns or no
+                owners.
+
+        A table of 4 rows and 8 columns: `[(0, 4, 0, 2, 0), (0, 4, 2, 4, 0), (0, 3, 4, 8, 1), (3, 4, 4, 8, 0)]` has
+        blocks `(0, 4, (0, 4), ((0,),))` and `(4, 8, (0, 3, 4), ((1,), (0,)))`.
+        """
+        if rows < 1 or dim < 1:
+            raise ConfigError(f"Table '{name}': {rows} x {dim} has no cells; rows and dim are at least 1.")
+        cover = [tile for tile in (_read_tile(name, rows, dim, item) for item in tiles) if tile.r0 < tile.r1]
+        edges = sorted({0, dim, *(t.c0 for t in cover), *(t.c1 for t in cover)})
+        columns: list[list[Tile]] = [[] for _ in edges[1:]]
+        for tile in cover:
+            for b in range(bisect_right(edges, tile.c0) - 1, bisect_right(edges, tile.c1) - 1):
+                columns[b].append(tile)
+        blocks: list[Block] = []
+        for (c0, c1), inside in zip(pairwise(edges), columns, strict=True):
+            cuts, owners = _stack(name, rows, c0, c1, inside)
+            if blocks and (blocks[-1].cuts, blocks[-1].owners) == (cuts, owners):
+                blocks[-1] = blocks[-1]._replace(c1=c1)
+            else:
+                blocks.append(Block(c0, c1, cuts, owners))
+        return Tiling(rows, dim, tuple(blocks))
+
+    def tiles(self) -> tuple[Tile, ...]:
+        """Every tile, in column-then-row order."""
+        return tuple(
+            Tile(r0, r1, block.c0, block.c1, owners)
+            for block in self.blocks
+            for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True)
+        )
+
+    def tiles_of(self, rank: int) -> tuple[Rectangle, ...]:
+        """What a rank holds, in column-then-row order: the rectangles of `<table>.weight`, `<table>.weight.1`, ….
+
+        Neighbours merge: first along rows within a block, then equal row ranges of neighbouring blocks. Empty for a
+        rank that holds nothing.
+        """
+        return self._held.get(rank, ())
+
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold something, ascending."""
+        return self._ranks
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({r for block in self.blocks for owners in block.owners for r in owners}))
+
+    @property
+    def cells(self) -> int:
+        """`rows * dim`."""
+        return self.rows * self.dim
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether any tile lies on several ranks."""
+        return any(len(owners) > 1 for block in self.blocks for owners in block.owners)
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[Rectangle, ...]]:
+        held: dict[int, list[Rectangle]] = {}
+        # Per rank, rectangles that end at the current block's left edge, by row range: what may grow to the right.
+        growing: dict[int, dict[tuple[int, int], int]] = {}
+        for block in self.blocks:
+            runs: dict[int, list[list[int]]] = {}
+            for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
+                for rank in owners:
+                    mine = runs.setdefault(rank, [])
+                    if mine and mine[-1][1] == r0:
+                        mine[-1][1] = r1
+                    else:
+                        mine.append([r0, r1])
+            grown: dict[int, dict[tuple[int, int], int]] = {}
+            for rank, mine in runs.items():
+                rectangles = held.setdefault(rank, [])
+                for r0, r1 in mine:
+                    at = growing.get(rank, {}).get((r0, r1))
+                    if at is None:
+                        at = len(rectangles)
+                        rectangles.append(Rectangle(r0, r1, block.c0, block.c1))
+                    else:
+                        rectangles[at] = rectangles[at]._replace(c1=block.c1)
+                    grown.setdefault(rank, {})[(r0, r1)] = at
+            growing = grown
+        # A rectangle is appended at its left edge, in row order: the lists are in column-then-row order already.
+        return {rank: tuple(rectangles) for rank, rectangles in held.items()}
+
+    def check(self, name: str, world_size: int) -> None:
+        """Refuse ranks that a world of `world_size` does not have.
+
+        Raises:
+            ConfigError: names the first such tile.
+        """
+        if self.ranks()[-1] < world_size:
+            return
+        tile = next(t for t in self.tiles() if t.owners[-1] >= world_size)
+        raise ConfigError(
+            f"Table '{name}': {tile.rectangle} lies on rank {tile.owners[-1]}, but the world has ranks 0 to "
+            f"{world_size - 1}; start {tile.owners[-1] + 1} or more ranks, or plan for {world_size}."
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Blocks as JSON values; what goes without saying is left out (see `from_json`)."""
+        return [
+            {
+                **({} if (block.c0, block.c1) == (0, self.dim) else {"columns": [block.c0, block.c1]}),
+                **(
+                    {}
+                    if block.cuts == ceil_chunks(self.rows, len(block.owners))
+                    else {"rows": list(block.cuts)}
+                ),
+                "ranks": owners_to_text(block.owners),
+            }
+            for block in self.blocks
+        ]
+
+    @staticmethod
+    def from_json(name: str, rows: int, dim: int, blocks: Sequence[dict[str, Any]]) -> Tiling:
+        """A tiling from its blocks: `{"columns": [c0, c1], "rows": [0, …, rows], "ranks": "0-3,{4,5}"}`.
+
+        `ranks` names the owner of each row range, replicas in braces; a list does too. Without `columns` the block
+        is the whole width; without `rows` they are cut evenly (`ceil_chunks`).
+
+        Raises:
+            ConfigError: a block cannot be read, or the blocks are no cover.
+        """
+        tiles: list[tuple[int, int, int, int, tuple[int, ...]]] = []
+        for block in blocks:
+            if not isinstance(block, dict) or not {"ranks"} <= set(block) <= {"columns", "rows", "ranks"}:
+                raise ConfigError(
+                    f"Table '{name}': block {block!r} is not of the form "
+                    '{"columns": [0, 64], "rows": [0, 10, 20], "ranks": "0-1"}; only ranks must be there.'
+                )
+            owners = text_to_owners(block["ranks"], f"Table '{name}': ranks")
+            columns = block.get("columns", [0, dim])
+            cuts = block.get("rows", ceil_chunks(rows, max(1, len(owners))))
+            if len(columns) != 2 or len(cuts) != len(owners) + 1:
+                raise ConfigError(
+                    f"Table '{name}': block {block!r} has {len(owners)} owners for {len(cuts) - 1} row ranges "
+                    f"and {len(columns)} column edges; give 2 column edges and one more row cut than owners."
+                )
+            tiles += [
+                (r0, r1, columns[0], columns[1], who)
+                for (r0, r1), who in zip(pairwise(cuts), owners, strict=True)
+            ]
+        return Tiling.of(name, rows, dim, tiles)
+
+
+def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:
+    try:
+        r0, r1, c0, c1 = (int(edge) for edge in item[:4])
+        given = item[4]
+        owners = (given,) if isinstance(given, int) else tuple(given)
+        whole = len(item) == 5 and all(isinstance(r, int) and not isinstance(r, bool) for r in owners)
+    except (TypeError, ValueError, IndexError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"Table '{name}': {item!r} is no tile; wanted (r0, r1, c0, c1, owners).")
+    rectangle = Rectangle(r0, r1, c0, c1)
+    if not (0 <= r0 <= r1 <= rows and 0 <= c0 <= c1 <= dim):
+        raise ConfigError(
+            f"Table '{name}': {rectangle} is not inside the table's {rows} rows x {dim} columns."
+        )
+    if c0 == c1:
+        raise ConfigError(f"Table '{name}': {rectangle} has no columns; leave it out.")
+    if not owners or min(owners) < 0 or len(set(owners)) < len(owners):
+        raise ConfigError(
+            f"Table '{name}': {rectangle} has owners {list(owners)}; name one or more ranks from 0 up, each once."
+        )
+    return Tile(r0, r1, c0, c1, tuple(sorted(owners)))
+
+
+def _stack(
+    name: str, rows: int, c0: int, c1: int, tiles: list[Tile]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Cuts and owners of one column block whose tiles all span it; refuses holes and overlaps."""
+    cuts: list[int] = [0]
+    owners: list[tuple[int, ...]] = []
+    before: Tile | None = None
+    for tile in sorted(tiles):
+        if tile.r0 > cuts[-1]:
+            break
+        if tile.r0 < cuts[-1]:
+            assert before is not None
+            both = Rectangle(tile.r0, min(tile.r1, before.r1), c0, c1)
+            raise ConfigError(
+                f"Table '{name}': {both} belongs to two tiles, {before} and {tile}; cut one of them, or give one "
+                "tile both owners if they are replicas."
+            )
+        if owners and owners[-1] == tile.owners:
+            cuts[-1] = tile.r1
+        else:
+            cuts.append(tile.r1)
+            owners.append(tile.owners)
+        before = tile
+    if cuts[-1] < rows:
+        end = min((t.r0 for t in tiles if t.r0 > cuts[-1]), default=rows)
+        hole = Rectangle(cuts[-1], end, c0, c1)
+        raise ConfigError(
+            f"Table '{name}': {hole} belong to no rank; extend a tile over them, or add one with its owner."
+        )
+    return tuple(cuts), tuple(owners)

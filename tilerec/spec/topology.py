@@ -1,0 +1,254 @@
+"""The machines: which ranks share a host, how much memory a rank has, how fast bytes move.
+
+Nouns
+  rank        one process with one device; ranks are 0 … world_size - 1
+  host        the ranks that share a machine; hosts are numbered 0 … host_count - 1
+  local rank  a rank's position within its host
+  HBM, DDR    a device's own memory; host memory. Caps are bytes per rank
+  bandwidth   bytes per millisecond, per rank (memory) or per pair of ranks (links)
+
+A topology is what it was told: it never asks a device or a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from tilerec.errors import ConfigError
+from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+
+GIB = 2**30
+HBM_CAP = 32 * GIB
+DDR_CAP = 128 * GIB
+
+
+def gigabytes_per_second(figure: float) -> float:
+    """Bandwidth in this file's unit, bytes per millisecond, of a figure in GiB per second."""
+    return figure * GIB / 1000
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts, ranks, memory and links.
+
+    Args:
+        world_size: number of ranks.
+        compute_device: "cuda" or "cpu" (or another of torch's device types).
+        hbm_cap: device memory, bytes per rank; 32 GiB unless given, 0 on "cpu".
+        ddr_cap: host memory, bytes per rank; 128 GiB unless given.
+        ssd_cap: disk, bytes per rank; kept, not used.
+        local_world_size: ranks per host; the whole world on one host unless given. Must divide `world_size`;
+            hosts of different sizes are written as `hosts=`.
+        pod_size: ranks within reach of the fast links, where that is more than a host; kept, not used.
+        hbm_mem_bw, ddr_mem_bw, ssd_mem_bw, hbm_to_ddr_mem_bw: memory bandwidth, bytes per millisecond.
+        intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond.
+        hosts: for each host its ranks, in the order of their local ranks: `[[0, 1, 2], [3, 4]]`. Sizes may differ
+            and ranks need not be contiguous.
+
+    Raises:
+        ConfigError: sizes that do not fit together, a rank on two hosts or on none, a negative cap.
+
+    `Topology(16, local_world_size=8).hosts == ((0, …, 7), (8, …, 15))`.
+    """
+
+    world_size: int
+    compute_device: str = "cuda"
+    hbm_cap: int | None = None
+    ddr_cap: int | None = None
+    ssd_cap: int | None = None
+    local_world_size: int | None = None
+    pod_size: int | None = None
+    hbm_mem_bw: float = gigabytes_per_second(897)
+    ddr_mem_bw: float = gigabytes_per_second(51)
+    ssd_mem_bw: float = gigabytes_per_second(0.1)
+    hbm_to_ddr_mem_bw: float = gigabytes_per_second(32)
+    intra_host_bw: float = gigabytes_per_second(600)
+    inter_host_bw: float = gigabytes_per_second(12.5)
+    hosts: Sequence[Sequence[int]] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        if not _whole(self.world_size, 1):
+            raise ConfigError(
+                f"Topology: world_size is {self.world_size!r}; it must be a whole number from 1."
+            )
+        for name, default in (
+            ("hbm_cap", 0 if self.compute_device == "cpu" else HBM_CAP),
+            ("ddr_cap", DDR_CAP),
+            ("ssd_cap", None),
+        ):
+            cap = getattr(self, name)
+            if cap is None:
+                fill(name, default)
+            elif not _whole(cap, 0):
+                raise ConfigError(f"Topology: {name} is {cap!r}; it must be a whole number of bytes from 0.")
+        for name in _BANDWIDTHS:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(
+                    f"Topology: {name} is {value!r}; it must be above 0 (bytes per millisecond)."
+                )
+            fill(name, float(value))
+        for name, why in (
+            ("ssd_cap", "no rows are kept on disk"),
+            ("pod_size", "a host's links are the fast ones"),
+        ):
+            if getattr(self, name) is not None:
+                warnings.warn(f"Topology: {name} is kept but has no effect: {why}.", stacklevel=3)
+        if self.hosts is None:
+            fill("hosts", self._blocks())
+        else:
+            fill("hosts", _checked(self.hosts, self.world_size))
+        sizes = {len(host) for host in self.host_ranks}
+        if self.local_world_size is not None and sizes != {self.local_world_size}:
+            raise ConfigError(
+                f"Topology: local_world_size={self.local_world_size} and hosts of {sorted(sizes)} ranks differ; "
+                "give one of them."
+            )
+        # Hosts of one size have a local world size, whichever of the two was given.
+        fill("local_world_size", sizes.pop() if len(sizes) == 1 else None)
+
+    def _blocks(self) -> tuple[tuple[int, ...], ...]:
+        size = self.world_size if self.local_world_size is None else self.local_world_size
+        if not _whole(size, 1):
+            raise ConfigError(f"Topology: local_world_size is {size!r}; it must be a whole number from 1.")
+        if self.world_size % size:
+            raise ConfigError(
+                f"Topology: local_world_size {size} does not divide world_size {self.world_size}; write hosts of "
+                "different sizes as hosts=[[0, 1, 2], [3, 4]]."
+            )
+        return tuple(tuple(range(r, r + size)) for r in range(0, self.world_size, size))
+
+    @property
+    def host_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """`hosts`, as it is stored: one tuple of ranks per host."""
+        return self.hosts  # type: ignore[return-value]
+
+    @property
+    def host_count(self) -> int:
+        """Number of hosts."""
+        return len(self.host_ranks)
+
+    def host_of(self, rank: int) -> int:
+        """The host a rank is on."""
+        return self._place(rank)[0]
+
+    def local_rank(self, rank: int) -> int:
+        """A rank's position within its host."""
+        return self._place(rank)[1]
+
+    def ranks_of(self, host: int) -> tuple[int, ...]:
+        """A host's ranks, in the order of their local ranks."""
+        if not _whole(host, 0) or host >= self.host_count:
+            raise ConfigError(
+                f"Topology: there is no host {host!r}; {self.world_size} ranks are on hosts 0 to "
+                f"{self.host_count - 1}."
+            )
+        return self.host_ranks[host]
+
+    @property
+    def memory_cap(self) -> int:
+        """Bytes per rank of the memory that tables live in: HBM, or DDR where there is no device memory."""
+        cap = self.ddr_cap if self.compute_device == "cpu" else self.hbm_cap
+        assert cap is not None
+        return cap
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {rank: (h, i) for h, host in enumerate(self.host_ranks) for i, rank in enumerate(host)}
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        if rank not in self._places:
+            raise ConfigError(f"Topology: there is no rank {rank!r}; ranks are 0 to {self.world_size - 1}.")
+        return self._places[rank]
+
+    @staticmethod
+    def from_launcher(compute_device: str = "cuda", environ: Mapping[str, str] | None = None) -> Topology:
+        """The world that a launcher (torchrun) describes in WORLD_SIZE and LOCAL_WORLD_SIZE; one rank without them.
+
+        Args:
+            compute_device: as in the class.
+            environ: to read instead of `os.environ`.
+
+        Raises:
+            ConfigError: the variables are not numbers, or hosts differ in size (LOCAL_WORLD_SIZE does not divide).
+        """
+        given = os.environ if environ is None else environ
+        sizes: list[int] = []
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            text = given.get(name, str(sizes[0]) if sizes else "1")
+            if not text.isdecimal() or int(text) < 1:
+                raise ConfigError(
+                    f"Topology: {name} is {text!r} in the environment; it must be a number from 1."
+                )
+            sizes.append(int(text))
+        return Topology(sizes[0], compute_device, local_world_size=sizes[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values; `hosts` are texts such as `"0-7"`."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["hosts"] = [ranks_to_text(host) for host in self.host_ranks]
+        return out
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Topology:
+        """The inverse of `to_json`; fields left out take their defaults."""
+        known = {f.name for f in fields(Topology)}
+        unknown = sorted(set(data) - known)
+        if unknown or "world_size" not in data:
+            raise ConfigError(
+                f"Topology JSON: unknown {unknown}; known are {sorted(known)}."
+                if unknown
+                else "Topology JSON: world_size is missing."
+            )
+        kwargs = dict(data)
+        if kwargs.get("hosts") is not None:
+            kwargs["hosts"] = [text_to_ranks(host, "Topology JSON: hosts") for host in kwargs["hosts"]]
+        return Topology(**kwargs)
+
+    def __str__(self) -> str:
+        hosts = " | ".join(ranks_to_text(host) for host in self.host_ranks)
+        return (
+            f"{self.world_size} {self.compute_device} ranks on {self.host_count} "
+            f"host{'s' * (self.host_count > 1)}: {hosts}"
+        )
+
+
+_BANDWIDTHS = (
+    "hbm_mem_bw",
+    "ddr_mem_bw",
+    "ssd_mem_bw",
+    "hbm_to_ddr_mem_bw",
+    "intra_host_bw",
+    "inter_host_bw",
+)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _checked(hosts: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:
+    stored = tuple(text_to_ranks(list(host), "Topology: hosts") for host in hosts)
+    if not all(stored):
+        raise ConfigError(f"Topology: host {stored.index(())} has no ranks; leave it out.")
+    seen: set[int] = set()
+    for rank in (rank for host in stored for rank in host):
+        if rank in seen or rank >= world_size:
+            raise ConfigError(
+                f"Topology: hosts name rank {rank} "
+                + ("twice" if rank in seen else f"of a world of {world_size}")
+                + f"; each of the ranks 0 to {world_size - 1} is on exactly one host."
+            )
+        seen.add(rank)
+    if len(seen) < world_size:
+        missing = ranks_to_text(r for r in range(world_size) if r not in seen)
+        raise ConfigError(f"Topology: ranks {missing} are on no host; add them to hosts.")
+    return stored
