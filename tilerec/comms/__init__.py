@@ -1,6 +1,26 @@
 """How ranks talk: groups, traffic, wire codecs."""
 
+from tilerec.comms.agree import agree
+from tilerec.comms.codec import CODECS, Codec, codec
 from tilerec.comms.group import Group, Handle, Pending
+from tilerec.comms.mesh import group_of, within_host
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.comms.threads import ThreadGroup, ThreadWorld
 from tilerec.comms.traffic import Sent, Traffic
 
-__all__ = ["Group", "Handle", "Pending", "Sent", "Traffic"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Group",
+    "Handle",
+    "Pending",
+    "ProcessGroupComms",
+    "Sent",
+    "ThreadGroup",
+    "ThreadWorld",
+    "Traffic",
+    "agree",
+    "codec",
+    "group_of",
+    "within_host",
+]

@@ -18,10 +18,12 @@ Legend: W ranks.
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
 from tilerec.comms.traffic import Traffic
@@ -51,9 +53,10 @@ class Group(ABC):
     rank: this rank's number in the group.
     size: the number of ranks, W.
     traffic: what this rank sent, counted by name and peer.
+    device: where the group's own small messages live: the CPU, or the rank's GPU under NCCL.
     """
 
-    def __init__(self, rank: int, size: int, traffic: Traffic) -> None:
+    def __init__(self, rank: int, size: int, traffic: Traffic, device: torch.device | None = None) -> None:
         if not 0 <= rank < size:
             raise ConfigError(
                 f"Group: rank {rank} is outside [0, {size}); a rank counts from 0 to its group's size."
@@ -61,6 +64,7 @@ class Group(ABC):
         self.rank = rank
         self.size = size
         self.traffic = traffic
+        self.device = torch.device("cpu") if device is None else device
 
     @final
     def all_to_all(
@@ -97,8 +101,8 @@ class Group(ABC):
         """Point to point: fill each tensor of `receives` from its rank, send each of `sends` to its rank.
 
         Tensors are 1-D and contiguous, of any dtype; both sides know the sizes. Ranks that nobody names take no part
-        (they do not call), a peer's entry may be empty, and what a rank sends to itself is copied. Two ranks may have
-        one exchange of a name under way at a time.
+        (they do not call), a peer's entry may be empty, and what a rank sends to itself is copied. Messages between
+        two ranks under one name arrive in the order in which they were sent.
         """
         for verb, tensors in (("receives", receives), ("sends", sends)):
             for peer, tensor in tensors.items():
@@ -108,6 +112,13 @@ class Group(ABC):
                         f"{self.size - 1}."
                     )
                 _check_flat(f"exchange '{name}' on rank {self.rank}: the tensor of rank {peer}", tensor)
+        if self.rank in receives or self.rank in sends:
+            kept = [tensors[self.rank].numel() for tensors in (receives, sends) if self.rank in tensors]
+            if len(kept) != 2 or kept[0] != kept[1]:
+                raise ConfigError(
+                    f"exchange '{name}' on rank {self.rank}: what it sends to itself and receives from itself differ; "
+                    f"pass tensors of one size, or neither."
+                )
         self.traffic.record_to(name, {peer: t.numel() * t.element_size() for peer, t in sends.items()})
         return self._exchange(name, receives, sends)
 
@@ -135,18 +146,34 @@ class Group(ABC):
 
     @abstractmethod
     def partition(self, name: str, parts: Sequence[Sequence[int]]) -> Group:
-        """A channel for each part, and this rank's own returned; ranks count anew from 0 in the order of their part.
+        """A channel for each part, and this rank's own returned; ranks count anew from 0 within their part.
 
-        All ranks call it with the same `parts`, which hold every rank once. Its traffic is counted here, too.
+        All ranks call it with the same `parts`: ascending ranks, every rank in one part. Traffic is counted here, too.
         """
 
-    @abstractmethod
+    @final
     def all_gather_object(self, obj: object) -> list[object]:
-        """Every rank's (picklable) object, in the order of the ranks. Small and slow: for checks at the start."""
+        """Every rank's object, in the order of the ranks. Small and slow: for checks at the start.
 
-    @abstractmethod
+        Objects are pickled, so every rank gets its own copy; group members trust each other.
+        """
+        mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
+        sizes_W = torch.full((self.size,), mine.numel(), dtype=torch.int64, device=self.device)
+        ones = [1] * self.size
+        sizes = (
+            self._all_to_all("object sizes", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
+        )
+        received = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
+        to_all = [mine.numel()] * self.size
+        self._all_to_all("objects", received, mine.repeat(self.size), sizes, to_all).wait()
+        return [pickle.loads(bytes(part.tolist())) for part in received.cpu().split(sizes)]
+
+    @final
     def barrier(self) -> None:
         """Return when all ranks have called it."""
+        here_W = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        ones = [1] * self.size
+        self._all_to_all("barrier", torch.zeros_like(here_W), here_W, ones, ones).wait().cpu()
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -173,6 +200,19 @@ class Group(ABC):
 
     @abstractmethod
     def _all_reduce_(self, name: str, tensor: Tensor) -> Handle: ...
+
+    def _part_of_this_rank(self, name: str, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Which part this rank is in, and its place there; refuses parts that do not hold every rank once."""
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)) or any(
+            list(part) != sorted(part) for part in parts
+        ):
+            raise ConfigError(
+                f"partition '{name}' on rank {self.rank}: parts {[_few(part) for part in parts[:8]]}; wanted each of "
+                f"the ranks 0 to {self.size - 1} in one part, ascending."
+            )
+        return next(
+            (index, list(part).index(self.rank)) for index, part in enumerate(parts) if self.rank in part
+        )
 
     def _check_part(self, side: str, name: str, tensor: Tensor, splits: Sequence[int]) -> None:
         _check_flat(f"all_to_all '{name}' on rank {self.rank}: {side}", tensor)

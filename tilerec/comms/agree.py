@@ -1,0 +1,102 @@
+"""`agree`: do all ranks say the same? Asked once, at the start, before a difference becomes a hang.
+
+A digest of 16 bytes per rank travels; the values themselves only where the digests differ, to name the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence, Set
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+
+
+def agree(group: Group, what: str, value: object) -> None:
+    """Return if every rank passes the same value; raise on every rank, naming who differs and where, if not.
+
+    Args:
+        group: the ranks that compare; all of them call.
+        what: the value's name in the error: "the plan", "the batch's keys".
+        value: None, bool, int, float, str, an enum member, or a sequence, set, mapping or dataclass of such. Mappings
+            and sets are compared without regard to order.
+
+    Raises `ConfigError`: `The plan differs between ranks: tables['user'].ranks[1] is 3 on rank 0 and 4 on ranks 2, 3`.
+    """
+    if group.size == 1:
+        return
+    plain = _plain(what, value)
+    text = json.dumps(plain, sort_keys=True)
+    digests = group.all_gather_object(hashlib.blake2b(text.encode(), digest_size=16).digest())
+    camps: dict[object, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        camps.setdefault(digest, []).append(rank)
+    if len(camps) == 1:
+        return
+    values = group.all_gather_object(plain)
+    # The largest camp is taken to be right; of equals, the one that holds the lowest rank.
+    right, *wrong = sorted(camps.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    lines = []
+    for ranks in wrong:
+        place, expected, got = _first_difference("", values[right[0]], values[ranks[0]])
+        lines.append(f"{place or 'it'} is {expected} on {_ranks(right)} and {got} on {_ranks(ranks)}")
+    raise ConfigError(
+        f"{what[:1].upper()}{what[1:]} differs between ranks: {'; '.join(lines[:4])}. Start every rank with the same "
+        f"configuration."
+    )
+
+
+def _plain(what: str, value: object) -> object:
+    """The value as what JSON knows."""
+    if isinstance(value, enum.Enum):
+        return _plain(what, value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _plain(what, fields)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(what, item) for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted((_plain(what, item) for item in value), key=repr)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(what, item) for item in value]
+    raise ConfigError(
+        f"agree on {what}: a value of type {type(value).__name__} has no form that ranks can compare; pass numbers, "
+        f"strings, sequences, mappings or dataclasses of them."
+    )
+
+
+def _first_difference(place: str, expected: object, got: object) -> tuple[str, str, str]:
+    """Where two plain values first differ, and what each has there."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for key in sorted({*expected, *got}):
+            where = f"{place}[{key!r}]"
+            if key not in expected or key not in got:
+                return where, *("there" if key in side else "missing" for side in (expected, got))
+            if not _same(expected[key], got[key]):
+                return _first_difference(where, expected[key], got[key])
+    if isinstance(expected, list) and isinstance(got, list):
+        for index, (one, other) in enumerate(zip(expected, got, strict=False)):
+            if not _same(one, other):
+                return _first_difference(f"{place}[{index}]", one, other)
+        return f"{place or 'it'} (length)", str(len(expected)), str(len(got))
+    return place, _short(expected), _short(got)
+
+
+def _same(one: object, other: object) -> bool:
+    """As the digests see it: 1 and 1.0 differ, NaN equals NaN."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}…"
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}"

@@ -1,0 +1,315 @@
+"""`ProcessGroupComms`: ranks that are processes, over `torch.distributed` (gloo on CPU and CUDA tensors, NCCL).
+
+Every tensor of an all-to-all or exchange travels as bytes, so any dtype does; what stays on its rank is copied in
+memory.
+
+When a rank fails
+    dies                    its connections close; gloo raises on the others at once
+    calls `abort(error)`    leaves its last words in the group's store; the others look there whenever a wait takes
+                            longer than `_GLANCE`, and when it fails
+    is late                 the process group's own time-out (`init_process_group(timeout=…)`) ends the wait
+Under NCCL `wait` orders streams and does not stop the host: a failure ends the process through NCCL's watchdog.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.comms.traffic import Traffic
+from tilerec.errors import CommsError, ConfigError
+
+# How long a wait goes on before it looks whether a peer has given up.
+_GLANCE = timedelta(seconds=0.25)
+_LAST_WORDS = "tilerec/last_words"
+
+
+@final
+class ProcessGroupComms(Group):
+    """The ranks of a `torch.distributed.ProcessGroup`.
+
+    Args:
+        process_group: None for the default group. `torch.distributed.init_process_group` must have been called.
+
+    The group's rank 0 is rank 0 of the process group, whatever its global number.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "ProcessGroupComms: torch.distributed has no process group yet; call "
+                "torch.distributed.init_process_group() first (torchrun sets the variables it reads)."
+            )
+        whole = dist.group.WORLD if process_group is None else process_group
+        rank = dist.get_rank(whole)
+        if whole is None or rank < 0:
+            raise ConfigError(
+                f"ProcessGroupComms: rank {dist.get_rank()} is no member of the process group; wrap a group on its "
+                f"members only."
+            )
+        size = dist.get_world_size(whole)
+        self._open(whole, rank, size, Traffic(rank, size), _LastWords(whole.get_group_store()), owned=False)
+
+    def _open(
+        self,
+        process_group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        traffic: Traffic,
+        last_words: _LastWords,
+        *,
+        owned: bool,
+    ) -> None:
+        # "cpu:gloo,cuda:nccl": which backend carries the tensors of which device.
+        self._config = dist.get_backend_config(process_group)
+        self._backends = dict(entry.split(":") for entry in self._config.split(","))
+        on_cpu = "cpu" in self._backends
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(rank, size, traffic, device)
+        self._process_group = process_group
+        # Shared by all channels: a peer that has given up is missed on each of them.
+        self._last_words = last_words
+        self._owned = owned
+        self._global = dist.get_process_group_ranks(process_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What the ranks talk over."""
+        return self._process_group
+
+    def partition(self, name: str, parts: Sequence[Sequence[int]]) -> ProcessGroupComms:
+        mine, place = self._part_of_this_rank(name, parts)
+        members = [self._global[rank] for rank in parts[mine]]
+        what = f"partition '{name}'"
+        self._raise_if_failed(what)
+        try:
+            process_group = dist.new_group(
+                members,
+                timeout=self._timeout(),
+                backend=self._config,
+                # Ranks outside of this part (and of this group) open their own, or none.
+                use_local_synchronization=True,
+                group_desc=f"tilerec:{name}",
+            )
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        channel = object.__new__(ProcessGroupComms)
+        traffic = self.traffic.part(parts[mine])
+        channel._open(process_group, place, len(members), traffic, self._last_words, owned=True)
+        return channel
+
+    def abort(self, error: BaseException) -> None:
+        self._last_words.speak(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+        if "nccl" in self._backends.values():
+            self._process_group.abort()
+
+    def close(self) -> None:
+        if self._owned:
+            self._owned = False
+            dist.destroy_process_group(self._process_group)
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def _all_to_all(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> _Works:
+        what = f"all_to_all '{name}'"
+        self._raise_if_failed(what)
+        if self.size == 1:
+            output.copy_(input)
+            return _Works(self, what, [], output, ())
+        item = input.element_size()
+        try:
+            work = dist.all_to_all_single(
+                _bytes(output),
+                _bytes(input),
+                [split * item for split in output_splits],
+                [split * item for split in input_splits],
+                group=self._process_group,
+                async_op=True,
+            )
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        return _Works(self, what, [work], output, (input,))
+
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _Works:
+        what = f"all_reduce '{name}'"
+        self._raise_if_failed(what)
+        if self.size == 1:
+            return _Works(self, what, [], tensor, ())
+        try:
+            work = dist.all_reduce(tensor, group=self._process_group, async_op=True)
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        return _Works(self, what, [work], tensor, ())
+
+    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
+        what = f"exchange '{name}'"
+        self._raise_if_failed(what)
+        tag = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        staged: list[tuple[Tensor, Tensor]] = []
+        operations = []
+        alive = []
+        for verb, tensors in ((dist.irecv, receives), (dist.isend, sends)):
+            for peer, tensor in tensors.items():
+                if peer == self.rank or tensor.numel() == 0:
+                    continue
+                wire = _bytes(tensor)
+                if tensor.is_cuda and self._backends.get("cuda") == "gloo":
+                    # gloo's collectives stage GPU tensors themselves, its messages do not.
+                    wire = wire.cpu() if verb is dist.isend else torch.empty_like(wire, device="cpu")
+                    if verb is dist.irecv:
+                        staged.append((tensor, wire))
+                alive.append(wire)
+                operations.append(dist.P2POp(verb, wire, group=self._process_group, tag=tag, group_peer=peer))
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        if self.rank in sends:
+            receives[self.rank].copy_(sends[self.rank])
+        return _Letters(self, what, works, staged, alive)
+
+    # -- for the handles ---------------------------------------------------------------------------------------
+
+    def _finish(self, what: str, work: dist.Work, device: torch.device, *, glance: bool) -> None:
+        """Wait for a work; `glance`: look now and then whether a peer has given up."""
+        if self._backends.get(device.type) == "nccl":
+            work.wait()
+            return
+        try:
+            while glance:
+                try:
+                    work.wait(_GLANCE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        break
+                    self._raise_if_failed(what, look=True)
+            # Completed in the meantime, or failed: this returns at once or tells the cause.
+            work.wait()
+        except CommsError:
+            raise
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+
+    def _raise_if_failed(self, what: str, *, look: bool = False) -> None:
+        words = self._last_words.heard(look=look)
+        if words is not None:
+            raise CommsError(f"{what} on rank {self.rank} of {self.size}: {words}")
+
+    def _error(self, what: str, error: RuntimeError) -> CommsError:
+        """Torch's error in words that say which call it was and where to look."""
+        where = f"{what} on rank {self.rank} of {self.size}"
+        words = self._last_words.heard(look=True)
+        if words is not None:
+            return CommsError(f"{where}: {words}")
+        peers = ", ".join(str(rank) for rank in self._global[:16] if rank != self._global[self.rank])
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            return CommsError(
+                f"{where}: no end within the process group's time-out ({error}). A rank is late, stopped, or makes "
+                f"other calls: every rank makes the same calls in the same order. Look what global ranks {peers} are "
+                f"doing; if one is only slow, pass a longer timeout= to init_process_group."
+            )
+        return CommsError(
+            f"{where}: {error}. A peer has most likely died; look for the first error in the logs of global ranks "
+            f"{peers}."
+        )
+
+    def _timeout(self) -> timedelta | None:
+        """The process group's own time-out, for the channels opened from it."""
+        backend = self._process_group._get_backend(self.device)
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+class _LastWords:
+    """What a rank that gave up left for its peers, in the store of the group that all channels come from."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._words: str | None = None
+
+    def speak(self, words: str) -> None:
+        self._words = self._words or words
+        self._store.set(_LAST_WORDS, words[:10_000])
+
+    def heard(self, *, look: bool) -> str | None:
+        if self._words is None and look:
+            try:
+                if self._store.check([_LAST_WORDS]):
+                    self._words = self._store.get(_LAST_WORDS).decode(errors="replace")
+            except RuntimeError:
+                # The store died with the rank that held it: there are no words.
+                return None
+        return self._words
+
+
+@final
+class _Works:
+    """The handle of a collective."""
+
+    def __init__(
+        self,
+        group: ProcessGroupComms,
+        what: str,
+        works: Sequence[dist.Work],
+        output: Tensor,
+        alive: tuple[Tensor, ...],
+    ) -> None:
+        self._group = group
+        self._what = what
+        self._works = works
+        self._output = output
+        # Read until the call ends.
+        self._alive = alive
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            self._group._finish(self._what, work, self._output.device, glance=True)
+        self._works, self._alive = (), ()
+        return self._output
+
+
+@final
+class _Letters:
+    """The handle of an exchange."""
+
+    def __init__(
+        self,
+        group: ProcessGroupComms,
+        what: str,
+        works: Sequence[dist.Work],
+        staged: list[tuple[Tensor, Tensor]],
+        alive: list[Tensor],
+    ) -> None:
+        self._group = group
+        self._what = what
+        self._works = works
+        # Received in host memory, meant for a GPU.
+        self._staged = staged
+        # Read or written until the call ends.
+        self._alive = alive
+
+    def wait(self) -> None:
+        for work in self._works:
+            # gloo ends a connection whose message is not awaited to its end: no glances here.
+            self._group._finish(self._what, work, self._alive[0].device, glance=False)
+        for tensor, wire in self._staged:
+            _bytes(tensor).copy_(wire)
+        self._works, self._staged, self._alive = (), [], []
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.uint8)

@@ -1,0 +1,369 @@
+"""`ThreadWorld`: ranks that are threads of one process. A debugger works, and disagreement is an error at once.
+
+Glossary
+    world       W virtual ranks, a failure that ends it for all of them, and its channels
+    channel     ranks whose calls are matched: the k-th call of every rank is one call
+    call        gathers one argument per rank; whoever comes last moves the data for all
+    post        one side of a point-to-point message, waiting for the other
+
+    rank 0:  all_to_all "ids"   all_reduce "x"
+    rank 1:  all_to_all "ids"   all_to_all "rows"      <- call 1 differs: both ranks raise, naming both
+
+Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, and every
+wait ends at the time-out. Tensors are moved by the last to come, so an output is complete for everyone at the same
+time and the sum of an all-reduce is taken in the order of the ranks.
+
+Virtual ranks hold CPU tensors: autograd runs the backward of CPU tensors on the thread that asked for it, that of GPU
+tensors on one thread per device, where one rank's wait would stop the others.
+
+Legend: W ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.comms.traffic import Traffic
+from tilerec.errors import CommsError, ConfigError
+
+
+@final
+class ThreadWorld:
+    """W virtual ranks. `world.group(rank)` is what the thread of that rank talks through.
+
+    Args:
+        size: ranks, W >= 1.
+        timeout_s: how long a rank waits for its peers, in seconds.
+
+    Any thread may use any rank's group, one thread at a time.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        if size < 1 or not timeout_s > 0:
+            raise ConfigError(
+                f"ThreadWorld: size {size}, timeout_s {timeout_s}; wanted at least one rank and a positive time."
+            )
+        self.size = size
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        # The failure that ended the world: the rank to blame (None: several), what to say, the original error.
+        self._failure: tuple[str, BaseException | None] | None = None
+        self._left: set[int] = set()
+        # What each rank did last, for messages.
+        self._last = ["nothing yet"] * size
+        main = _Channel("main", tuple(range(size)))
+        self._groups = [ThreadGroup(self, main, rank, Traffic(rank, size)) for rank in range(size)]
+
+    def group(self, rank: int) -> ThreadGroup:
+        """The group as that rank sees it."""
+        return self._groups[rank]
+
+    def leave(self, rank: int) -> None:
+        """That rank has returned and makes no more calls: whoever waits for it is told at once."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    # -- for the groups, under the lock ------------------------------------------------------------------------
+
+    def _fail(self, text: str, error: BaseException | None = None) -> None:
+        if self._failure is None:
+            self._failure = (text, error)
+        self._changed.notify_all()
+
+    def _raise_if_failed(self, what: str) -> None:
+        if self._failure is not None:
+            text, cause = self._failure
+            raise CommsError(f"{what}: {text}") from cause
+
+    def _wait(self, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return when `done`; raise when the world has failed, a missing rank has left, or the time is over."""
+        deadline = time.monotonic() + self.timeout_s
+        with self._changed:
+            while not done():
+                self._raise_if_failed(what)
+                ranks = missing()
+                gone = [rank for rank in ranks if rank in self._left]
+                if gone:
+                    self._fail(
+                        f"rank {gone[0]} has returned without this call; its last was {self._last[gone[0]]}. Every "
+                        f"rank makes the same calls in the same order."
+                    )
+                    continue
+                rest = deadline - time.monotonic()
+                if rest <= 0:
+                    late = "; ".join(f"rank {rank} was last in {self._last[rank]}" for rank in ranks[:8])
+                    self._fail(
+                        f"{len(ranks)} of {self.size} ranks did not come within {self.timeout_s:g} s: {late}. Every "
+                        f"rank makes the same calls in the same order; look what those ranks are doing."
+                    )
+                    continue
+                self._changed.wait(rest)
+
+
+@final
+class ThreadGroup(Group):
+    """The group of one virtual rank; made by `ThreadWorld`. CPU tensors only."""
+
+    def __init__(self, world: ThreadWorld, channel: _Channel, rank: int, traffic: Traffic) -> None:
+        super().__init__(rank, len(channel.ranks), traffic)
+        self._world = world
+        self._channel = channel
+        self._calls = 0
+
+    def partition(self, name: str, parts: Sequence[Sequence[int]]) -> ThreadGroup:
+        part, place = self._part_of_this_rank(name, parts)
+        share = (name, tuple(map(tuple, parts)))
+        channels = self._begin("partition", name, share, _open_channels, None).result()
+        assert isinstance(channels, list)
+        return ThreadGroup(self._world, channels[part], place, self.traffic.part(parts[part]))
+
+    def abort(self, error: BaseException) -> None:
+        world, rank = self._world, self._channel.ranks[self.rank]
+        with world._changed:
+            world._fail(f"rank {rank} failed with {type(error).__name__}: {error}", error)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _all_to_all(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> _Outcome:
+        share = (output, input, tuple(output_splits), tuple(input_splits))
+        return self._begin("all_to_all", name, share, _move_parts, output)
+
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _Outcome:
+        return self._begin("all_reduce", name, tensor, _sum_in_place, tensor)
+
+    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
+        world, channel = self._world, self._channel
+        what = self._describe(f"exchange '{name}'")
+        letters = []
+        with world._changed:
+            world._raise_if_failed(what)
+            world._last[channel.ranks[self.rank]] = f"exchange '{name}'"
+            for peer, tensor in sends.items():
+                letters.append(channel.post(world, name, self.rank, peer, "sends", tensor))
+            for peer, tensor in receives.items():
+                letters.append(channel.post(world, name, peer, self.rank, "wants", tensor))
+            world._raise_if_failed(what)
+        return _Letters(world, what, letters, channel.ranks)
+
+    def _begin(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
+        """Bring this rank's share to its next call; the last to come finishes it."""
+        world, channel = self._world, self._channel
+        title = f"{kind} '{name}'"
+        with world._changed:
+            number, self._calls = self._calls, self._calls + 1
+            what = self._describe(title)
+            world._raise_if_failed(what)
+            world._last[channel.ranks[self.rank]] = f"{title} (call {number} of channel '{channel.name}')"
+            call = channel.calls.setdefault(number, _Call(title, self.rank, len(channel.ranks)))
+            if call.title != title:
+                ours, theirs = channel.ranks[self.rank], channel.ranks[call.first]
+                world._fail(
+                    f"call {number} of channel '{channel.name}' differs: rank {theirs} is in {call.title}, rank {ours} "
+                    f"in {title}. Every rank makes the same calls in the same order."
+                )
+                world._raise_if_failed(what)
+            call.shares[self.rank] = share
+            call.came += 1
+            if call.came == len(channel.ranks):
+                del channel.calls[number]
+                refusal, call.result = finish(channel, call.shares)
+                if refusal:
+                    world._fail(f"{title}: {refusal}")
+                    world._raise_if_failed(what)
+                call.done = True
+                world._changed.notify_all()
+        return _Outcome(world, what, call, channel.ranks, output)
+
+    def _describe(self, title: str) -> str:
+        return f"{title} on rank {self._channel.ranks[self.rank]}"
+
+
+class _Absent:
+    """The share of a rank that has not come yet."""
+
+
+_ABSENT = _Absent()
+
+
+class _Call:
+    """One call under way: the share of each rank that has come."""
+
+    def __init__(self, title: str, first: int, size: int) -> None:
+        self.title = title
+        self.first = first
+        self.shares: list[object] = [_ABSENT] * size
+        self.came = 0
+        self.done = False
+        self.result: object = None
+
+
+class _Post:
+    """One message, of which the sender, the receiver or both have come."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.done = False
+
+
+class _Channel:
+    """Ranks (numbers in the world) whose calls are matched."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.calls: dict[int, _Call] = {}
+        # Messages that wait for their other side, oldest first.
+        self.posts: dict[tuple[str, int, int], list[_Post]] = {}
+
+    def post(
+        self, world: ThreadWorld, name: str, source: int, target: int, verb: str, tensor: Tensor
+    ) -> tuple[int, _Post]:
+        """Bring one side of a message; the second to come moves it. Gives back the peer and the message."""
+        peer = target if verb == "sends" else source
+        queue = self.posts.setdefault((name, source, target), [])
+        waiting = next((post for post in queue if verb not in post.tensors), None)
+        if waiting is None:
+            waiting = _Post()
+            queue.append(waiting)
+        waiting.tensors[verb] = tensor
+        if len(waiting.tensors) == 2:
+            queue.remove(waiting)
+            sent, wanted = waiting.tensors["sends"], waiting.tensors["wants"]
+            if sent.numel() != wanted.numel() or sent.dtype != wanted.dtype:
+                world._fail(
+                    f"exchange '{name}': rank {self.ranks[source]} sends {sent.numel()} {_short(sent.dtype)} to rank "
+                    f"{self.ranks[target]}, which wants {wanted.numel()} {_short(wanted.dtype)}."
+                )
+                return peer, waiting
+            with torch.no_grad():
+                wanted.copy_(sent)
+            waiting.done = True
+            world._changed.notify_all()
+        return peer, waiting
+
+
+# What the last to come does with everybody's shares: a reason to refuse ("" for none), and the call's result.
+Finish = Callable[[_Channel, list[object]], tuple[str, object]]
+
+
+@final
+class _Outcome:
+    """The handle of a call."""
+
+    def __init__(
+        self, world: ThreadWorld, what: str, call: _Call, ranks: tuple[int, ...], output: Tensor | None
+    ) -> None:
+        self._world = world
+        self._what = what
+        self._call = call
+        self._ranks = ranks
+        self._output = output
+
+    def result(self) -> object:
+        call = self._call
+        if not call.done:
+            self._world._wait(self._what, lambda: call.done, self._missing)
+        return call.result
+
+    def wait(self) -> Tensor:
+        self.result()
+        assert self._output is not None, "only calls with an output tensor are handed out"
+        return self._output
+
+    def _missing(self) -> list[int]:
+        return [rank for rank, share in zip(self._ranks, self._call.shares, strict=True) if share is _ABSENT]
+
+
+@final
+class _Letters:
+    """The pending messages of one exchange."""
+
+    def __init__(
+        self, world: ThreadWorld, what: str, letters: list[tuple[int, _Post]], ranks: tuple[int, ...]
+    ) -> None:
+        self._world = world
+        self._what = what
+        self._letters = letters
+        self._ranks = ranks
+
+    def wait(self) -> None:
+        if all(post.done for _, post in self._letters):
+            return
+        self._world._wait(self._what, lambda: all(post.done for _, post in self._letters), self._missing)
+
+    def _missing(self) -> list[int]:
+        return sorted({self._ranks[peer] for peer, post in self._letters if not post.done})
+
+
+def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+    """all_to_all: output part p of rank r is input part r of rank p."""
+    sides: list[tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]] = shares  # type: ignore[assignment]
+    for source, (_, sent, _, input_splits) in enumerate(sides):
+        for target, (wanted, _, output_splits, _) in enumerate(sides):
+            if input_splits[target] != output_splits[source] or sent.dtype != wanted.dtype:
+                return (
+                    f"rank {channel.ranks[source]} sends {input_splits[target]} {_short(sent.dtype)} to rank "
+                    f"{channel.ranks[target]}, which wants {output_splits[source]} {_short(wanted.dtype)}.",
+                    None,
+                )
+    with torch.no_grad():
+        inputs = [sent.split(list(input_splits)) for _, sent, _, input_splits in sides]
+        for target, (output, _, output_splits, _) in enumerate(sides):
+            for source, part in enumerate(output.split(list(output_splits))):
+                if output_splits[source]:
+                    part.copy_(inputs[source][target])
+    return "", None
+
+
+def _sum_in_place(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+    """all_reduce: the same sum for everyone, in the order of the ranks."""
+    tensors: list[Tensor] = shares  # type: ignore[assignment]
+    first = tensors[0]
+    for rank, tensor in zip(channel.ranks, tensors, strict=True):
+        if tensor.numel() != first.numel() or tensor.dtype != first.dtype:
+            return (
+                f"rank {channel.ranks[0]} has {first.numel()} {_short(first.dtype)}, rank {rank} has "
+                f"{tensor.numel()} {_short(tensor.dtype)}; a sum wants tensors that are alike.",
+                None,
+            )
+    with torch.no_grad():
+        total = first.reshape(-1).clone()
+        for tensor in tensors[1:]:
+            total += tensor.reshape(-1)
+        for tensor in tensors:
+            tensor.view(-1).copy_(total)
+    return "", None
+
+
+def _open_channels(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+    """partition: one channel per part."""
+    for rank, share in zip(channel.ranks, shares, strict=True):
+        if share != shares[0]:
+            return (
+                f"rank {channel.ranks[0]} passes {shares[0]}, rank {rank} {share}; pass the same parts.",
+                None,
+            )
+    request: tuple[str, tuple[tuple[int, ...], ...]] = shares[0]  # type: ignore[assignment]
+    name, parts = request
+    ranks = [tuple(channel.ranks[rank] for rank in part) for part in parts]
+    return "", [_Channel(f"{channel.name}/{name}", members) for members in ranks]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
