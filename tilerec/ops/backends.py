@@ -5,6 +5,7 @@ Importing this file makes every op usable; nothing else imports a backend.
 
 from __future__ import annotations
 
+from tilerec.ops import exchange as exchange
 from tilerec.ops import gradient as gradient
 from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup

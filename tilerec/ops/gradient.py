@@ -81,7 +81,12 @@ _SERIALS = itertools.count()
 
 def new_ticket() -> Tensor:
     """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that spent it (-1: none yet)."""
-    return torch.tensor((next(_SERIALS), -1))
+    return torch.tensor((next_serial(), -1))
+
+
+def next_serial() -> int:
+    """The number of the next lookup, in the order of the forwards."""
+    return next(_SERIALS)
 
 
 class _BackwardPass:
@@ -108,6 +113,13 @@ def _collect(record: GradientRecord) -> None:
         running = _PASSES[task] = _BackwardPass()
         torch.autograd.Variable._execution_engine.queue_callback(running.finish)
     running.records.append(record)
+
+
+def submit(record: GradientRecord) -> None:
+    """Hand in a lookup's row gradients, from its backward; features whose sink is -1 are left out."""
+    live = [f for f, handle in enumerate(record.sinks) if handle != -1]
+    if live:
+        _collect(record.only(live))
 
 
 def deliver(records: Sequence[GradientRecord]) -> None:
@@ -234,9 +246,7 @@ def _add(
         _spend(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
         tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
     )  # fmt: skip
-    live = [f for f, handle in enumerate(record.sinks) if handle != -1]
-    if live:
-        _collect(record.only(live))
+    submit(record)
 
 
 LIBRARY.impl("submit_pooled_", _submit_pooled, "CompositeExplicitAutograd")

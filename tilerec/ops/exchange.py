@@ -1,0 +1,239 @@
+"""What a rank prepares for its peers and takes from them: ids sorted by destination, rows put into and read out of place.
+
+Nouns
+  route        one feature's ids against one set of row cuts: route r reads the bags of key `keys[r]`
+  part         one row range of a route; the ids of a part travel to one rank
+  wire order   the order in which parts lie in what is sent: `wire[p]` is the place of part p in it
+  present bag  a bag that has at least one id in the part; only these travel
+  segment      `count` rows of `width` columns, contiguous in the wire buffer; their places in the other tensor
+               are  place + slot * stride,  slot = row number (dense) or read from `slots`
+
+  local id = id - first row of its part;   P = present bags of a part, N = its ids
+
+Legend: R routes, K parts, N ids, P present bags, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.gradient import bag_starts
+from tilerec.ops.library import LIBRARY
+from tilerec.ops.lookup import raise_bad_id
+
+LIBRARY.define(
+    "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
+    "bool each_id, ScalarType dtype, str names) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
+    "int[] places, int[] strides, int[] adds) -> ()"
+)
+LIBRARY.define(
+    "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
+    "int[] strides) -> Tensor"
+)
+
+
+def _route_ids_reference(
+    ids: Tensor,
+    offsets: Tensor,
+    keys: Sequence[int],
+    batches: Sequence[int],
+    cuts: Sequence[int],
+    ranges: Sequence[int],
+    wire: Sequence[int],
+    each_id: bool,
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sort the ids of R routes by part, in wire order; within a part, in the order of the batch.
+
+    Args:
+        ids, offsets: of the jagged batch, as in `pooled_lookup`.
+        keys: per route, the key it reads; batches: as in `pooled_lookup`.
+        cuts: per route its row cuts, `ranges[r] + 1` of them, ascending from 0 to the table's rows; all in a row.
+        ranges: per route, how many parts it has.
+        wire: per part (route after route), its place in wire order; -1: its ids do not travel (an earlier route of
+            the feature takes them there). Places are 0 to K - 1, each once.
+        each_id: every id is a bag of its own, numbered within its key (sequence lookups).
+        dtype: of the local ids, int32 or int64.
+        names: "feature@table" per route, "," between, for messages.
+
+    Returns:
+        counts: int64 `[K, 2]` in wire order: present bags and ids of each part.
+        lengths: int32 `[P]`: ids of each present bag.
+        local: `dtype` `[N]`: local ids.
+        slots: int32 `[P]`: number of each present bag within its key.
+        positions: int64 `[N]`: where each id stands in `ids`.
+
+    Raises:
+        InputError: an id outside its table.
+
+    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> counts ((1, 1), (2, 2)),
+    lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
+    """
+    device, parts = ids.device, sum(place >= 0 for place in wire)
+    first_bags, bags = bag_starts(keys, batches)
+    lower: list[int] = []  # first linearised row of every part
+    base = at = 0
+    pieces: list[tuple[Tensor, Tensor, Tensor]] = []
+    for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
+        own = cuts[at : at + ranges_r + 1]
+        at += ranges_r + 1
+        bounds = offsets[first : first + count + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        ids_n = ids[begin:end].to(torch.int64)
+        bad = (ids_n < 0) | (ids_n >= own[-1])
+        if bool(bad.any()):
+            position = int(bad.nonzero()[0])
+            raise_bad_id(names, r, begin + position, int(ids_n[position]), own[-1])
+        if each_id:
+            bag_n = torch.arange(end - begin, device=device)
+        else:
+            bag_n = torch.repeat_interleave(torch.arange(count, device=device), bounds[1:] - bounds[:-1])
+        pieces.append((ids_n + base, bag_n, torch.arange(begin, end, device=device)))
+        lower.extend(base + cut for cut in own[:-1])
+        base += own[-1]
+    if not pieces:
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        return nothing.new_zeros((0, 2)).long(), nothing, nothing.to(dtype), nothing, nothing.long()
+    linear_N, bag_N, position_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+    lower_K = torch.tensor(lower, device=device)
+    part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
+    wire_N = torch.tensor(wire, device=device)[part_N]
+    local_N = linear_N - lower_K[part_N]
+    if min(wire) < 0:  # rows that another route of the same feature feeds
+        own = wire_N >= 0
+        wire_N, bag_N, position_N, local_N = wire_N[own], bag_N[own], position_N[own], local_N[own]
+    order_N = torch.argsort(wire_N, stable=True)
+    wire_N, bag_N = wire_N[order_N], bag_N[order_N]
+    begins = torch.ones_like(wire_N, dtype=torch.bool)
+    begins[1:] = (wire_N[1:] != wire_N[:-1]) | (bag_N[1:] != bag_N[:-1])
+    starts_P = begins.nonzero()[:, 0]
+    ends_P = torch.cat((starts_P[1:], starts_P.new_tensor([wire_N.numel()])))[: starts_P.numel()]
+    counts_K2 = torch.stack(
+        (torch.bincount(wire_N[starts_P], minlength=parts), torch.bincount(wire_N, minlength=parts)), dim=1
+    )
+    return (
+        counts_K2,
+        (ends_P - starts_P).to(torch.int32),
+        local_N[order_N].to(dtype),
+        bag_N[starts_P].to(torch.int32),
+        position_N[order_N],
+    )
+
+
+def _slots(slots: Tensor, start: int, count: int) -> Tensor:
+    if start < 0:
+        return torch.arange(count, device=slots.device)
+    return slots[start : start + count].to(torch.int64)
+
+
+def _segments(
+    rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
+) -> Any:  # fmt: skip
+    """Per segment: its rows as `[count, width]`, and a view of the other tensor in which its places are rows."""
+    at = 0
+    flat = other.view(-1)
+    for count, width, start, place, stride in zip(counts, widths, slot_starts, places, strides, strict=True):
+        here = rows[at : at + count * width].view(count, width)
+        at += count * width
+        if not count:
+            continue
+        slots_P = _slots(slots, start, count)
+        last = int(slots_P.max())
+        assert place >= 0 and place + last * stride + width <= flat.numel(), (
+            "a segment lies outside its tensor"
+        )
+        there = flat.as_strided((last + 1, width), (stride, 1), flat.storage_offset() + place)
+        yield here, there, slots_P
+
+
+def _place_rows_reference_(
+    out: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+    adds: Sequence[int],
+) -> None:
+    """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
+
+    Segments are taken in order, so sums of several segments have one order on every machine.
+
+    Args:
+        slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …
+        counts, widths: shape of each segment.
+        places, strides: element of row 0 of the segment's places in `out`, and elements from row to row.
+        adds: 1 adds, 0 writes.
+
+    Example: rows (1, 2, 3, 4), one segment of 2 x 2, slots (0, 2), place 1, stride 3, out 9 zeros -> (0, 1, 2, 0, 0, 0,
+    0, 3, 4).
+    """
+    segments = _segments(rows, out, slots, counts, widths, slot_starts, places, strides)
+    present = [add for add, count in zip(adds, counts, strict=True) if count]
+    for add, (here, there, slots_P) in zip(present, segments, strict=True):
+        if add:
+            there.index_add_(0, slots_P, here)
+        else:
+            there[slots_P] = here
+
+
+def _pick_rows_reference(
+    source: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+) -> Tensor:
+    """The transpose of `place_rows_`: read the segments out of `source` (contiguous) into a 1-D tensor."""
+    rows = torch.empty(
+        sum(count * width for count, width in zip(counts, widths, strict=True)),
+        dtype=source.dtype,
+        device=source.device,
+    )
+    for here, there, slots_P in _segments(rows, source, slots, counts, widths, slot_starts, places, strides):
+        here.copy_(there[slots_P])
+    return rows
+
+
+LIBRARY.impl("route_ids", _route_ids_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("place_rows_", _place_rows_reference_, "CompositeExplicitAutograd")
+LIBRARY.impl("pick_rows", _pick_rows_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilerec::route_ids", lib=LIBRARY)
+def _fake_route_ids(
+    ids: Any, offsets: Any, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: Any, dtype: Any,
+    names: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    context = torch.library.get_ctx()
+    present, count = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        ids.new_empty((sum(place >= 0 for place in wire), 2), dtype=torch.int64),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=dtype),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("tilerec::place_rows_", lib=LIBRARY)
+def _fake_place_rows(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("tilerec::pick_rows", lib=LIBRARY)
+def _fake_pick_rows(source: Any, slots: Any, counts: Any, widths: Any, *rest: Any) -> Tensor:
+    return source.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)))

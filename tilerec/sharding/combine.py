@@ -1,0 +1,244 @@
+"""Lookup and combine: rows come back to the rank whose batch it is; gradients take the way back.
+
+    lookup    owners read and pool rows; sums of a host's parts meet on a proxy; rows travel home
+    combine   rows are put into the output, column block by column block; parts of one block are added
+    backward  the same records, transposed: output gradients travel to the rows' owners
+
+One autograd function has the whole output as its result, so an output that the loss skips still gives zeros, and
+every rank that calls backward takes part in its collectives.
+
+Legend: W ranks, B samples, C columns of the output, P present bags of a part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group, Handle
+from tilerec.ops.gradient import GradientRecord, next_serial
+from tilerec.sharding.layout import Layout, OwnerSegment
+from tilerec.sharding.route import Routed
+
+
+class Place(NamedTuple):
+    """Where a slot's bags lie in the output: bag b at element `base + b * stride`."""
+
+    base: int
+    stride: int
+
+
+@dataclass
+class Looked:
+    """Rows on their way home."""
+
+    routed: Routed
+    handle: Handle
+    splits: list[int]  # elements from each owner
+
+
+class Segments(NamedTuple):
+    """Arguments of `place_rows_` and `pick_rows`."""
+
+    counts: list[int]
+    widths: list[int]
+    slot_starts: list[int]
+    places: list[int]
+    strides: list[int]
+    adds: list[int]
+
+
+def sizes_per_peer(segments: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[int]:
+    """Elements of each peer's segments."""
+    return [sum(counts[s.count] * s.width for s in own) for own in segments]
+
+
+class Combiner:
+    """Rows and gradients of one module, between their owners and the homes."""
+
+    def __init__(self, layout: Layout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
+        self.layout, self.group, self.wide, self.each_id = layout, group, wide, each_id
+        self._to_homes: list[OwnerSegment] = [s for own in layout.direct for s in own]
+        self._to_proxies: list[OwnerSegment] = [s for own in layout.inner for s in own]
+        self._looked_up = self._to_homes + self._to_proxies
+        self._tables = [s.leaf for s in self._looked_up]
+        self._keys = [s.count for s in self._looked_up]
+        self._widths = [s.width for s in self._looked_up]
+        # Sums of a row's gradients run in the order (slot, home), as they would over the concatenated batches.
+        self._order = sorted(
+            range(len(self._looked_up)), key=lambda i: (self._looked_up[i].slot, self._looked_up[i].home)
+        )
+        self._home = [s for own in layout.home for s in own]
+        merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
+        self._merge_units = [
+            (m, h, unit.width)
+            for m, (h, merge) in enumerate(merges)
+            for unit in layout.parts[merge.parts[0]].units
+        ]
+        self._names = ",".join(
+            f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
+            for s in self._looked_up
+        )
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    @torch.no_grad()
+    def lookup(self, routed: Routed, leaves: Sequence[Tensor]) -> Looked:
+        """Read the rows that other ranks' (and my own) bags ask for, and send them home."""
+        routed.wait()
+        layout = self.layout
+        out_splits = sizes_per_peer(layout.direct, routed.present)
+        if self._looked_up:
+            rows, _ = torch.ops.tilerec.pooled_lookup(
+                list(leaves), torch.empty(0, dtype=torch.int64), routed.ids, routed.offsets, routed.sample_weights,
+                self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
+            )  # fmt: skip
+        else:
+            rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
+        if layout.hierarchical:
+            rows, out_splits = self._merge(routed, rows, out_splits)
+        splits = sizes_per_peer(layout.home, routed.counts)
+        into = torch.empty(sum(splits), dtype=self.wide, device=rows.device)
+        return Looked(routed, self.group.all_to_all("rows", into, rows, splits, out_splits), splits)
+
+    def combine(self, looked: Looked, places: Sequence[Place], size: int) -> Tensor:
+        """Put the rows into a flat output of `size` elements; `places`: per slot."""
+        segments, whole = self._home_segments(looked.routed, places)
+        rows = looked.handle.wait()
+        make = torch.empty if whole else torch.zeros
+        out = make(size, dtype=self.wide, device=rows.device)
+        torch.ops.tilerec.place_rows_(out, rows, looked.routed.slots, *segments)
+        return out
+
+    def _home_segments(self, routed: Routed, places: Sequence[Place]) -> tuple[Segments, bool]:
+        """Where rows go; and whether they fill the output, each element once."""
+        counts = [routed.counts[s.count] for s in self._home]
+        starts = [routed.slot_starts[s.count] for s in self._home]
+        segments = Segments(
+            counts,
+            [s.width for s in self._home],
+            starts,
+            [places[s.slot].base + s.c0 for s in self._home],
+            [places[s.slot].stride for s in self._home],
+            [int(s.adds) for s in self._home],
+        )
+        return segments, all(start < 0 for start in starts) and not any(segments.adds)
+
+    # ------------------------------------------------------------------------------------------------ within hosts
+
+    def _inner_sizes(self, routed: Routed) -> tuple[list[int], list[int]]:
+        to_proxies = sizes_per_peer(self.layout.inner, routed.present)
+        from_siblings = [
+            sum(routed.member_counts[s.member] * s.width for s in own) for own in self.layout.siblings
+        ]
+        return to_proxies, from_siblings
+
+    def _merge_segments(self, routed: Routed) -> tuple[Segments, list[int]]:
+        """Where siblings' rows go in the merged rows; elements of merged rows per home."""
+        places: dict[tuple[int, int], int] = {}
+        per_home = [0] * self.layout.size
+        at = 0
+        unit_of: dict[int, int] = {}
+        for m, home, width in self._merge_units:
+            u = unit_of.get(m, 0)
+            unit_of[m] = u + 1
+            places[(m, u)] = at
+            at += routed.unions[m] * width
+            per_home[home] += routed.unions[m] * width
+        own = [s for segments in self.layout.siblings for s in segments]
+        widths = [s.width for s in own]
+        return (
+            Segments(
+                [routed.member_counts[s.member] for s in own],
+                widths,
+                [routed.member_starts[s.member] for s in own],
+                [places[(s.merge, s.unit)] for s in own],
+                widths,
+                [1] * len(own),
+            ),
+            per_home,
+        )
+
+    def _merge(self, routed: Routed, rows: Tensor, direct: list[int]) -> tuple[Tensor, list[int]]:
+        """Send rows to their proxies, add what siblings send; rows for homes: direct ones, then merged ones."""
+        to_proxies, from_siblings = self._inner_sizes(routed)
+        cut = sum(direct)
+        into = torch.empty(sum(from_siblings), dtype=rows.dtype, device=rows.device)
+        self.group.all_to_all("rows in host", into, rows[cut:], from_siblings, to_proxies).wait()
+        segments, per_home = self._merge_segments(routed)
+        merged = torch.zeros(sum(per_home), dtype=rows.dtype, device=rows.device)
+        torch.ops.tilerec.place_rows_(merged, into, routed.member_slots, *segments)
+        pieces = [
+            piece
+            for pair in zip(rows[:cut].split(direct), merged.split(per_home), strict=True)
+            for piece in pair
+        ]
+        return torch.cat(pieces), [a + b for a, b in zip(direct, per_home, strict=True)]
+
+    def _unmerge(self, routed: Routed, grads: Tensor, direct: list[int]) -> Tensor:
+        """The transpose of `_merge`: gradients of merged rows go to every sibling that fed them."""
+        to_proxies, from_siblings = self._inner_sizes(routed)
+        segments, per_home = self._merge_segments(routed)
+        pieces = grads.split([size for pair in zip(direct, per_home, strict=True) for size in pair])
+        merged = torch.cat(pieces[1::2])
+        out = torch.ops.tilerec.pick_rows(merged, routed.member_slots, *segments[:-1])
+        into = torch.empty(sum(to_proxies), dtype=grads.dtype, device=grads.device)
+        self.group.all_to_all("gradients in host", into, out, to_proxies, from_siblings).wait()
+        return torch.cat([*pieces[0::2], into])
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
+        """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
+        routed, layout = looked.routed, self.layout
+        segments, _ = self._home_segments(routed, places)
+        out = torch.ops.tilerec.pick_rows(grad, routed.slots, *segments[:-1])
+        direct = sizes_per_peer(layout.direct, routed.present)
+        splits = direct
+        if layout.hierarchical:
+            splits = [a + b for a, b in zip(direct, self._merge_segments(routed)[1], strict=True)]
+        into = torch.empty(sum(splits), dtype=grad.dtype, device=grad.device)
+        rows = self.group.all_to_all("gradients", into, out, splits, looked.splits).wait()
+        return self._unmerge(routed, rows, direct) if layout.hierarchical else rows
+
+    def record(self, routed: Routed, grads: Tensor, sinks: Sequence[int]) -> GradientRecord:
+        """The gradients as row gradients of my leaves; `sinks`: handle per leaf."""
+        bag_starts = list(itertools.accumulate(routed.present, initial=0))
+        sizes = [routed.present[s.count] * s.width for s in self._looked_up]
+        grad_starts = list(itertools.accumulate(sizes, initial=0))
+        own = [self._looked_up[i] for i in self._order]
+        return GradientRecord(
+            serial=next_serial(),
+            grad=grads,
+            ids=routed.ids,
+            offsets=None if self.each_id else routed.offsets,
+            sample_weights=routed.sample_weights,
+            sinks=tuple([sinks[s.leaf] for s in own]),
+            dims=tuple([s.width for s in own]),
+            starts=tuple([bag_starts[s.count] for s in own]),
+            bags=tuple([routed.present[s.count] for s in own]),
+            grad_starts=tuple([grad_starts[i] for i in self._order]),
+            grad_strides=tuple([s.width for s in own]),
+            means=(0,) * len(own),
+        )
+
+    def sample_weight_grads(
+        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int
+    ) -> Tensor:
+        """Gradients of my batch's sample weights `[count]`; a collective of its own."""
+        if self._looked_up:
+            own = torch.ops.tilerec.sample_weight_grad(
+                list(leaves), routed.ids, routed.offsets, grads, self._tables, self._keys, [0] * len(self._keys),
+                [*routed.present, 0],
+            )  # fmt: skip
+        else:
+            own = torch.empty(0, dtype=torch.float32, device=grads.device)
+        own = own.to(self.wide)
+        into = torch.empty(sum(routed.sent_ids), dtype=self.wide, device=grads.device)
+        self.group.all_to_all("weight gradients", into, own, routed.sent_ids, routed.received_ids).wait()
+        return torch.zeros(count, dtype=self.wide, device=grads.device).index_add_(0, routed.positions, into)

@@ -1,0 +1,323 @@
+"""What travels between which ranks: compiled once from the tilings, the same on every rank.
+
+Nouns
+  slot       a (table, feature) pair of a module; reads one table with the ids of one key
+  rectangle  rows x columns that one set of ranks holds; on each of them one leaf
+  part       (slot, rows, owners): where ids travel to. All rectangles of a table with equal rows and owners read
+             the same ids
+  unit       a part's rectangle: what rows come back from
+  route      row cuts that send each id of a slot to one part; column blocks with other cuts need a route of their
+             own, and skip parts that an earlier route already feeds
+  home       the rank whose batch it is;  reader: the owner that looks up for a home
+  group      parts of one route on one host that is not the home's: their rows are added on that host, and only the
+             sums cross (a proxy, one of the owners, adds them)
+
+    reader(owners, home) = home itself, else an owner on its host, else one by turns: reads spread over replicas
+
+A home's parts in wire order: by reader, then in canonical order (slot, route, rows). Everything below is read off
+tiles, their owners and the hosts; no strategy has a name here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from tilerec.spec.tile import Tile, Tiling
+from tilerec.spec.topology import Topology
+
+
+@dataclass(frozen=True)
+class ShardedTable:
+    """A table as routing sees it. `fan_in`: expected ids per bag; 1 or less: sums inside a host save nothing."""
+
+    name: str
+    tiling: Tiling
+    fan_in: float = 2.0
+
+
+class SlotRead(NamedTuple):
+    """A slot: the table it reads (position) and whether each of its ids is a bag of its own."""
+
+    table: int
+    feature: str
+
+
+class Unit(NamedTuple):
+    """One rectangle of a part. `leaf` numbers the reader's leaves: (table, rectangle) pairs in canonical order."""
+
+    rectangle: int  # among all rectangles of all tables
+    c0: int
+    width: int
+
+
+class Part(NamedTuple):
+    """Where ids of a slot travel to."""
+
+    slot: int
+    route: int
+    r0: int
+    r1: int
+    owners: tuple[int, ...]
+    units: tuple[Unit, ...]
+
+
+class Route(NamedTuple):
+    """One feature's ids against one set of row cuts; `parts[i]` holds rows [cuts[i], cuts[i+1]), -1: fed elsewhere."""
+
+    slot: int
+    cuts: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+class Merge(NamedTuple):
+    """Parts whose rows are added on `proxy` before they travel home."""
+
+    proxy: int
+    parts: tuple[int, ...]  # in canonical order, which is the order of the sum
+
+
+def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
+    """The tiles of a tiling, equal rows and owners of neighbouring column blocks merged; column-then-row order."""
+    merged: list[Tile] = []
+    growing: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    for block in tiling.blocks:
+        grown: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
+            at = growing.get((r0, r1, owners))
+            if at is None:
+                at = len(merged)
+                merged.append(Tile(r0, r1, block.c0, block.c1, owners))
+            else:
+                merged[at] = merged[at]._replace(c1=block.c1)
+            grown[(r0, r1, owners)] = at
+        growing = grown
+    return tuple(merged)
+
+
+class Layout:
+    """The static records of a module's exchange, seen from one rank."""
+
+    def __init__(
+        self, tables: Sequence[ShardedTable], slots: Sequence[SlotRead], topology: Topology, rank: int
+    ) -> None:
+        self.tables, self.slots = tuple(tables), tuple(slots)
+        self.topology, self.rank, self.size = topology, rank, topology.world_size
+        self.rectangles: list[tuple[int, Tile]] = []  # (table, tile)
+        self.parts: list[Part] = []
+        self.routes: list[Route] = []
+        self._first_rectangle: list[int] = []
+        for t, table in enumerate(self.tables):
+            self._first_rectangle.append(len(self.rectangles))
+            self.rectangles.extend((t, tile) for tile in rectangles(table.tiling))
+        for s, slot in enumerate(self.slots):
+            self._add_slot(s, slot.table)
+        self._groups = self._find_groups()
+        self.hierarchical = bool(self._groups)
+        # What I hold: rectangle number -> position among my leaves.
+        self.held = [r for r, (_, tile) in enumerate(self.rectangles) if rank in tile.owners]
+        self.leaf_of = {r: i for i, r in enumerate(self.held)}
+        self._lay_out()
+
+    # ---------------------------------------------------------------- parts, routes, groups: the same on every rank
+
+    def _add_slot(self, s: int, t: int) -> None:
+        first = self._first_rectangle[t]
+        last = self._first_rectangle[t + 1] if t + 1 < len(self._first_rectangle) else len(self.rectangles)
+        units: defaultdict[tuple[int, int, tuple[int, ...]], list[Unit]] = defaultdict(list)
+        for r in range(first, last):
+            tile = self.rectangles[r][1]
+            units[(tile.r0, tile.r1, tile.owners)].append(Unit(r, tile.c0, tile.c1 - tile.c0))
+        numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        seen: set[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = set()
+        for block in self.tables[t].tiling.blocks:
+            if (block.cuts, block.owners) in seen:
+                continue
+            seen.add((block.cuts, block.owners))
+            own: list[int] = []
+            for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
+                key = (r0, r1, owners)
+                if key in numbers:
+                    own.append(-1)
+                    continue
+                numbers[key] = len(self.parts)
+                own.append(len(self.parts))
+                self.parts.append(Part(s, len(self.routes), r0, r1, owners, tuple(units[key])))
+            if any(p >= 0 for p in own):
+                self.routes.append(Route(s, block.cuts, tuple(own)))
+
+    def _find_groups(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(host, parts): parts of one route with equal columns and one owner each, on several ranks of the host."""
+        if self.topology.host_count == 1:
+            return []
+        groups: list[tuple[int, tuple[int, ...]]] = []
+        for route in self.routes:
+            if self.tables[self.slots[route.slot].table].fan_in <= 1:
+                continue
+            by_host: defaultdict[tuple[int, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+            for p in route.parts:
+                if p >= 0 and len(self.parts[p].owners) == 1:
+                    columns = tuple((unit.c0, unit.width) for unit in self.parts[p].units)
+                    by_host[(self.topology.host_of(self.parts[p].owners[0]), columns)].append(p)
+            for (host, _), parts in by_host.items():
+                if len({self.parts[p].owners[0] for p in parts}) > 1:
+                    groups.append((host, tuple(parts)))
+        return groups
+
+    def reader(self, owners: tuple[int, ...], home: int) -> int:
+        """The owner that looks up for `home`."""
+        if len(owners) == 1:
+            return owners[0]
+        if home in owners:
+            return home
+        host = self.topology.host_of(home)
+        near = [o for o in owners if self.topology.host_of(o) == host] or list(owners)
+        return near[self.topology.local_rank(home) % len(near)]
+
+    def merges(self, home: int) -> list[Merge]:
+        """The groups that add up before their rows travel to `home`."""
+        own_host = self.topology.host_of(home)
+        found = []
+        for host, parts in self._groups:
+            if host != own_host:
+                owners = sorted({self.parts[p].owners[0] for p in parts})
+                found.append(Merge(owners[self.topology.local_rank(home) % len(owners)], parts))
+        return found
+
+    # ---------------------------------------------------------------- what this rank sends and receives
+
+    def _lay_out(self) -> None:
+        rank, size = self.rank, self.size
+        by_reader: list[list[int]] = [[] for _ in range(size)]
+        for p, part in enumerate(self.parts):
+            by_reader[self.reader(part.owners, rank)].append(p)
+        self.sent: list[list[int]] = by_reader  # per owner, parts in canonical order
+        self.wire = [0] * len(self.parts)
+        for place, p in enumerate(p for parts in by_reader for p in parts):
+            self.wire[p] = place
+        mine = [p for p, part in enumerate(self.parts) if rank in part.owners]
+        self.received: list[list[int]] = [
+            [p for p in mine if self.reader(self.parts[p].owners, home) == rank] for home in range(size)
+        ]
+        self.own_merges = self.merges(rank)  # as home
+        self.merges_of: list[list[Merge]] = (
+            [self.merges(home) for home in range(size)] if self.hierarchical else [[] for _ in range(size)]
+        )
+        self._lay_out_home()
+        self._lay_out_owner()
+        self._lay_out_proxy()
+
+    def _lay_out_home(self) -> None:
+        """Segments of the rows that come back: per owner, units of direct parts, then units of merged groups.
+
+        `HomeSegment.count` indexes the concatenation (P of each part in wire order, U of each merge).
+        """
+        merged = {p for merge in self.own_merges for p in merge.parts}
+        # Columns of a slot fed by more than one part (or merge) are summed at home.
+        feeders: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.home: list[list[HomeSegment]] = []
+        drafts: list[list[tuple[int, int, Unit]]] = []
+        for owner, parts in enumerate(self.sent):
+            own = [
+                (self.wire[p], self.parts[p].slot, u)
+                for p in parts
+                if p not in merged
+                for u in self.parts[p].units
+            ]
+            for m, merge in enumerate(self.own_merges):
+                if merge.proxy == owner:
+                    first = self.parts[merge.parts[0]]
+                    own.extend((len(self.parts) + m, first.slot, u) for u in first.units)
+            drafts.append(own)
+            for _, slot, unit in own:
+                for c in self._edges(slot, unit):
+                    feeders[(slot, c)] += 1
+        for own in drafts:
+            self.home.append(
+                [
+                    HomeSegment(
+                        count,
+                        slot,
+                        unit.c0,
+                        unit.width,
+                        any(feeders[(slot, c)] > 1 for c in self._edges(slot, unit)),
+                    )
+                    for count, slot, unit in own
+                ]
+            )
+
+    def _edges(self, slot: int, unit: Unit) -> list[int]:
+        """Left edges of the column blocks that a unit spans."""
+        blocks = self.tables[self.slots[slot].table].tiling.blocks
+        return [block.c0 for block in blocks if unit.c0 <= block.c0 < unit.c0 + unit.width]
+
+    def _lay_out_owner(self) -> None:
+        """Segments of the rows I look up: to homes directly, then to proxies. `count` indexes [home][received part]."""
+        direct: list[list[OwnerSegment]] = [[] for _ in range(self.size)]
+        inner: list[list[OwnerSegment]] = [[] for _ in range(self.size)]
+        at = 0
+        for home, parts in enumerate(self.received):
+            via = {p: merge.proxy for merge in self.merges_of[home] for p in merge.parts}
+            for p in parts:
+                to = inner[via[p]] if p in via else direct[home]
+                to.extend(
+                    OwnerSegment(at, self.leaf_of[unit.rectangle], unit.width, self.parts[p].slot, home)
+                    for unit in self.parts[p].units
+                )
+                at += 1
+        self.direct, self.inner = direct, inner
+        self.received_count = at
+
+    def _lay_out_proxy(self) -> None:
+        """What I merge: `merging[home]`, and the segments that siblings send me for it, in the order they come."""
+        self.merging: list[list[Merge]] = [
+            [merge for merge in merges if merge.proxy == self.rank] for merges in self.merges_of
+        ]
+        first = 0  # merges are numbered home after home; sums too: `member` counts all their parts
+        numbered: list[tuple[int, int, int, int]] = []  # (home, part, merge, member)
+        member = 0
+        for home, merges in enumerate(self.merging):
+            for m, merge in enumerate(merges):
+                for p in merge.parts:
+                    numbered.append((home, p, first + m, member))
+                    member += 1
+            first += len(merges)
+        numbered.sort()
+        self.siblings: list[list[ProxySegment]] = [[] for _ in range(self.size)]
+        for _home, p, merge, number in numbered:
+            part = self.parts[p]
+            self.siblings[part.owners[0]].extend(
+                ProxySegment(merge, number, u, unit.width) for u, unit in enumerate(part.units)
+            )
+
+
+class HomeSegment(NamedTuple):
+    """Rows of some columns of a slot, as they come back."""
+
+    count: int  # where its number of rows stands: parts in wire order, then merges
+    slot: int
+    c0: int
+    width: int
+    adds: bool  # whether others feed the same columns
+
+
+class OwnerSegment(NamedTuple):
+    """Rows of one leaf for one home's part."""
+
+    count: int  # where its number of bags stands, in [home][part]
+    leaf: int
+    width: int
+    slot: int
+    home: int
+
+
+class ProxySegment(NamedTuple):
+    """Rows of one sibling's unit, to be added to a merge."""
+
+    merge: int
+    member: int
+    unit: int
+    width: int

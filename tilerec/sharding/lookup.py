@@ -1,0 +1,117 @@
+"""The exchange of one module: route, lookup, combine, and the gradients' way back.
+
+    out = Combine(leaves, sample weights; looked)      one autograd node, whose backward is a collective
+
+Legend: B samples, C columns of the output, D columns of a slot, N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilerec.ops.gradient import submit
+from tilerec.sharding.combine import Combiner, Looked, Place
+
+
+@dataclass(frozen=True)
+class Output:
+    """The shape of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
+
+    places: list[Place]
+    size: int
+    bag_sizes: list[Tensor | None]  # per mean slot its bags' ids, float [bags]
+    dims: list[int]  # per slot
+    bags: list[int]  # per slot
+
+    def block(self, flat: Tensor, slot: int) -> Tensor:
+        """A slot's `[bags, dim]` in a flat output."""
+        place = self.places[slot]
+        return flat.as_strided(
+            (self.bags[slot], self.dims[slot]), (place.stride, 1), flat.storage_offset() + place.base
+        )
+
+    def divide_(self, flat: Tensor) -> Tensor:
+        """Divide the bags of mean slots by their sizes, in place."""
+        for slot, sizes in enumerate(self.bag_sizes):
+            if sizes is not None:
+                self.block(flat, slot).div_(sizes[:, None])
+        return flat
+
+
+def pooled_output(
+    dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]
+) -> Output:
+    """`[B, C]` for uniform batches, flat for others."""
+    places, at, total = [], 0, sum(dims)
+    for dim, count in zip(dims, bags, strict=True):
+        places.append(Place(at, total if uniform else dim))
+        at += dim if uniform else dim * count
+    return Output(places, total * bags[0] if uniform and bags else at, bag_sizes, list(dims), list(bags))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How the leaves of a rank take their gradients."""
+
+    leaves: list[nn.Parameter]
+    sinks: list[int]  # handle per leaf; -1: a dense `.grad`
+    dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        combiner, looked, output, gradients, _anchor, sample_weights, *_leaves = args
+        ctx.combiner, ctx.looked, ctx.output, ctx.gradients = combiner, looked, output, gradients
+        ctx.weights = None if sample_weights is None else (sample_weights.shape[0], sample_weights.dtype)
+        ctx.spent = False
+        return output.divide_(combiner.combine(looked, output.places, output.size))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        combiner, routed = ctx.combiner, ctx.looked.routed
+        gradients: Gradients = ctx.gradients
+        if ctx.spent:
+            raise RuntimeError(
+                "A sharded lookup's backward ran a second time (retain_graph=True), but its gradients already "
+                "travelled; look the features up again."
+            )
+        ctx.spent = True
+        if any(sizes is not None for sizes in ctx.output.bag_sizes):
+            grad = ctx.output.divide_(grad.clone())
+        rows = combiner.send_back(ctx.looked, grad.contiguous(), ctx.output.places)
+        sample_grad = None
+        if routed.weights_need_grad:  # of any rank: a collective
+            count, dtype = ctx.weights
+            sample_grad = combiner.sample_weight_grads(routed, rows, gradients.leaves, count)
+            sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
+        record = combiner.record(routed, rows, gradients.sinks)
+        submit(record)
+        dense = gradients.dense(record) if -1 in gradients.sinks else {}
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            sample_grad,
+            *(dense.get(i) for i in range(len(gradients.leaves))),
+        )
+
+
+def combine(
+    combiner: Combiner, looked: Looked, output: Output, gradients: Gradients, anchor: Tensor | None,
+    sample_weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The flat output of a lookup; with `anchor`, differentiable on every rank, also on one that holds nothing."""
+    if anchor is None or not torch.is_grad_enabled():
+        with torch.no_grad():
+            return output.divide_(combiner.combine(looked, output.places, output.size))
+    return _Combine.apply(combiner, looked, output, gradients, anchor, sample_weights, *gradients.leaves)

@@ -1,0 +1,327 @@
+"""Route: each id of a rank's batch travels to the rank that holds its row.
+
+Nouns
+  header   per pair of ranks, of static size: what the payload will hold, and flags
+  payload  lengths of present bags (left out where every bag has one id), local ids, weights, merge positions
+  Routed   the result: on the home side where rows will go, on the owner side what to look up
+
+The header is the one host synchronization of a step. A rank that refuses its own batch says so in its header, so
+every rank raises and nobody waits.
+
+Legend: W ranks, P present bags of a part, N its ids, U bags of a merge (the union of its parts' present bags).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group, Handle
+from tilerec.errors import InputError
+from tilerec.sharding.layout import Layout
+
+REFUSED, WEIGHTS_NEED_GRAD = 1, 2
+"""Flags of a header."""
+
+
+@dataclass
+class Routed:
+    """A batch on its way to the owners. Reused by the backward; two may be alive at once."""
+
+    # As home.
+    bags: list[int]  # per slot: its bags, or its ids where each is a bag of its own
+    counts: list[int]  # P of each part in wire order, then U of each merge
+    slot_starts: list[int]  # of each of them, where its bag numbers begin in `slots`; -1: all bags, in order
+    slots: Tensor
+    positions: Tensor  # of each id I sent, in my batch's values
+    sent_ids: list[int]  # per owner
+    # As owner.
+    present: list[int]  # P of each received part, [home][part]
+    received_ids: list[int]  # per home
+    weights_need_grad: bool  # on any rank
+    # As proxy.
+    unions: list[int]  # U of each merge, [home][merge]
+    member_counts: list[int]  # P of each member, [home][merge][part]
+    # Filled by `wait`.
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    offsets: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    sample_weights: Tensor | None = None
+    member_starts: list[int] = field(default_factory=list)
+    member_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    pending: Any = None
+
+    def wait(self) -> Routed:
+        """Ids have arrived."""
+        if self.pending is not None:
+            finish, self.pending = self.pending, None
+            finish()
+        return self
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What routing reads of a jagged batch: `keys[r]` and the other per-route facts are in the router."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    batches: list[int]  # as in `pooled_lookup`
+    bags: list[int]  # per slot
+
+
+class Router:
+    """Routes batches of one module."""
+
+    def __init__(
+        self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype
+    ) -> None:
+        self.layout, self.group = layout, group
+        self.weighted, self.each_id, self.wide = weighted, each_id, wide
+        self.id_dtype = (
+            torch.int64 if any(part.r1 - part.r0 >= 1 << 31 for part in layout.parts) else torch.int32
+        )
+        self._id_words = 2 if self.id_dtype == torch.int64 else 1
+        self._weight_words = 2 if wide == torch.float64 else 1
+        self._cuts = [cut for route in layout.routes for cut in route.cuts]
+        self._ranges = [len(route.parts) for route in layout.routes]
+        self._wire = [layout.wire[p] if p >= 0 else -1 for route in layout.routes for p in route.parts]
+        self._names = ",".join(
+            f"{layout.slots[route.slot].feature}@{layout.tables[layout.slots[route.slot].table].name}"
+            for route in layout.routes
+        )
+        self._sent_sizes = [len(parts) for parts in layout.sent]
+        self._merges_to: list[list[int]] = [
+            [m for m, merge in enumerate(layout.own_merges) if merge.proxy == owner]
+            for owner in range(layout.size)
+        ]
+        wire_slots = [0] * len(layout.parts)
+        for p, part in enumerate(layout.parts):
+            wire_slots[layout.wire[p]] = part.slot
+        self._slot_of = wire_slots + [layout.parts[merge.parts[0]].slot for merge in layout.own_merges]
+        self._header_out = [
+            1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
+            for parts, merges in zip(layout.sent, self._merges_to, strict=True)
+        ]
+        self._header_in = [
+            1 + 2 * len(parts) + sum(1 + len(merge.parts) for merge in merges)
+            for parts, merges in zip(layout.received, layout.merging, strict=True)
+        ]
+
+    def __call__(self, batch: Batch, keys: Sequence[int]) -> Routed:
+        """Send a batch on its way.
+
+        Args:
+            batch: see `Batch`.
+            keys: per route, the position of its key in the batch.
+
+        Raises:
+            InputError: this rank's or another rank's batch cannot be routed; then every rank raises.
+        """
+        failure: InputError | None = None
+        weights = batch.weights if self.weighted else None
+        parts = len(self.layout.parts)
+        try:
+            counts_K2, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
+                batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
+                self.id_dtype, self._names,
+            )  # fmt: skip
+            counts = counts_K2.tolist()
+        except InputError as error:
+            failure, counts = error, [[0, 0]] * parts
+            lengths = slots = torch.empty(0, dtype=torch.int32, device=batch.ids.device)
+            local, positions = lengths.to(self.id_dtype), lengths.long()
+        flags = REFUSED * (failure is not None) + WEIGHTS_NEED_GRAD * (
+            weights is not None and weights.requires_grad
+        )
+        present = [p for p, _ in counts]
+        starts = list(itertools.accumulate(present, initial=0))
+        unions = self._unite(slots, starts, present, batch.bags)
+        heard = self._exchange_headers(flags, counts, unions, batch.ids.device)
+        if failure is not None:
+            raise failure
+        refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
+        if refused:
+            raise InputError(
+                f"Rank {refused[0]} refused its batch (its own error says why), so no rank routes this step; "
+                "see the error of that rank."
+            )
+        return self._exchange_payloads(
+            batch, weights, counts, lengths, local, slots, positions, unions, heard
+        )
+
+    # ------------------------------------------------------------------------------------------------ home
+
+    def _unite(self, slots: Tensor, starts: list[int], present: list[int], bags: list[int]) -> list[_Union]:
+        """Per merge: the bags present in any of its parts, and where each part's bags stand among them."""
+        layout, unions = self.layout, []
+        for merge in layout.own_merges:
+            wires = [layout.wire[p] for p in merge.parts]
+            count = bags[layout.parts[merge.parts[0]].slot]
+            mark = torch.zeros(count, dtype=torch.bool, device=slots.device)
+            own = [slots[starts[w] : starts[w] + present[w]].long() for w in wires]
+            for slots_P in own:
+                mark[slots_P] = True
+            rank_of = mark.cumsum(0) - 1
+            union = mark.nonzero()[:, 0].to(torch.int32)
+            unions.append(
+                _Union(
+                    union, [rank_of[slots_P].to(torch.int32) for slots_P in own], [present[w] for w in wires]
+                )
+            )
+        return unions
+
+    def _exchange_headers(
+        self, flags: int, counts: list[list[int]], unions: list[_Union], device: torch.device
+    ) -> list[list[int]]:
+        header: list[int] = []
+        at = 0
+        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
+            header.append(flags)
+            for pair in counts[at : at + size]:
+                header.extend(pair)
+            at += size
+            for m in merges:
+                header.append(unions[m].slots.numel())
+                header.extend(unions[m].present)
+        out = torch.tensor(header, dtype=torch.int32, device=device)
+        into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
+        flat = self.group.all_to_all("header", into, out, self._header_in, self._header_out).wait().tolist()
+        ends = itertools.accumulate(self._header_in, initial=0)
+        return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+
+    def _exchange_payloads(
+        self, batch: Batch, weights: Tensor | None, counts: list[list[int]], lengths: Tensor, local: Tensor,
+        slots: Tensor, positions: Tensor, unions: list[_Union], heard: list[list[int]],
+    ) -> Routed:  # fmt: skip
+        layout, weighted = self.layout, weights is not None
+        words = self._id_words + self._weight_words * weighted
+        pieces: list[Tensor] = []
+        out_splits, sent_ids = [], []
+        ids_words = local.view(torch.int32)
+        if weights is not None:
+            weight_words = weights.detach()[positions].to(self.wide).view(torch.int32)
+        k = p_at = n_at = 0
+        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
+            first = len(pieces)
+            n = 0
+            for p_k, n_k in counts[k : k + size]:
+                if not self.each_id and p_k != n_k:
+                    pieces.append(lengths[p_at : p_at + p_k])
+                p_at += p_k
+                n += n_k
+            k += size
+            pieces.append(ids_words[n_at * self._id_words : (n_at + n) * self._id_words])
+            if weights is not None:
+                pieces.append(weight_words[n_at * self._weight_words : (n_at + n) * self._weight_words])
+            n_at += n
+            for m in merges:
+                union = unions[m]
+                pieces.extend(ranks for ranks in union.ranks if ranks.numel() != union.slots.numel())
+            sent_ids.append(n)
+            out_splits.append(sum(piece.numel() for piece in pieces[first:]))
+        payload = torch.cat(pieces) if pieces else lengths
+
+        in_splits, received_ids, present, all_unions, members = [], [], [], [], []
+        for parts, merges_in, header in zip(layout.received, layout.merging, heard, strict=True):
+            pairs = list(
+                zip(header[1 : 1 + 2 * len(parts) : 2], header[2 : 2 + 2 * len(parts) : 2], strict=True)
+            )
+            n = sum(n_k for _, n_k in pairs)
+            total = n * words
+            if not self.each_id:
+                total += sum(p_k for p_k, n_k in pairs if p_k != n_k)
+            at = 1 + 2 * len(parts)
+            for merge in merges_in:
+                union_size, own = header[at], header[at + 1 : at + 1 + len(merge.parts)]
+                at += 1 + len(merge.parts)
+                all_unions.append(union_size)
+                members.extend(own)
+                total += sum(p_k for p_k in own if p_k != union_size)
+            in_splits.append(total)
+            received_ids.append(n)
+            present.extend(p_k for p_k, _ in pairs)
+        into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
+        handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
+
+        # Bag numbers of parts, then of merges, one after another; a full list of bags needs none.
+        own_counts = [*(p_k for p_k, _ in counts), *(union.slots.numel() for union in unions)]
+        starts = list(itertools.accumulate(own_counts, initial=0))[:-1]
+        all_slots = torch.cat([slots, *(union.slots for union in unions)]) if unions else slots
+        slot_starts = [
+            -1 if count == batch.bags[slot] else start
+            for count, slot, start in zip(own_counts, self._slot_of, starts, strict=True)
+        ]
+        routed = Routed(
+            batch.bags, own_counts, slot_starts, all_slots, positions, sent_ids, present, received_ids,
+            any(header[0] & WEIGHTS_NEED_GRAD for header in heard), all_unions, members,
+        )  # fmt: skip
+        routed.pending = lambda: self._receive(routed, handle, in_splits, heard, weighted)
+        return routed
+
+    # ------------------------------------------------------------------------------------------------ owner
+
+    def _receive(
+        self, routed: Routed, handle: Handle, splits: list[int], heard: list[list[int]], weighted: bool
+    ) -> None:
+        """Take the payloads apart: ids of all homes in a row, with their bags' offsets."""
+        layout, payload = self.layout, handle.wait()
+        ids, weights, lengths, member_slots = [], [], [], []
+        at = member = merge_at = member_at = 0
+        for parts, merges, header in zip(layout.received, layout.merging, heard, strict=True):
+            n = 0
+            for k in range(len(parts)):
+                p_k, n_k = header[1 + 2 * k], header[2 + 2 * k]
+                n += n_k
+                if self.each_id or p_k == n_k:
+                    lengths.append(_ones(p_k, payload.device))
+                else:
+                    lengths.append(payload[at : at + p_k])
+                    at += p_k
+            ids.append(payload[at : at + n * self._id_words])
+            at += n * self._id_words
+            if weighted:
+                weights.append(payload[at : at + n * self._weight_words])
+                at += n * self._weight_words
+            for merge in merges:
+                union = routed.unions[merge_at]
+                merge_at += 1
+                for _ in merge.parts:
+                    count = routed.member_counts[member]
+                    member += 1
+                    if count == union:
+                        routed.member_starts.append(-1)
+                        continue
+                    routed.member_starts.append(member_at)
+                    member_slots.append(payload[at : at + count])
+                    at += count
+                    member_at += count
+        assert at == payload.numel() == sum(splits), "headers describe payloads"
+        routed.ids = _joined(ids, payload).view(self.id_dtype)
+        lengths_P = _joined(lengths, payload)
+        routed.offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=payload.device)
+        torch.cumsum(lengths_P, 0, out=routed.offsets[1:])
+        if weighted:
+            routed.sample_weights = _joined(weights, payload).view(self.wide)
+        routed.member_slots = _joined(member_slots, payload)
+
+
+@dataclass(frozen=True)
+class _Union:
+    """A merge's bags `[U]`, and for each of its parts where its present bags stand among them."""
+
+    slots: Tensor
+    ranks: list[Tensor]
+    present: list[int]
+
+
+def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces) if pieces else like.new_empty(0)
+
+
+def _ones(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, dtype=torch.int32, device=device)
