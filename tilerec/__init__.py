@@ -1,5 +1,7 @@
 """tilerec: training recommender models whose embedding tables do not fit on one device."""
 
+from importlib import metadata as _metadata
+
 from tilerec.errors import ConfigError as ConfigError
 from tilerec.errors import InputError as InputError
 from tilerec.errors import TilerecError as TilerecError
@@ -14,3 +16,5 @@ from tilerec.spec.table import DataType as DataType
 from tilerec.spec.table import EmbeddingBagConfig as EmbeddingBagConfig
 from tilerec.spec.table import EmbeddingConfig as EmbeddingConfig
 from tilerec.spec.table import PoolingType as PoolingType
+
+__version__ = next((found.version for found in _metadata.distributions(name="tilerec")), "0+unknown")

@@ -141,7 +141,7 @@ def test_a_global_norm_is_accepted_for_one_process_and_refused_for_more(
 
 def test_parameters_that_the_backward_pass_updates_are_named_in_a_warning() -> None:
     params = _params()
-    params["b"]._tilerec_optimizer = object()  # type: ignore[attr-defined]
+    params["b"]._in_backward_optimizers = [object()]  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="b are updated by the backward pass and not clipped"):
         _clipping(params, clipping=GradientClipping.NORM)
     with warnings.catch_warnings():

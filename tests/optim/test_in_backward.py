@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.in_backward import in_backward_optimizer_filter, updates_in_backward
 from tilerec.spec.optimizer import SGD
+from tilerec.spec.table import EmbeddingBagConfig
 
 
 def _names(model: nn.Module, include: bool) -> list[str]:
@@ -24,8 +29,16 @@ def test_torchs_own_mark_counts() -> None:
     assert _names(model, True) == ["weight"]
 
 
-@pytest.mark.parametrize("mark", ["_tilerec_optimizer", "_overlapped_optimizer"])
-def test_other_marks_count_as_long_as_they_hold_something(mark: str) -> None:
+def test_a_table_counts_from_when_an_optimizer_is_attached() -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(3, 2, name) for name in ("a", "b")])
+    assert _names(model, True) == []
+    apply_optimizer_in_backward(SGD(), [model.embedding_bags["b"].weight])
+    assert _names(model, False) == ["embedding_bags.a.weight"]
+    assert _names(copy.deepcopy(model), True) == ["embedding_bags.b.weight"]
+
+
+@pytest.mark.parametrize("mark", ["_in_backward_optimizers", "_overlapped_optimizer"])
+def test_torchs_marks_count_as_long_as_they_hold_something(mark: str) -> None:
     model = nn.Linear(2, 2)
     setattr(model.bias, mark, SGD())
     assert updates_in_backward(model.bias)

@@ -24,7 +24,7 @@ from tilerec.modules.table import Table, Tables
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
-from tilerec.storage.flat import lay_flat
+from tilerec.storage.flat import flat_memory, lay_flat
 
 OnBadId = Literal["error", "clamp"]
 
@@ -50,6 +50,7 @@ class Lookup:
     means: tuple[int, ...]
     names: str  # "feature@table" per slot, for messages
     attached: bool
+    size: int  # position among the clamped ids (`_checked`); 0 where nothing is clamped
 
 
 class Operands(NamedTuple):
@@ -71,6 +72,10 @@ def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, .
         raise ConfigError(f"{kind}: tables is empty; give at least one table config.")
     seen: set[str] = set()
     for config in configs:
+        if not isinstance(config.name, str):
+            raise ConfigError(
+                f"{kind}: table name {config.name!r} is of type {type(config.name).__name__}, wanted a str; give one."
+            )
         if not config.name or "." in config.name or "," in config.name or "@" in config.name:
             raise ConfigError(
                 f"{kind}: table name {config.name!r} must be non-empty and without '.', ',' or '@'."
@@ -123,12 +128,32 @@ class TableCollection(nn.Module):
         if self._output_dtype is not None:
             dtype_to_data_type(self._output_dtype)
         self._on_bad_id = on_bad_id
-        self._clamped = torch.zeros((), dtype=torch.int64)
+        self._clamped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
-        self.seed = int(torch.randint(1 << 62, ()))
-        self.add_module(holder, Tables({c.name: Table(c, device, self.seed) for c in self._configs}))
+        self._readers = readers(self._configs)
+        self._sizes = self._slot_sizes()
+        # The default generator and the CPU, whatever `with torch.device(...)` says.
+        self.seed = int(torch.randint(1 << 62, (), device="cpu"))
+        memory = self._memory(device)
+        made = {c.name: Table(c, memory[c.name], self.seed) for c in self._configs}
+        self.add_module(holder, Tables(made))
         self._renew_sinks()
-        self._lay_flat()
+
+    def _memory(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        """Tables by name, side by side in one storage per data type, not written yet."""
+        places: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(c.torch_dtype for c in self._configs):
+            group = [c for c in self._configs if c.torch_dtype == dtype]
+            memory = flat_memory([(c.num_embeddings, c.embedding_dim) for c in group], dtype, device)
+            places.update(zip([c.name for c in group], memory, strict=True))
+        return places
+
+    def _slot_sizes(self) -> tuple[int, ...]:
+        """Per slot, which of its feature's table sizes it has: what its ids are clamped to."""
+        if self._on_bad_id == "error":
+            return (0,) * len(self._slots)
+        rows = {c.name: c.num_embeddings for c in self._configs}
+        return tuple(self._readers[slot.feature].index(rows[slot.table]) for slot in self._slots)
 
     def _lay_flat(self) -> None:
         """Own tables side by side; those tied to another collection's stay in its storage."""
@@ -178,9 +203,9 @@ class TableCollection(nn.Module):
                     "batch, whose keys "
                     f"are {list(keys)[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
                 )
-            groups.setdefault((attached[order[slot.table]], split[s]), []).append(s)
+            groups.setdefault((attached[order[slot.table]], self._sizes[s], split[s]), []).append(s)
         lookups = []
-        for (is_attached, _), members in groups.items():
+        for (is_attached, size, _), members in groups.items():
             slots = [self._slots[s] for s in members]
             lookups.append(
                 Lookup(
@@ -190,6 +215,7 @@ class TableCollection(nn.Module):
                     tuple(int(slot.mean) for slot in slots),
                     ",".join(f"{slot.feature}@{slot.table}" for slot in slots),
                     is_attached,
+                    size,
                 )
             )
         return tuple(lookups)
@@ -200,8 +226,12 @@ class TableCollection(nn.Module):
         leaves: list[Tensor] = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
         rows = [table.rows for table in tables]
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            # A tensor that torch.func.functional_call put here is no leaf of ours: its gradient goes to the caller.
             attached = tuple(
-                [r.takes_gradients and w.requires_grad for r, w in zip(rows, leaves, strict=True)]
+                [
+                    r.takes_gradients and w.requires_grad and r.leaf is w
+                    for r, w in zip(rows, leaves, strict=True)
+                ]
             )
         else:
             attached = (False,) * len(leaves)
@@ -227,31 +257,33 @@ class TableCollection(nn.Module):
 
     def _renew_sinks(self) -> None:
         self._handles = [table.rows.handle for table in self._tables.values()]
-        self._sinks = torch.tensor(self._handles, dtype=torch.int64)
-        self._no_sinks = torch.zeros(0, dtype=torch.int64)
+        self._sinks = torch.tensor(self._handles, dtype=torch.int64, device="cpu")
+        self._no_sinks = torch.zeros(0, dtype=torch.int64, device="cpu")
 
-    def _checked(self, features: KeyedJaggedTensor) -> Tensor:
-        """The batch's ids; with `on_bad_id="clamp"`, moved into their tables and counted."""
+    def _checked(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """The batch's ids, for every `Lookup.size`; with `on_bad_id="clamp"`, moved into their tables and counted."""
+        if not isinstance(features, KeyedJaggedTensor):
+            raise InputError(
+                f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor; make one with "
+                "KeyedJaggedTensor.from_lengths_sync(keys, values, lengths), or from_jt_dict(dict of JaggedTensors)."
+            )
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            self._refuse_transforms(features)
         ids = features.values()
         if ids.dtype not in (torch.int32, torch.int64):
             raise InputError(
                 f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
             )
         if self._on_bad_id == "error":
-            return ids
-        readers: dict[str, list[int]] = {}
-        for slot in self._slots:
-            readers.setdefault(slot.feature, []).append(self._tables[slot.table].weight.shape[0])
-        info = torch.iinfo(ids.dtype)
+            return [ids]
         keys = features.keys()
-        # A key that no table reads keeps its ids; one that several read is clamped into the smallest.
-        last_K = torch.tensor(
-            [min(readers[k]) - 1 if k in readers else info.max for k in keys], device=ids.device
-        )
-        first_K = torch.tensor([0 if k in readers else info.min for k in keys], device=ids.device)
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
-        clamped = torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
-        bad = (clamped != ids).sum()
+        # Tables of different sizes may read a feature: the first of the results is for its smallest, and so on.
+        every = [
+            self._clamp(ids, keys, key_N, size)
+            for size in range(max(map(len, self._readers.values()), default=1))
+        ]
+        bad = (every[0] != ids).sum()
         self._clamped = self._clamped + bad.cpu()
         if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
             warnings.warn(
@@ -259,7 +291,31 @@ class TableCollection(nn.Module):
                 f"({self.clamped_ids} so far, see clamped_ids).",
                 stacklevel=3,
             )
-        return clamped
+        return every
+
+    def _refuse_transforms(self, features: KeyedJaggedTensor) -> None:
+        """torch.func has no rule for lookups: forward mode would give zeros in silence, reverse mode riddles."""
+        tensors = [*(table._parameters["weight"] for table in self._tables.values()), features.weights_or_none()]
+        for tensor in tensors:
+            if tensor is not None and (
+                tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            ):
+                raise RuntimeError(
+                    f"{type(self).__name__}: called inside a torch.func transform (grad, vjp, jvp, vmap, ...), which "
+                    "lookups have no rule for; use torch.autograd.grad over torch.func.functional_call, or freeze the "
+                    "tables (requires_grad_(False)) and transform the rest."
+                )
+
+    def _clamp(self, ids: Tensor, keys: Sequence[str], key_N: Tensor, size: int) -> Tensor:
+        """Ids moved into the `size`-th of their feature's table sizes; a key that no table reads keeps its ids."""
+        info = torch.iinfo(ids.dtype)
+        rows = [
+            self._readers[k][min(size, len(self._readers[k]) - 1)] if k in self._readers else None
+            for k in keys
+        ]
+        last_K = torch.tensor([info.max if n is None else n - 1 for n in rows], device=ids.device)
+        first_K = torch.tensor([info.min if n is None else 0 for n in rows], device=ids.device)
+        return torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:
         super()._apply(fn, recurse)
@@ -273,6 +329,15 @@ class TableCollection(nn.Module):
         super().__setstate__(state)
         self._renew_sinks()
         self._lay_flat()
+
+
+def readers(configs: Sequence[AnyTableConfig]) -> dict[str, list[int]]:
+    """Per feature, the different sizes of the tables that read it, in ascending order."""
+    sizes: dict[str, set[int]] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            sizes.setdefault(feature, set()).add(config.num_embeddings)
+    return {feature: sorted(several) for feature, several in sizes.items()}
 
 
 def key_starts(features: KeyedJaggedTensor) -> Tensor:

@@ -70,12 +70,14 @@ class EmbeddingCollection(TableCollection):
         sizes = features.length_per_key()
         results: dict[str, JaggedTensor] = {}
         for lookup in self._lookups(keys, attached, self._dims):
-            own_ids, own_starts, own_sizes = ids, starts, sizes
+            own_ids, own_starts, own_sizes = ids[lookup.size], starts, sizes
             if lookup.keys != tuple(range(len(keys))):
                 own_sizes = [sizes[k] for k in lookup.keys]
-                order = torch.tensor(lookup.keys, device=ids.device)
+                order = torch.tensor(lookup.keys, device=own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
-                own_ids = torch.ops.tilerec.select_segments(ids, starts, order, own_starts, sum(own_sizes))
+                own_ids = torch.ops.tilerec.select_segments(
+                    own_ids, starts, order, own_starts, sum(own_sizes)
+                )
             out, _ = torch.ops.tilerec.sequence_lookup(
                 leaves,
                 sinks if lookup.attached else no_sinks,

@@ -82,7 +82,7 @@ class EmbeddingBagCollection(TableCollection):
         blocks: list[Tensor | None] = [None] * len(self._slots)
         for lookup in lookups:
             out, _ = torch.ops.tilerec.pooled_lookup(
-                leaves, sinks if lookup.attached else no_sinks, ids, offsets, weights, lookup.tables,
+                leaves, sinks if lookup.attached else no_sinks, ids[lookup.size], offsets, weights, lookup.tables,
                 lookup.keys, lookup.means, batches, dtype, lookup.names,
             )  # fmt: skip
             if len(lookups) == 1 and not variable:

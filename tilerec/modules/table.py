@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError
 from tilerec.ops.random import table_key
 from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.table_rows import Place, TableRows
+from tilerec.storage.table_rows import Place, TableRows, rows_of
 
 INIT_BLOCK = 1 << 20
 """Rows that a user's `init_fn` gets at once: full width, the same blocks under every sharding."""
@@ -23,21 +23,28 @@ class Table(nn.Module):
 
     Two collections share a table by sharing the holder (`ec.embeddings["t"] = ebc.embedding_bags["t"]`) or the
     parameter (`ec.embeddings["t"].weight = ebc.embedding_bags["t"].weight`); the attached optimizer comes
-    along either way.
+    along either way. Tables stay tied until one is tied to a third: a new parameter given to one
+    (`load_state_dict(assign=True)`) is given to all.
+
+    Args:
+        config: the table's.
+        memory: `[num_embeddings, embedding_dim]` of the config's data type, not written yet.
+        seed: of the collection.
     """
 
     rows: TableRows
     weight: nn.Parameter
 
-    def __init__(self, config: AnyTableConfig, device: torch.device | str | None, seed: int) -> None:
+    def __init__(self, config: AnyTableConfig, memory: Tensor, seed: int) -> None:
         super().__init__()
         self.config = config
         self.seed = seed  # of the collection that made it
         self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
         self.rows = TableRows(config.name, Place((first, second)))
-        shape = (config.num_embeddings, config.embedding_dim)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=config.torch_dtype, device=device))
+        if config.init_fn is not None:
+            memory.zero_()  # a user's function may write a part only
+        self.weight = nn.Parameter(memory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -67,21 +74,51 @@ class Table(nn.Module):
                 block.copy_(result)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        own = name == "weight" and isinstance(value, nn.Parameter)
+        if own:
+            self._check(value)
         super().__setattr__(name, value)
-        if name == "weight" and isinstance(value, nn.Parameter):
-            theirs = getattr(value, "_tilerec_rows", None)
-            if theirs is not None and theirs is not self.rows:
-                self.rows, self.tied = theirs, True
-            self.rows.bind(value)
+        if own:
+            self._bind()
+
+    def _check(self, weight: nn.Parameter) -> None:
+        """Refuse a parameter that lookups could not read, before it is taken."""
+        want = (self.config.num_embeddings, self.config.embedding_dim)
+        if tuple(weight.shape) != want:
+            raise ConfigError(
+                f"Table '{self.config.name}': got a weight of shape {tuple(weight.shape)}, wanted {want}, which is its "
+                "config's (num_embeddings, embedding_dim); tie or assign one of that shape."
+            )
+        if not weight.is_contiguous():
+            raise ConfigError(
+                f"Table '{self.config.name}': got a weight with strides {weight.stride()}, wanted {(want[1], 1)} (rows "
+                "one after the other); pass weight.contiguous()."
+            )
+
+    def _bind(self) -> None:
+        """Make `rows` those of the parameter that is here now."""
+        weight = self.weight
+        theirs = rows_of(weight)
+        if theirs is not None and theirs is not self.rows:
+            self.rows.holders.discard(self)
+            self.rows, self.tied = theirs, True
+        self.rows.holders.add(self)
+        for holder in self.rows.holders:
+            holder._parameters["weight"] = weight
+        self.rows.bind(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
         super()._apply(fn, recurse)
-        self.rows.bind(self.weight)
+        self._bind()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.rows.bind(self.weight)
+        self._bind()
 
     def extra_repr(self) -> str:
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}"

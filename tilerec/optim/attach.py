@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import OptimizerSpec, from_torch
-from tilerec.storage.table_rows import HyperGroup, TableRows
+from tilerec.storage.table_rows import HyperGroup, TableRows, rows_of
 
 
 def apply_optimizer_in_backward(
@@ -29,27 +31,63 @@ def apply_optimizer_in_backward(
         optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec.
 
     Raises:
-        ConfigError: an argument that has no meaning for a fused update (amsgrad, maximize, …).
+        ConfigError: an argument that has no meaning for a fused update (amsgrad, maximize, …), or `params` that are
+            no parameters.
     """
+    params = _parameters("apply_optimizer_in_backward", params)
     kwargs = dict(optimizer_kwargs or {})
     tables: dict[int, TableRows] = {}
     dense: list[nn.Parameter] = []
     for parameter in params:
-        rows = getattr(parameter, "_tilerec_rows", None)
+        rows = rows_of(parameter)
         if rows is None:
             dense.append(parameter)
         else:
             tables[id(rows)] = rows
+    several = isinstance(optimizer_class, Sequence) and not isinstance(optimizer_class, str)
+    classes: Sequence[Any] = cast(Any, optimizer_class) if several else [optimizer_class]
+    for cls in classes if dense else ():
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"apply_optimizer_in_backward: {cls!r:.200} is for tables, and {len(dense)} of the parameters belong "
+                f"to none (the first has shape {tuple(dense[0].shape)}); attach a torch.optim class to those, or pass "
+                "the parameters of the tables alone."
+            )
     if tables:
         spec = _spec(optimizer_class, kwargs)
         group = HyperGroup.of(spec)
-        group["params"] = [rows.leaf for rows in tables.values()]
         for rows in tables.values():
             rows.attach(spec, group)
     if dense:
         from torch.distributed.optim import _apply_optimizer_in_backward
 
         _apply_optimizer_in_backward(optimizer_class, dense, kwargs)
+
+
+def _parameters(who: str, params: Any) -> list[nn.Parameter]:
+    """The parameters, checked: the wrong things look right and would be attached to nothing."""
+    fix = "pass module.parameters() or a list of parameters"
+    if isinstance(params, nn.Module):
+        raise ConfigError(
+            f"{who}: got a {type(params).__name__}, wanted its parameters; pass module.parameters()."
+        )
+    if isinstance(params, Tensor):
+        raise ConfigError(
+            f"{who}: got one parameter of shape {tuple(params.shape)}, wanted several; pass [parameter]."
+        )
+    if isinstance(params, Mapping):
+        raise ConfigError(f"{who}: got a {type(params).__name__} of parameters; pass its .values().")
+    if not isinstance(params, Iterable):
+        raise ConfigError(f"{who}: got a {type(params).__name__}; {fix}.")
+    given = list(params)
+    if not given:
+        raise ConfigError(f"{who}: got no parameters (a generator is empty once it was read); {fix}.")
+    for parameter in given:
+        if isinstance(parameter, tuple):
+            raise ConfigError(f"{who}: got pairs, as of module.named_parameters(); pass module.parameters().")
+        if not isinstance(parameter, nn.Parameter):
+            raise ConfigError(f"{who}: got a {type(parameter).__name__} among the parameters; {fix}.")
+    return given
 
 
 def _spec(optimizer_class: Any, kwargs: dict[str, Any]) -> OptimizerSpec:
@@ -70,7 +108,7 @@ def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> Non
     `torch.optim.SparseAdam`, `SGD` and `Adagrad` step it.
     """
     for parameter in params:
-        rows = getattr(parameter, "_tilerec_rows", None)
+        rows = rows_of(parameter)
         if rows is None:
             raise TypeError(
                 f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} "

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.storage.table_rows import HyperGroup, TableRows
+from tilerec.storage.table_rows import HyperGroup, TableRows, rows_of
 
 
 def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
     """Parameter names and rows of the tables under `module` that have an optimizer attached; a tied table once."""
     for name, parameter in module.named_parameters():
-        rows = getattr(parameter, "_tilerec_rows", None)
+        rows = rows_of(parameter)
         if rows is not None and rows.spec is not None:
             yield name, rows
+
+
+@final
+class FaceGroup(MutableMapping[str, Any]):
+    """A `param_groups` entry: the numbers that tables share, and those of its tables that are under one face."""
+
+    def __init__(self, numbers: HyperGroup, params: list[nn.Parameter]) -> None:
+        self.numbers = numbers
+        self.params = params
+
+    def __getitem__(self, name: str) -> Any:
+        return self.params if name == "params" else self.numbers[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "params":
+            self.params = value
+        else:
+            self.numbers[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.numbers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["params", *self.numbers])
+
+    def __len__(self) -> int:
+        return 1 + len(self.numbers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class FusedOptimizer(KeyedOptimizer):
@@ -25,10 +55,9 @@ class FusedOptimizer(KeyedOptimizer):
 
     `step()` does nothing: the backward pass has updated the rows. A value written to `param_groups[i]["lr"]`
     holds from the next backward on, so torch's learning-rate schedulers work; tables attached by one call
-    share a group. The state is that
-    of the tables, not a copy: per parameter its slots by name and `step`, the table's update count (int64,
-        0-d; called
-    `updates` where `step` is a slot of its own). `load_state_dict` writes into it.
+    share a group, also where several faces show them. The state is that of the tables, not a copy: per parameter its
+    slots by name and `step`, the table's update count (int64, 0-d; called `updates` where `step` is a slot of its own).
+    `load_state_dict` writes into it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,12 +72,8 @@ class FusedOptimizer(KeyedOptimizer):
             members.setdefault(id(own.group), []).append(own.leaf)
             params[name] = own.leaf
             state[own.leaf] = own.state
-        for mark, group in groups.items():
-            group["params"] = members[mark]
-        super().__init__(params, state, groups.values())
-        # KeyedOptimizer made a list of the very groups the tables read their numbers from.
+        super().__init__(params, state, [FaceGroup(group, members[mark]) for mark, group in groups.items()])
         self.defaults = dict(next(iter(groups.values()), {}))
-        self.defaults.pop("params", None)
 
     def add_param_group(self, param_group: Any) -> None:
         """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""

@@ -6,13 +6,18 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-# Where an attached optimizer leaves its mark: ours, and the two of torch.
-_MARKS = ("_tilerec_optimizer", "_overlapped_optimizer", "_in_backward_optimizers")
+from tilerec.storage.table_rows import rows_of
+
+# Where torch's own in-backward optimizers leave their mark.
+_MARKS = ("_overlapped_optimizer", "_in_backward_optimizers")
 
 
 def updates_in_backward(parameter: nn.Parameter) -> bool:
     """Whether an optimizer is attached: the backward pass updates the parameter and `.grad` stays None."""
-    return any(bool(getattr(parameter, mark, None)) for mark in _MARKS)
+    rows = rows_of(parameter)
+    return (rows is not None and rows.spec is not None) or any(
+        bool(getattr(parameter, mark, None)) for mark in _MARKS
+    )
 
 
 def in_backward_optimizer_filter(

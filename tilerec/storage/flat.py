@@ -1,7 +1,7 @@
 """Laying a module's leaves side by side in one flat storage per data type and device.
 
-The leaves stay what they are (`nn.Parameter`s that own their values); only their memory moves. Nothing reads the flat
-storage by itself, so a leaf that is moved elsewhere stays right: it just is not adjacent any more.
+The leaves stay what they are (`nn.Parameter`s that own their values); only their memory is shared. Nothing reads the
+flat storage by itself, so a leaf that is moved elsewhere stays right: it just is not adjacent any more.
 """
 
 from __future__ import annotations
@@ -12,14 +12,44 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tilerec.ops.cpu.library import advise_huge_pages
+
 ALIGNMENT = 128
 """Bytes at whose multiples a leaf begins (one GPU cache line; also whole AVX-512 vectors)."""
 
+HUGE_FROM = 4 << 20
+"""Bytes from which CPU memory is asked for in huge pages; below, there is less to win than to waste."""
 
-def _padded(tensor: Tensor) -> int:
+Shape = tuple[int, int]
+
+
+def _padded(numel: int, dtype: torch.dtype) -> int:
     """Elements that a leaf takes in the flat storage."""
-    unit = ALIGNMENT // tensor.element_size()
-    return -(-tensor.numel() // unit) * unit
+    unit = ALIGNMENT // dtype.itemsize
+    return -(-numel // unit) * unit
+
+
+def flat_memory(
+    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str | None
+) -> list[Tensor]:
+    """Memory for leaves of these shapes: consecutive ranges of one new storage, not written yet but for the gaps.
+
+    Pages are asked for before anything touches them; on meta, each leaf is its own tensor.
+
+    Example: shapes [(5, 3), (2, 7)] of float32 are elements 0..14 and 32..45 of 64; 15..31 and 46..63 are zero.
+    """
+    flat = torch.empty(sum(_padded(rows * dim, dtype) for rows, dim in shapes), dtype=dtype, device=device)
+    if flat.is_meta:
+        return [torch.empty(shape, dtype=dtype, device=flat.device) for shape in shapes]
+    if flat.device.type == "cpu" and flat.nbytes >= HUGE_FROM:
+        advise_huge_pages(flat)
+    places, start = [], 0
+    for rows, dim in shapes:
+        end, next_start = start + rows * dim, start + _padded(rows * dim, dtype)
+        places.append(flat[start:end].view(rows, dim))
+        flat[end:next_start].zero_()
+        start = next_start
+    return places
 
 
 def _adjacent(group: Sequence[nn.Parameter]) -> bool:
@@ -31,12 +61,13 @@ def _adjacent(group: Sequence[nn.Parameter]) -> bool:
             or parameter.untyped_storage().data_ptr() != group[0].untyped_storage().data_ptr()
         ):
             return False
-        place += _padded(parameter) * parameter.element_size()
+        place += _padded(parameter.numel(), parameter.dtype) * parameter.element_size()
     return True
 
 
+@torch.no_grad()
 def lay_flat(parameters: Iterable[nn.Parameter]) -> None:
-    """Move leaves into consecutive ranges of one storage per (dtype, device), in the given order.
+    """Move leaves `[rows, dim]` into consecutive ranges of one storage per (dtype, device), in the given order.
 
     Meta leaves stay as they are. Peak memory is twice the group's bytes while it is copied.
     """
@@ -47,11 +78,6 @@ def lay_flat(parameters: Iterable[nn.Parameter]) -> None:
     for (dtype, device), group in groups.items():
         if _adjacent(group):
             continue
-        with torch.no_grad():
-            flat = torch.zeros(sum(map(_padded, group)), dtype=dtype, device=device)
-            start = 0
-            for parameter in group:
-                place = flat[start : start + parameter.numel()].view(parameter.shape)
-                place.copy_(parameter)
-                parameter.data = place
-                start += _padded(parameter)
+        places = flat_memory([(p.shape[0], p.shape[1]) for p in group], dtype, device)
+        for parameter, place in zip(group, places, strict=True):
+            parameter.data = place.copy_(parameter)

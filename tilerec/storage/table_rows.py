@@ -8,12 +8,13 @@ Nouns
             the next backward
 
 `TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass
-and updates rows and slots in place. It is bound to its leaf both ways: the leaf carries it through `.to()`,
-ties and assignments.
+and updates rows and slots in place. Tables own their rows, rows own their leaf, and the leaf carries nothing but
+its sink's number: it pickles as any parameter does, nothing points back, and memory is freed with the last table.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
+from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
 from tilerec.spec.optimizer import OptimizerSpec
 
 
@@ -39,8 +40,8 @@ class Place:
 class HyperGroup(dict[str, Any]):
     """A `param_groups` entry that tables share: the numbers of their optimizer, as they are now.
 
-    What is written here holds from the next backward on. Copies and pickles keep the sharing and leave the
-    parameters out.
+    What is written here holds from the next backward on. It names no parameters: tables of several collections may
+    share it. Copies and pickles keep the sharing.
     """
 
     def __init__(self, values: Mapping[str, Any], numbers: Sequence[str]) -> None:
@@ -68,15 +69,12 @@ class HyperGroup(dict[str, Any]):
             self._made = (values, made)
         return self._made[1]
 
-    def _plain(self) -> dict[str, Any]:
-        return {name: value for name, value in self.items() if name != "params"}
-
     def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
-        copy = memo[id(self)] = HyperGroup(self._plain(), self._numbers)
-        return copy
+        twin = memo[id(self)] = HyperGroup(self, self._numbers)
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (HyperGroup, (self._plain(), self._numbers))
+        return (HyperGroup, (dict(self), self._numbers))
 
 
 class NonFiniteGradientError(TilerecError):
@@ -91,6 +89,9 @@ class TableRows(GradientSink):
         place: see `Place`.
     """
 
+    leaf: nn.Parameter
+    """The parameter that holds the rows; set by `bind`."""
+
     def __init__(self, name: str, place: Place) -> None:
         super().__init__()
         self.name = name
@@ -101,22 +102,13 @@ class TableRows(GradientSink):
         self.skipped_rows = 0
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
         self._counter = "step"  # name of the update count in `state`
-        self._leaf: weakref.ref[nn.Parameter] | None = None
-
-    @property
-    def leaf(self) -> nn.Parameter:
-        """The parameter that holds the rows."""
-        leaf = self._leaf() if self._leaf is not None else None
-        assert leaf is not None, f"rows of table '{self.name}' outlived their parameter"
-        return leaf
+        self._warned = False
+        self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and bring the slots to its device and precision."""
-        self._leaf = weakref.ref(leaf)
-        marks = cast(Any, leaf)
-        marks._tilerec_rows = self
-        if self.spec is not None:
-            marks._tilerec_optimizer = self.spec
+        self.leaf = leaf
+        cast(Any, leaf)._tilerec_sink = self.handle
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         for slot in self.spec.slots if self.spec is not None else ():
             tensor = self.state[slot.name]
@@ -146,12 +138,6 @@ class TableRows(GradientSink):
         """How many updates the table has had since its optimizer was attached."""
         return int(self.state[self._counter]) if self.spec is not None else 0
 
-    def _count(self) -> int:
-        """Count one more update."""
-        count = self.state[self._counter].numpy()  # a view: a tenth of what tensor arithmetic costs per table
-        count += 1
-        return int(count)
-
     @property
     def slots(self) -> list[Tensor]:
         """The optimizer's slots, in the order of its spec."""
@@ -168,10 +154,11 @@ class TableRows(GradientSink):
         spec = self.group.spec()
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
-        leaves, slots, steps, seeds, row_offsets, column_offsets = [], [], [], [], [], []  # type: ignore[var-annotated]
+        leaves, slots, seeds, row_offsets, column_offsets = [], [], [], [], []  # type: ignore[var-annotated]
         names = [slot.name for slot in spec.slots]
+        # Views: a tenth of what tensor arithmetic costs per table.
+        counts = [table.state[table._counter].numpy() for table in tables]
         for table in tables:
-            steps.append(table._count())
             leaves.append(table.leaf)
             slots.extend([table.state[name] for name in names])
             place = table.place
@@ -181,11 +168,16 @@ class TableRows(GradientSink):
         result = torch.ops.tilerec.update_rows_(
             leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
             [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, spec.hyper(), steps, seeds, row_offsets,
-            column_offsets,
+            record.grad_strides, record.means, spec.rule, spec.hyper(), [int(count) + 1 for count in counts], seeds,
+            row_offsets, column_offsets,
         )  # fmt: skip
+        for count in counts:  # an op that raised has updated nothing
+            count += 1
         # The op writes through raw pointers; autograd must learn that saved copies of these tensors are stale.
         torch.autograd.graph.increment_version([*leaves, *slots])
+        for table, leaf in zip(tables, leaves, strict=True):
+            if leaf.grad is not None and not table._warned:
+                table._warn_dense_grad(spec)
         skipped, t, row = result.tolist()
         if skipped:
             table = tables[t]
@@ -193,13 +185,20 @@ class TableRows(GradientSink):
             if spec.non_finite == "skip":
                 return
             raise NonFiniteGradientError(
-                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} "
-                "such rows in this "
-                ""
-                "step). These rows kept their values, all others were updated; lower the learning rate or "
-                "the loss scale, "
-                "or attach the optimizer with non_finite='skip' to count and go on."
+                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows "
+                "in this step). These rows kept their values, all others were updated; lower the learning rate or "
+                "the loss scale, or attach the optimizer with non_finite='skip' to count and go on."
             )
+
+    def _warn_dense_grad(self, spec: OptimizerSpec) -> None:
+        self._warned = True
+        warnings.warn(
+            f"Table '{self.name}': its weight has a .grad, which the attached {type(spec).__name__} does not read: "
+            "only lookups reach it. If the loss uses the weight itself (a penalty on it), put that into the optimizer "
+            "(weight_decay=...) or step .grad yourself; if .grad is left from before the optimizer was attached, "
+            "set it to None.",
+            stacklevel=2,
+        )
 
     def _add_sparse_grad(self, record: GradientRecord) -> None:
         leaf = self.leaf
@@ -209,11 +208,19 @@ class TableRows(GradientSink):
         )
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-    # Copies and pickles take everything but the handle and the leaf; the owner binds the copy to its own leaf.
+    # Copies and pickles take everything but what ties rows to this process: the table binds its copy anew.
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("handle", "_leaf")}
+        own = ("handle", "leaf", "holders")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
         self.__dict__.update(state)
-        self._leaf = None
+        self.holders = weakref.WeakSet()
+
+
+def rows_of(parameter: Tensor) -> TableRows | None:
+    """The rows whose leaf `parameter` is, or None for a parameter of no table."""
+    # A number without its rows is a stranger's: a parameter that was copied, or loaded from a file.
+    sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
+    return sink if isinstance(sink, TableRows) and getattr(sink, "leaf", None) is parameter else None

@@ -1,0 +1,95 @@
+"""A keyed optimizer as `torch.distributed.checkpoint.state_dict` wants one: parameters by position.
+
+torch's `get_state_dict` and `set_state_dict` name parameters themselves, by the model's own names, and for that ask the
+optimizer for a state dict in which parameter p of the groups, counted through all of them, is the number p:
+
+    keyed       {"state": {"dense.over.weight": {...}, "dense.__warmup": {...}}, "param_groups": [...] if asked for}
+    positional  {"state": {0: {...}}, "param_groups": [{"params": [0], "lr": ..., "beside": {"dense.__warmup": {...}}}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.optim.keyed import KeyedOptimizer, _copied, _settings, write_setting
+from tilerec.optim.wrapper import OptimizerWrapper
+
+BESIDE = "beside"
+"""Setting of the first group that holds state of no parameter, such as the position of a warm-up."""
+
+
+@final
+class PositionalOptimizer(OptimizerWrapper):
+    """The face of an optimizer for `get_state_dict` and `set_state_dict`; it saves and loads, and does not step.
+
+        model_state, optimizer_state = get_state_dict(model, PositionalOptimizer(optimizer))
+        set_state_dict(model, PositionalOptimizer(optimizer), model_state_dict=..., optim_state_dict=...)
+
+    States and groups are those of the optimizer inside, not copies. Making the face makes state that the optimizer
+    would make at its first step (`init_state`), so that torch does not take that step to find out.
+
+    Args:
+        optimizer: a `FusedOptimizer`, `KeyedOptimizerWrapper`, `CombinedOptimizer` or any other keyed one.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__(optimizer)
+        optimizer.init_state()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, if any. torch calls this on an optimizer without state; nothing is to be made then."""
+        return KeyedOptimizer.step(self, closure)
+
+    def _positions(self) -> dict[Tensor, int]:
+        return {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    def _state_dict(self) -> dict[str, Any]:
+        positions, named = self._positions(), super()._state_dict()["state"]
+        own = {name: positions[p] for name, p in self.params.items() if p in positions}
+        groups = [
+            {**_copied(_settings(group)), "params": [positions[p] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        beside = {name: value for name, value in named.items() if name not in own}
+        if beside and groups:
+            groups[0][BESIDE] = beside
+        return {"state": {own[name]: value for name, value in named.items() if name in own}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load in place: groups and their parameters are taken in order, whatever they are called.
+
+        Raises:
+            ConfigError: another number of groups or parameters, or what the optimizer inside refuses.
+        """
+        who, names = type(self).__name__, {p: name for name, p in self.params.items()}
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ConfigError(f"{who}: the state dict has no '{key}' (it has {sorted(state_dict)}).")
+        here, given = self.param_groups, state_dict["param_groups"]
+        sizes, got = ([len(group["params"]) for group in groups] for groups in (here, given))
+        if sizes != got:
+            raise ConfigError(
+                f"{who}: the loaded param groups have {got} parameters, the ones here {sizes}; make the optimizer with "
+                "the same groups before loading."
+            )
+        name_of: dict[Any, str] = {}
+        state: dict[str, Any] = {}
+        named_groups: list[dict[str, Any]] = []
+        for group, loaded in zip(here, given, strict=True):
+            name_of.update(zip(loaded["params"], (names[p] for p in group["params"]), strict=True))
+            settings = _settings(loaded)
+            state.update(settings.pop(BESIDE, {}))
+            named_groups.append({**settings, "params": sorted(names[p] for p in group["params"])})
+        unknown = [key for key in state_dict["state"] if key not in name_of]
+        if unknown:
+            raise ConfigError(f"{who}: the loaded state also has {unknown[:5]}, which is in none of its param groups.")
+        state.update((name_of[key], value) for key, value in state_dict["state"].items())
+        self._optimizer.load_state_dict({"state": state, "param_groups": named_groups})
+        for group, loaded in zip(here, named_groups, strict=True):
+            for setting, value in _settings(loaded).items():
+                if setting in group or not isinstance(value, Tensor):
+                    write_setting(group, setting, value)
