@@ -13,9 +13,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.export import Dim
 
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.jagged import segment_sum
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.table import EmbeddingBagConfig
 
 
 def _batch(stride: int, seed: int, by_offsets: bool = False, synced: bool = True) -> KeyedJaggedTensor:
@@ -174,3 +176,120 @@ def test_an_exported_program_takes_any_batch_after_a_save_and_a_load(strict: boo
     for stride in (3, 9):
         kjt = _batch(stride, stride, synced=False)
         _assert_equal(loaded(kjt), module(kjt))
+
+
+def _bags() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(9, 4, "ab", feature_names=["a", "b"]),
+            EmbeddingBagConfig(8, 3, "c", feature_names=["c"]),
+        ]
+    )
+
+
+def _ids(stride: int, seed: int, table: bool) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths_FB = torch.randint(0, 4, (3, stride), generator=generator)
+    ids = torch.randint(0, 8, (int(lengths_FB.sum()),), generator=generator)
+    return KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths_FB if table else lengths_FB.view(-1))
+
+
+class _Joined(nn.Module):
+    """Bags beside dense features: the batch size of the one must be known to be that of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = _bags()
+
+    def forward(self, dense_BD: torch.Tensor, kjt: KeyedJaggedTensor) -> torch.Tensor:
+        pooled_BD = self.bags(kjt).values()
+        assert pooled_BD.shape[0] == dense_BD.shape[0] == kjt.stride()
+        return torch.cat([dense_BD, pooled_BD], dim=1).relu()
+
+
+def _saved_and_loaded(program: torch.export.ExportedProgram, path: Path) -> nn.Module:
+    torch.export.save(program, path)
+    return torch.export.load(path).module()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_exported_with_a_table_of_lengths_takes_every_batch_size(
+    strict: bool, tmp_path: Path
+) -> None:
+    """The batch size is dimension 1 of the lengths; from S = F * B torch would not learn that it may be 1."""
+    torch._dynamo.reset()
+    module = _Joined().eval()
+    program = torch.export.export(
+        module,
+        (torch.rand(4, 5), _ids(4, 0, table=True)),
+        dynamic_shapes=({0: Dim.DYNAMIC}, [{0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}]),
+        strict=strict,
+    )
+    loaded = _saved_and_loaded(program, tmp_path / "joined.pt2")
+    for stride in (1, 2, 5, 0):
+        dense_BD, kjt = torch.rand(stride, 5), _ids(stride, stride, table=True)
+        torch.testing.assert_close(loaded(dense_BD, kjt), module(dense_BD, kjt))
+
+
+def test_flat_lengths_take_every_batch_size_too_where_the_exporter_is_told_not_to_specialise(
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    module = _Joined().eval()
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(
+            module,
+            (torch.rand(4, 5), _ids(4, 0, table=False)),
+            dynamic_shapes=({0: Dim.DYNAMIC}, [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]),
+        )
+    loaded = _saved_and_loaded(program, tmp_path / "flat.pt2")
+    for stride in (1, 2, 5):
+        dense_BD, kjt = torch.rand(stride, 5), _ids(stride, stride, table=False)
+        torch.testing.assert_close(loaded(dense_BD, kjt), module(dense_BD, kjt))
+
+
+def test_slices_by_key_export_for_every_batch_size(tmp_path: Path) -> None:
+    class Slices(nn.Module):
+        def forward(self, kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
+            return [jagged.values() + 1 for jagged in kjt.to_dict().values()] + [
+                kjt.permute([2, 0]).lengths() + 1
+            ]
+
+    program = torch.export.export(
+        Slices(), (_ids(4, 0, table=True),), dynamic_shapes=([{0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}],)
+    )
+    loaded = _saved_and_loaded(program, tmp_path / "slices.pt2")
+    for stride in (1, 2, 5, 0):
+        kjt = _ids(stride, stride, table=True)
+        _assert_equal(loaded(kjt), Slices()(kjt))
+
+
+def test_one_graph_serves_every_table_of_lengths() -> None:
+    def program(kjt: KeyedJaggedTensor) -> Any:
+        return kjt.lengths() + 1, kjt.offsets() * kjt.stride(), kjt.permute([1, 2, 0]).lengths() + 1
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
+    for stride in (4, 7, 3):
+        kjt = _ids(stride, stride, table=True)
+        for _ in range(2):
+            _assert_equal(compiled(kjt), program(kjt))
+            kjt.lengths()
+            kjt.offsets()
+    assert counter.frame_count == 1
+
+
+def test_repeated_features_and_checked_parts_are_traced() -> None:
+    def program(kjt: KeyedJaggedTensor) -> Any:
+        twice = kjt.permute([1, 0, 1])
+        again = KeyedJaggedTensor(kjt.keys(), kjt.values(), kjt.weights() * 2, kjt.lengths())
+        return twice.lengths() + 1, twice["b"].weights() * 2, again.weights() + 1
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
+    for seed, stride in enumerate((4, 7, 5)):
+        kjt = _batch(stride, seed)
+        _assert_equal(compiled(kjt), program(kjt))
+    assert counter.frame_count == 1

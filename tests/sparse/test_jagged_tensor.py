@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,83 @@ def test_what_is_not_there_is_refused() -> None:
         JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 1, 1]))
     with pytest.raises(InputError, match="a length of 4 exceeds the row's 3 items"):
         JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 4]))
+
+
+def test_bags_may_be_part_of_a_larger_run_of_values() -> None:
+    """As its offsets say, wherever they begin and end; lengths begin at the first value."""
+    values, weights = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0.5, 1, 2, 4, 8])
+    middle = JaggedTensor(values, weights, offsets=torch.tensor([2, 3, 3, 4]))
+    assert [bag.tolist() for bag in middle.to_dense()] == [[3], [], [4]]
+    assert [bag.tolist() for bag in middle.to_dense_weights() or []] == [[2], [], [4]]
+    assert middle.to_padded_dense(2).tolist() == [[3, 0], [0, 0], [4, 0]]
+    assert middle.lengths().tolist() == [1, 0, 1]
+    assert middle.values() is values
+    assert "[[3], [], [4]]" in str(middle)
+    head = JaggedTensor(values, lengths=torch.tensor([1, 2]))
+    assert [bag.tolist() for bag in head.to_dense()] == [[1], [2, 3]]
+    assert JaggedTensor(values, offsets=torch.tensor([3])).to_dense() == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offsets"),
+    [([1, 5], None), ([3, -1, 1], None), (None, [0, 4, 6]), (None, [-1, 2]), (None, [0, 3, 2])],
+)
+def test_bags_outside_the_values_are_refused(lengths: list[int] | None, offsets: list[int] | None) -> None:
+    jt = JaggedTensor(
+        torch.arange(5),
+        lengths=None if lengths is None else torch.tensor(lengths),
+        offsets=None if offsets is None else torch.tensor(offsets),
+    )
+    with pytest.raises(InputError, match="do not fit 5 values; wanted lengths that are not negative and sum"):
+        jt.to_dense()
+    assert "values [5] torch.int64" in repr(jt)
+
+
+WRONG_PARTS = [
+    (lambda: JaggedTensor(torch.arange(3), torch.rand(1), torch.tensor([3])), "1 weights for 3 values"),
+    (lambda: JaggedTensor(torch.arange(3), torch.rand(4), torch.tensor([3])), "4 weights for 3 values"),
+    (
+        lambda: JaggedTensor(torch.arange(3), torch.rand(3, 2), torch.tensor([3])),
+        r"weights have shape \[3, 2\]; wanted one number per value, \[3\]",
+    ),
+    (lambda: JaggedTensor(torch.tensor(3), lengths=torch.tensor([1])), "values have no dimension"),
+    (lambda: JaggedTensor([1, 2], lengths=torch.tensor([2])), "values are a list"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), lengths=[2]), "lengths are a list"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), offsets=[0, 2]), "offsets are a list"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), lengths=torch.tensor(2)), "lengths have no dimension"),
+    (
+        lambda: JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, -1])),
+        "a length of -1 is negative",
+    ),
+    (
+        lambda: JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 2]), torch.rand(2, 4)),
+        r"weights have shape \[2, 4\]; wanted one number per padded item, \[2, 3\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("attempt", "message"), WRONG_PARTS)
+def test_parts_that_do_not_fit_are_refused(attempt: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        attempt()
+
+
+def test_vectors_are_items_of_a_jagged_tensor() -> None:
+    jt = JaggedTensor(torch.arange(6).view(3, 2), torch.rand(3), torch.tensor([1, 2]))
+    assert [bag.tolist() for bag in jt.to_dense()] == [[[0, 1]], [[2, 3], [4, 5]]]
+
+
+def test_equality_with_anything_else_is_false() -> None:
+    jt = JaggedTensor(torch.arange(2), lengths=torch.tensor([2]))
+    for other in (None, 3, jt.values(), object()):
+        assert not jt_is_equal(jt, other)
+        assert not jt_is_equal(other, jt)
+    assert not jt_is_equal(None, None)
+
+
+def test_repr_is_short_and_needs_no_contents() -> None:
+    jt = JaggedTensor(torch.arange(1001), torch.ones(1001), torch.ones(1001, dtype=torch.int64))
+    assert repr(jt) == "JaggedTensor(values [1001] torch.int64, 1001 bags, weights, device='cpu')"
+    assert repr(jt.to(torch.device("meta"))).endswith("device='meta')")
+    small = JaggedTensor(torch.arange(2), lengths=torch.tensor([2]))
+    assert repr(small) == str(small)

@@ -21,6 +21,7 @@ from tilerec.sparse import keyed_jagged_tensor
 from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal
 from tilerec.sparse.keys import Keys, UnknownKeyError
+from tilerec.sparse.validate import validate_keyed_jagged_tensor
 
 
 @st.composite
@@ -387,7 +388,6 @@ def test_known_parts_are_taken_and_checked() -> None:
     assert _example(offset_per_key=[0, 2, 5]).length_per_key_or_none() == [2, 3]
     by_key = _example().to_dict()
     assert _example(jt_dict=by_key)["a"] is by_key["a"]
-    assert _example(inverse_indices=_inverse()).stride() == 4
     for wrong, message in (
         ({"stride_per_key": [1, 2]}, "stride_per_key is"),
         ({"lengths_offset_per_key": [0, 1, 4]}, "lengths_offset_per_key is"),
@@ -501,7 +501,70 @@ REFUSED = [
     ),
     (lambda: _make(["a"], [1, 1]).weights(), "it has no weights"),
     (lambda: _make(["a"], [1, 1]).inverse_indices(), "it has no inverse indices"),
-    (lambda: _make(["a", "b"], [1, 1]).permute([1, 0, 1]), r"'b' appears at positions \[0, 2\]"),
+    (
+        lambda: KeyedJaggedTensor.concat([_make(["a", "b"], [1, 1]).permute([1, 1]), _make(["c"], [2])]),
+        r"'b' appears at positions \[0, 1\]",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(3), torch.rand(1), torch.tensor([3])),
+        "1 weights for 3 values; wanted one weight per value",
+    ),
+    (lambda: KeyedJaggedTensor(["a"], torch.arange(1), torch.rand(2), torch.tensor([1])), "2 weights for 1"),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(2), torch.rand(2, 1), torch.tensor([2])),
+        r"weights have shape \[2, 1\]; wanted one number per value, \[2\]",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([2])),
+        r"values have shape \[2, 3\] and dtype torch\.int64; wanted one id each, \[N\]; flatten them",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.tensor(7), lengths=torch.tensor([1])),
+        r"values have no dimension; .* write values\.reshape\(1\)",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], [1, 2], lengths=torch.tensor([2])),  # type: ignore[arg-type]
+        r"values are a list; wanted a torch\.Tensor; write torch\.as_tensor\(values\)",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(2), [0.5, 1], torch.tensor([2])),  # type: ignore[arg-type]
+        "weights are a list",
+    ),
+    (lambda: KeyedJaggedTensor(["a"], torch.arange(2), lengths=[2]), "lengths are a list"),  # type: ignore[arg-type]
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(2), offsets=(0, 2)),  # type: ignore[arg-type]
+        "offsets are a tuple",
+    ),
+    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[2]), r"it holds numbers; .* \[\[3\], \[2\]\]"),
+    (lambda: _variable(inverse_indices=_inverse()[1]), r"inverse_indices are a Tensor; wanted a pair"),
+    (
+        lambda: _variable(inverse_indices=(["a", "b"], torch.ones(2, 4))),
+        r"inverse indices have dtype torch\.float32; wanted torch\.int64",
+    ),
+    (
+        lambda: _variable(inverse_indices=(["a", "b"], torch.zeros(4, dtype=torch.int64))),
+        r"inverse indices for \['a', 'b'\] have shape \[4\]; .* \[2, batch\]",
+    ),
+    (
+        lambda: _variable(inverse_indices=(["a"], torch.zeros(2, 4, dtype=torch.int64))),
+        r"inverse indices for \['a'\] have shape \[2, 4\]; .* \[1, batch\]",
+    ),
+    (
+        lambda: _variable(inverse_indices=(["a", "x"], _inverse()[1])).permute([1, 0]),
+        r"inverse indices are for \['a', 'x'\], none for \['b'\]",
+    ),
+    (
+        lambda: _variable(inverse_indices=(["a", "x"], _inverse()[1])).split([1, 1]),
+        r"inverse indices are for \['a', 'x'\], none for \['b'\]",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor([1, 3, 4])).sync(),
+        "the first offset is 1; wanted 0",
+    ),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor([1, 3, 4]))["a"],
+        "the first offset is 1; wanted 0",
+    ),
     (lambda: _make(["a", "b"], [1, 1]).permute([2]), r"index 2 is outside \[0, 2\)"),
     (lambda: _make(["a", "b"], [1, 1]).split([1]), "sum to the number of keys, 2"),
     (lambda: KeyedJaggedTensor.concat([]), "the list is empty"),
@@ -548,3 +611,213 @@ def test_a_dict_of_jagged_tensors_of_offsets_is_read() -> None:
     )
     assert kjt.lengths().tolist() == [2, 0, 0, 1]
     assert kjt.stride() == 2
+
+
+def test_inverse_indices_do_not_change_the_size_of_a_uniform_batch() -> None:
+    kjt = _example(inverse_indices=_inverse())
+    assert kjt.stride() == 2
+    assert kjt.lengths_offset_per_key() == [0, 2, 4]
+    assert [part.stride() for part in kjt.split([1, 1])] == [2, 2]
+    assert kjt.permute([1]).stride() == 2
+    assert KeyedJaggedTensor.concat(kjt.split([1, 1])).stride() == 2
+    assert validate_keyed_jagged_tensor(kjt)
+
+
+@pytest.mark.parametrize("inverse", [None, (["a"], torch.tensor([[0, 1, 2, 0]]))], ids=["bare", "inverse"])
+def test_a_variable_batch_of_one_key_stays_variable(inverse: tuple[list[str], Tensor] | None) -> None:
+    kjt = KeyedJaggedTensor(
+        ["a"],
+        torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 0, 2]),
+        stride_per_key_per_rank=[[3]],
+        inverse_indices=inverse,
+    )
+    leaves, spec = pytree.tree_flatten(kjt)
+    for same in (
+        kjt,
+        kjt.sync(),
+        kjt.permute([0]),
+        kjt.split([1])[0],
+        kjt.split([0, 1])[1],
+        KeyedJaggedTensor.concat([kjt]),
+        KeyedJaggedTensor.concat(kjt.split([0, 1])),
+        KeyedJaggedTensor.from_jt_dict(kjt.to_dict(), force_variable_stride=True) if inverse is None else kjt,
+        kjt.to(torch.device("cpu")),
+        kjt.flatten_lengths(),
+        copy.deepcopy(kjt),
+        pickle.loads(pickle.dumps(kjt)),
+        pytree.tree_unflatten(leaves, spec),
+    ):
+        assert same.variable_stride_per_key()
+        assert same.stride() == (3 if inverse is None else 4)
+        assert same.stride_per_key() == [3]
+        assert same.stride_per_key_per_rank() == [[3]]
+        assert same.lengths_offset_per_key() == [0, 3]
+        assert [bag.tolist() for bag in same.to_dict()["a"].to_dense()] == [[1], [], [2, 3]]
+        assert same["a"].offsets().tolist() == [0, 1, 1, 3]
+        assert kjt_is_equal(same, kjt)
+        assert validate_keyed_jagged_tensor(same)
+
+
+def test_a_part_without_keys_knows_the_batch_size_of_the_whole() -> None:
+    for kjt in (_example(), _variable(), _variable(inverse_indices=_inverse())):
+        empty, whole = kjt.split([0, 2])
+        assert empty.keys() == []
+        assert empty.stride() == whole.stride() == kjt.stride()
+        assert empty.to_dict() == {}
+        leaves, spec = pytree.tree_flatten(empty)
+        assert pytree.tree_unflatten(leaves, spec).stride() == kjt.stride()
+
+
+def test_a_stride_that_a_variable_batch_cannot_have_warns() -> None:
+    with pytest.warns(UserWarning, match="stride 7 has no effect, this variable batch has 2"):
+        assert _variable(stride=7).stride() == 2
+    with pytest.warns(UserWarning, match="stride 2 has no effect, this variable batch has 4"):
+        assert _variable(stride=2, inverse_indices=_inverse()).stride() == 4
+    assert _variable(stride=2).stride() == 2
+    assert _variable(stride=4, inverse_indices=_inverse()).stride() == 4
+
+
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_permutation_may_repeat_features(variable: bool, synced: bool) -> None:
+    kjt = _variable(inverse_indices=_inverse()) if variable else _example()
+    before = _features(kjt)
+    indices = [1, 0, 1, 1]
+    repeated = (kjt.sync() if synced else kjt.unsync()).permute(indices)
+    assert repeated.keys() == ["b", "a", "b", "b"]
+    assert repeated.index_per_key() == {"b": 3, "a": 1}
+    assert repeated.length_per_key() == [kjt.length_per_key()[index] for index in indices]
+    assert repeated.stride_per_key() == [kjt.stride_per_key()[index] for index in indices]
+    assert repeated.stride() == kjt.stride()
+    assert validate_keyed_jagged_tensor(repeated)
+    leaves, spec = pytree.tree_flatten(repeated)
+    for same in (
+        repeated,
+        copy.deepcopy(repeated),
+        pickle.loads(pickle.dumps(repeated)),
+        pytree.tree_unflatten(leaves, spec),
+        repeated.to(torch.device("cpu")),
+        repeated.permute([0, 1, 2, 3]),
+    ):
+        assert kjt_is_equal(same, repeated)
+        # By name, any of the equal copies; by position, every one of them.
+        assert _features(KeyedJaggedTensor.from_jt_dict(same.to_dict()).permute([1, 0])) == before
+        parts = same.split([1, 1, 1, 1])
+        assert [part.keys() for part in parts] == [["b"], ["a"], ["b"], ["b"]]
+        for part, index in zip(parts, indices, strict=True):
+            key = kjt.keys()[index]
+            assert _features(part)[key] == before[key]
+    if variable:
+        assert repeated.inverse_indices()[1].tolist() == [_inverse()[1].tolist()[index] for index in indices]
+
+
+def test_copies_of_a_feature_add_their_gradients() -> None:
+    weights = torch.ones(3, requires_grad=True)
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), weights, torch.tensor([1, 0, 0, 2]))
+    (kjt.permute([1, 0, 1]).weights() * torch.tensor([1.0, 2, 4, 8, 16])).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [4, 1 + 8, 2 + 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_permutation_takes_its_indices_as_a_tensor_of_either_integer(dtype: torch.dtype) -> None:
+    for kjt in (_example(), _variable()):
+        assert kjt_is_equal(kjt.permute([1, 0], torch.tensor([1, 0], dtype=dtype)), kjt.permute([1, 0]))
+
+
+def test_equality_with_anything_else_is_false() -> None:
+    kjt = _example()
+    for other in (None, 3, "a", kjt["a"], kjt.values(), object()):
+        assert not kjt_is_equal(kjt, other)
+        assert not kjt_is_equal(other, kjt)
+    assert not kjt_is_equal(None, None)
+
+
+def test_lengths_given_as_a_table_stay_one_and_read_flat() -> None:
+    table = torch.tensor([[2, 0], [1, 2]])
+    for lengths in (table, table.T.contiguous().T, table.int()):
+        kjt = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=lengths)
+        assert kjt.stride() == 2
+        assert kjt.lengths().tolist() == [2, 0, 1, 2]
+        assert kjt.lengths() is kjt.lengths()
+        assert kjt.offsets().tolist() == [0, 2, 2, 3, 5]
+        assert kjt_is_equal(kjt, KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=table.view(-1)))
+        assert kjt.size_in_bytes() == 5 * 8 + lengths.numel() * lengths.element_size() + 5 * 8
+        leaves, spec = pytree.tree_flatten(kjt)
+        assert [list(leaf.shape) for leaf in leaves] == [[5], [2, 2]]
+        for same in (
+            pytree.tree_unflatten(leaves, spec),
+            pytree.tree_map(lambda leaf: leaf.clone(), kjt),
+            copy.deepcopy(kjt),
+            kjt.to(torch.device("cpu")),
+            kjt.permute([1, 0]).permute([1, 0]),
+            KeyedJaggedTensor.concat(kjt.split([1, 1])),
+            KeyedJaggedTensor.from_jt_dict(kjt.to_dict()),
+            copy.deepcopy(kjt).copy_(kjt),
+        ):
+            assert kjt_is_equal(same, kjt)
+            assert same.to_dict()["b"].offsets().tolist() == [0, 1, 3]
+    other = KeyedJaggedTensor(["a", "b"], torch.arange(5) + 9, lengths=torch.tensor([1, 1, 3, 0]))
+    assert kjt_is_equal(
+        kjt.copy_(other), KeyedJaggedTensor(["a", "b"], other.values(), lengths=other.lengths().int())
+    )
+    # A variable batch has no table, nor has one whose rows are not the keys.
+    flat = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=table, stride_per_key_per_rank=[[2], [2]])
+    assert [list(leaf.shape) for leaf in pytree.tree_leaves(flat)] == [[5], [4], [2, 1]]
+    flat = KeyedJaggedTensor(["a"], torch.arange(5), lengths=table)
+    assert [list(leaf.shape) for leaf in pytree.tree_leaves(flat)] == [[5], [4]]
+
+
+def test_a_tensor_that_cannot_be_shown_is_described() -> None:
+    large = KeyedJaggedTensor(["a"], torch.arange(1001), lengths=torch.tensor([1001]))
+    assert repr(large) == "KeyedJaggedTensor(keys ['a'], values [1001] torch.int64, 1 bags, device='cpu')"
+    assert "1000" in str(large)
+    meta = _example().to(torch.device("meta"))
+    described = "KeyedJaggedTensor(keys ['a', 'b'], values [5] torch.int64, 4 bags, weights, device='meta')"
+    assert repr(meta) == str(meta).strip() == described
+    for lengths in ([3], [-1, 3], [1]):
+        broken = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.tensor(lengths))
+        assert repr(broken).startswith("KeyedJaggedTensor(keys ['a'], values [2]")
+        with pytest.raises(InputError):
+            str(broken)
+
+
+def test_features_are_asked_for_by_name_and_never_by_position() -> None:
+    assert "a" in _example()
+    assert "c" not in _example()
+    assert 0 not in _example()
+    with pytest.raises(TypeError, match="not iterable"):
+        list(_example())  # type: ignore[call-overload]
+
+
+class _Batches(torch.utils.data.Dataset[KeyedJaggedTensor]):
+    """Batches by number, uniform and variable in turn."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> KeyedJaggedTensor:
+        kjt = _variable(inverse_indices=_inverse()) if number % 2 else _example().sync()
+        return pytree.tree_map_only(Tensor, torch.clone, kjt.permute([1, 0, 1]) if number % 3 == 2 else kjt)
+
+
+def test_batches_come_whole_out_of_worker_processes() -> None:
+    direct = [_Batches()[number] for number in range(6)]
+    loader = torch.utils.data.DataLoader(_Batches(), batch_size=None, num_workers=1)
+    arrived = list(loader)
+    assert len(arrived) == 6
+    for one, other in zip(arrived, direct, strict=True):
+        assert kjt_is_equal(one, other)
+        assert one.variable_stride_per_key() == other.variable_stride_per_key()
+        assert validate_keyed_jagged_tensor(one)
+
+
+def test_a_file_of_batches_loads_with_weights_only() -> None:
+    for kjt in (_example().sync(), _variable(inverse_indices=_inverse()), _example().permute([0, 0])):
+        file = io.BytesIO()
+        torch.save({"batch": kjt, "feature": kjt["a"]}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert kjt_is_equal(loaded["batch"], kjt)
+        assert jt_is_equal(loaded["feature"], kjt["a"])

@@ -148,3 +148,11 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_known_parts_are_taken() -> None:
     keyed = KeyedTensor(["x", "y"], [2, 3], torch.zeros(2, 5), 1, [0, 2, 5], {"x": 0, "y": 1})
     assert keyed.offset_per_key() == [0, 2, 5]
+
+
+def test_blocks_are_asked_for_by_name_and_never_by_position() -> None:
+    keyed = KeyedTensor(["x", "y"], [2, 1], torch.rand(4, 3))
+    assert "x" in keyed
+    assert "z" not in keyed
+    with pytest.raises(TypeError, match="not iterable"):
+        list(keyed)  # type: ignore[call-overload]

@@ -92,3 +92,17 @@ def test_keys_copy_and_pickle_as_their_names() -> None:
     assert copy.copy(keys) is keys
     assert pickle.loads(pickle.dumps(keys)) == keys
     assert repr(keys) == "Keys(['a', 'b'])"
+
+
+def test_copies_come_only_from_a_selection() -> None:
+    copies = Keys.of(["a", "b"]).select([1, 0, 1])
+    assert copies.names == ("b", "a", "b")
+    assert copies.position("b") == 2
+    assert copies is Keys.known(["b", "a", "b"])
+    assert pickle.loads(pickle.dumps(copies)) == copies
+    assert [part.names for part in copies.split([2, 1])] == [("b", "a"), ("b",)]
+    assert [part.names for part in copies.select([0, 2]).split([2])] == [("b", "b")]
+    for make in (Keys, Keys.of):
+        with pytest.raises(InputError, match=r"'b' appears at positions \[0, 2\]"):
+            make(copies.names)
+    assert Keys.known(["a", "b"]) == Keys.of(["a", "b"])

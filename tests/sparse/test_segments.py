@@ -52,6 +52,25 @@ def test_copying_forgets_what_was_derived_before() -> None:
         assert segments.lengths().tolist() == [1, 1, 1]
 
 
+def test_a_table_of_lengths_reads_flat_and_stays_a_table() -> None:
+    table = torch.tensor([[2, 0, 1], [0, 1, 1]])
+    segments = checked_segments("X", table, None, rows=2)
+    assert segments.given_lengths is table
+    assert segments.lengths().tolist() == [2, 0, 1, 0, 1, 1]
+    assert segments.lengths_or_none() is segments.lengths()
+    assert segments.offsets().tolist() == [0, 2, 2, 3, 3, 4, 5]
+    assert segments.count() == 6
+    moved = segments.map(torch.Tensor.int)
+    assert moved.lengths().tolist() == [2, 0, 1, 0, 1, 1]
+    assert segments.tensors() == [table, segments.offsets()]
+    segments.copy_(Segments(torch.ones(6, dtype=torch.int64), None))
+    assert segments.offsets().tolist() == list(range(7))
+    assert table.tolist() == [[1, 1, 1], [1, 1, 1]]
+    for lengths, rows in ((table, 3), (table, None), (table[None], 1)):
+        assert checked_segments("X", lengths, None, rows).lengths_or_none().dim() == 1
+    assert checked_segments("X", table[:, :0], None, 2).offsets().tolist() == [0]
+
+
 def test_tensors_lists_what_is_held() -> None:
     segments = Segments(torch.tensor([2, 0, 1]), None)
     assert len(segments.tensors()) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
             "Feature 'a', bag 1: its length is 0, but its offsets hold 1",
         ),
         (
-            lambda: KeyedJaggedTensor(["a"], T([1, 2]), torch.rand(3), T([2])),
+            lambda: _with_weights(KeyedJaggedTensor(["a"], T([1, 2]), torch.rand(2), T([2])), torch.rand(3)),
             "3 weights for 2 values; wanted one each",
         ),
         (
@@ -88,15 +89,41 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
             r"values have dtype torch\.float32",
         ),
         (lambda: KeyedJaggedTensor(["a"], T([[1], [2]]), lengths=T([2])), r"values have shape \[2, 1\]"),
+        (
+            lambda: KeyedJaggedTensor(["a"], torch.rand(2, 1), lengths=T([2])),
+            r"values have dtype torch\.float32",
+        ),
         (lambda: _variable(([0, 0], [0, 2])), "Feature 'b': sample 1 uses bag 2; wanted one of its 2 bags"),
         (lambda: _variable(([0, -1], [0, 1])), "Feature 'a': sample 1 uses bag -1"),
-        (lambda: _variable(([0, 0],)), r"inverse indices have shape \[1, 2\]"),
-        (lambda: _variable(([0, 0], [0, 1]), ["a", "x"]), r"inverse indices are for \['a', 'x'\]"),
+        (lambda: _variable(([0, 0],)), r"inverse indices for \['a', 'b'\] have shape \[1, 2\]"),
+        (
+            lambda: _variable(([0, 0], [0, 1]), ["a", "x"]),
+            r"inverse indices lack the keys \['b'\] and have \['x'\] that the tensor lacks",
+        ),
+        (lambda: _variable(([0, 0],), ["a"]), r"inverse indices lack the keys \['b'\]"),
+        (lambda: _one_key([[0, 3]]), "Feature 'a': sample 1 uses bag 3; wanted one of its 3 bags"),
+        (lambda: _one_key([[-1, 0]]), "Feature 'a': sample 0 uses bag -1; wanted one of its 3 bags"),
     ],
 )
 def test_the_first_fault_is_named(make: Callable[[], KeyedJaggedTensor], message: str) -> None:
     with pytest.raises(InputError, match=message):
         validate_keyed_jagged_tensor(make(), TABLES)
+
+
+def _with_weights(kjt: KeyedJaggedTensor, weights: torch.Tensor) -> KeyedJaggedTensor:
+    """A tensor put together from leaves, which nobody checks."""
+    leaves, spec = pytree.tree_flatten(kjt)
+    return pytree.tree_unflatten([leaves[0], weights, *leaves[2:]], spec)
+
+
+def _one_key(inverse: list[list[int]]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a"],
+        T([1, 2]),
+        lengths=T([1, 0, 1]),
+        stride_per_key_per_rank=[[3]],
+        inverse_indices=(["a"], T(inverse)),
+    )
 
 
 def _variable(inverse: tuple[list[int], ...], keys: list[str] | None = None) -> KeyedJaggedTensor:

@@ -5,11 +5,15 @@ Glossary
     values_N  the items of all bags, one bag after the other; `values_N` may be [N] or [N, ...]
     weights_N one number per item, or none
     lengths_B, offsets_B1   see `sparse/segments.py`:  bag b = values[offsets[b] : offsets[b + 1]]
+
+Offsets may begin later than 0 and end before N: the bags are then part of a larger run of values. (A keyed tensor wants
+offsets that begin at 0 and end at N: `sync()` and `validate_keyed_jagged_tensor` say where they do not.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import sub
 from typing import Any, final
 
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import jagged_to_padded, padded_to_jagged
+from tilerec.sparse.items import check_items
 from tilerec.sparse.segments import Segments, checked_segments
 
 
@@ -27,12 +32,14 @@ class JaggedTensor:
 
     Args:
         values: [N] or [N, ...], any dtype.
-        weights: one per item, [N] or [N, ...]; none by default.
+        weights: one number per item, [N]; none by default.
         lengths: [B], int32 or int64: items per bag.
         offsets: [B + 1], int32 or int64: where bags begin. One of the two is required, the other is derived when
             asked for.
 
-    Raises `InputError` if both are missing, are not integers, or disagree in number.
+    Raises `InputError` for values without a dimension, weights that are not one number each, lengths and offsets that
+    are both missing, not integers, or disagree in number, and for anything that is not a tensor. Types and shapes are
+    checked; what the lengths say is not, since reading it would wait for the device.
 
     Bags [10, 11], [] and [12]::
 
@@ -48,6 +55,7 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        check_items("JaggedTensor", values, weights)
         self._values = values
         self._weights = weights
         self._segments = checked_segments("JaggedTensor", lengths, offsets)
@@ -124,12 +132,22 @@ class JaggedTensor:
                 f"{segments.count()} lengths; "
                 f"wanted one row per length."
             )
+        if weights is not None and not torch.compiler.is_compiling() and weights.shape != values.shape[:2]:
+            raise InputError(
+                f"JaggedTensor.from_dense_lengths: weights have shape {list(weights.shape)}; wanted one number per "
+                f"padded item, {list(values.shape[:2])}."
+            )
         offsets_B1 = segments.offsets()
         if not torch.compiler.is_compiling() and lengths.numel() > 0:
-            longest = int(lengths.max().item())
+            shortest, longest = (int(length) for length in torch.stack(lengths.aminmax()).tolist())
             if longest > values.shape[1]:
                 raise InputError(
-                    f"JaggedTensor.from_dense_lengths: a length of {longest} exceeds the row's {values.shape[1]} items."
+                    f"JaggedTensor.from_dense_lengths: a length of {longest} exceeds the row's {values.shape[1]} "
+                    f"items; cut the lengths or widen the rows."
+                )
+            if shortest < 0:
+                raise InputError(
+                    f"JaggedTensor.from_dense_lengths: a length of {shortest} is negative; wanted 0 or more."
                 )
         total = int(offsets_B1[-1].item())
         jagged_weights = None if weights is None else padded_to_jagged(weights, offsets_B1, total)
@@ -138,14 +156,29 @@ class JaggedTensor:
         )
 
     def to_dense(self) -> list[Tensor]:
-        """One tensor per bag: views of the values. Waits for the device."""
-        return list(self._values.split(self._segments.lengths().tolist()))
+        """One tensor per bag: views of the values. Waits for the device.
+
+        Raises `InputError` for bags that reach outside of the values.
+        """
+        return self._bags(self._values)
 
     def to_dense_weights(self) -> list[Tensor] | None:
         """The weights of each bag, or None without weights. Waits for the device."""
-        if self._weights is None:
-            return None
-        return list(self._weights.split(self._segments.lengths().tolist()))
+        return None if self._weights is None else self._bags(self._weights)
+
+    def _bags(self, items_N: Tensor) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return list(items_N.split(self._segments.lengths().tolist()))
+        bounds = self._segments.offsets().tolist()
+        first, last = bounds[0], bounds[-1]
+        sizes = list(map(sub, bounds[1:], bounds[:-1]))
+        if first < 0 or last > items_N.shape[0] or min(sizes, default=0) < 0:
+            raise InputError(
+                f"JaggedTensor: bags of {_few(sizes)} items from {first} on do not fit {items_N.shape[0]} values; "
+                f"wanted lengths that are not negative and sum to the number of values."
+            )
+        # The bags may be part of a larger run of values.
+        return list(items_N[first:last].split(sizes))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """[B, L, ...]: bags as rows of `desired_length` items, cut or padded at the end.
@@ -251,9 +284,13 @@ class JaggedTensor:
         return JaggedTensor.from_segments(function(self._values), weights, self._segments.map(function))
 
     def __str__(self) -> str:
+        if self._values.is_meta:
+            return f"JaggedTensor({describe_parts(self)})\n"
         return f"JaggedTensor({{\n    {describe_bags(self, indent=4)}\n}})\n"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """The bags of a small tensor that can be read, shapes otherwise: a debugger asks at any time."""
+        return str(self) if readable(self) else f"JaggedTensor({describe_parts(self)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, present = _flatten(self)
@@ -262,20 +299,57 @@ class JaggedTensor:
 
 def describe_bags(jt: JaggedTensor, indent: int) -> str:
     """The bags as nested lists: bare without weights, under "values" and "weights" with them."""
-    values = _nested(jt.values(), jt.lengths())
-    if jt.weights_or_none() is None:
+    values = _nested(jt.to_dense())
+    weighted = jt.to_dense_weights()
+    if weighted is None:
         return values
     inner = " " * (indent + 4)
-    weights = _nested(jt.weights(), jt.lengths())
+    weights = _nested(weighted)
     return f'"values": {values},\n{inner[4:]}"weights": {weights}'
 
 
-def _nested(items_N: Tensor, lengths_B: Tensor) -> str:
-    return "[" + ", ".join(str(bag.tolist()) for bag in items_N.split(lengths_B.tolist())) + "]"
+def _nested(bags: list[Tensor]) -> str:
+    return "[" + ", ".join(str(bag.tolist()) for bag in bags) + "]"
 
 
-def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
-    """Whether two jagged tensors hold the same bags: dtypes, values, weights and lengths (floats up to rounding)."""
+def describe_parts(jt: JaggedTensor) -> str:
+    """Shapes, dtype and device, for a tensor whose contents cannot or should not be shown."""
+    values, weighted = jt.values(), jt.weights_or_none() is not None
+    return (
+        f"values {list(values.shape)} {values.dtype}, {jt._segments.count()} bags"
+        f"{', weights' if weighted else ''}, device={str(values.device)!r}"
+    )
+
+
+def readable(jt: JaggedTensor) -> bool:
+    """Whether the contents are small, sound and there to be read."""
+    if torch.compiler.is_compiling() or not _is_plain(jt.values()):
+        return False
+    if jt.values().numel() > _SHOWN or jt._segments.count() > _SHOWN:
+        return False
+    bounds = jt.offsets()
+    return bool((bounds.diff() >= 0).all() and bounds[0] >= 0 and bounds[-1] <= jt.values().shape[0])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_meta
+
+
+_SHOWN = 1000
+"""Above so many items or bags `repr` tells shapes, as torch does; `str` always shows all."""
+
+
+def _few(numbers: list[int], limit: int = 8) -> str:
+    return str(numbers) if len(numbers) <= limit else f"[{', '.join(map(str, numbers[:limit]))}, …]"
+
+
+def jt_is_equal(jt_1: object, jt_2: object) -> bool:
+    """Whether two jagged tensors hold the same bags: dtypes, values, weights and lengths (floats up to rounding).
+
+    False for anything that is not a `JaggedTensor`.
+    """
+    if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
+        return False
     return (
         _same(jt_1.values(), jt_2.values())
         and _same(jt_1.weights_or_none(), jt_2.weights_or_none())

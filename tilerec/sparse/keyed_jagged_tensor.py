@@ -3,6 +3,7 @@
 Glossary
     key         a feature's name; F of them
     stride      bags per key = batch size B; with a *variable batch* each key has its own, see `sparse/strides.py`
+    inverse     for a variable batch: which bag of each key every sample of the full batch uses
     bag         the ids of one sample for one key
     lengths     ids per bag, flat and key-major: bag b of key f is number f * B + b
     key offsets where each key's ids begin in the values, on the host [F + 1]
@@ -16,10 +17,16 @@ Everything but the key offsets lives on the batch's device. `sync()` (or anythin
 In a compiled program a synced batch is sliced by numbers that are inputs of the graph: one graph for every batch,
 except that torch makes another for a feature with no id or just one. An unsynced batch is sliced in one graph always,
 but reads the numbers inside of it: that takes `torch._dynamo.config.capture_scalar_outputs = True`.
+
+An exporter wants the batch size to be the size of a dimension. Lengths given as a table [F, B] stay one, so export with
+a batch whose lengths are a table and whose dimension 1 is dynamic: the program then takes every batch size. Of flat
+lengths it only knows F * B, and torch guards that F * B // F is not 1; such a program takes batches of one sample when
+it is exported under `torch.fx.experimental._config.patch(backed_size_oblivious=True)`.
 """
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise, repeat
@@ -32,8 +39,15 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import offsets_from_lengths, select_segments
-from tilerec.sparse.jagged_tensor import JaggedTensor, describe_bags, jt_is_equal
-from tilerec.sparse.keys import Keys
+from tilerec.sparse.items import check_ids, check_items
+from tilerec.sparse.jagged_tensor import (
+    JaggedTensor,
+    describe_bags,
+    describe_parts,
+    jt_is_equal,
+    readable,
+)
+from tilerec.sparse.keys import Keys, shorten
 from tilerec.sparse.segments import Segments, checked_segments
 from tilerec.sparse.strides import Strides
 
@@ -47,19 +61,22 @@ class KeyedJaggedTensor:
 
     Args:
         keys: feature names, each once.
-        values: [N] ids (or [N, ...] items), all bags of the first key, then of the second, and so on.
-        weights: one per id; none by default.
+        values: [N] ids (or [N, ...] floating-point items), all bags of the first key, then of the second, and so on.
+        weights: one number per id, [N]; none by default.
         lengths: ids per bag, [F * B] or [F, B]; int32 or int64.
-        offsets: where bags begin, [F * B + 1]. One of the two is required.
-        stride: batch size. It follows from the lengths; only a tensor without keys needs it.
+        offsets: where bags begin, [F * B + 1], from 0 to N. One of the two is required.
+        stride: batch size. It follows from the lengths; only a tensor without keys needs it. Of a variable batch it
+            follows from the inverse indices, or is the largest key's: another one warns and has no effect.
         stride_per_key_per_rank: [F][R] bags of each key from each rank: a batch whose size varies by key.
         stride_per_key, lengths_offset_per_key, index_per_key: follow from the above and are checked against it.
         length_per_key, offset_per_key: ids per key and where they begin, if known: spare `sync()`.
         jt_dict: what `to_dict` shall return, if known.
         inverse_indices: (keys, int [F, B]): which bag each sample of the full batch uses, for deduplicated batches.
 
-    Raises `InputError` for repeated keys, lengths that are not integers or not a whole number of bags per key, a stride
-    that contradicts them.
+    Raises `InputError` for repeated keys, values that are neither [N] nor floating point, weights that are not one
+    number each, lengths that are not integers or not a whole number of bags per key, a stride that contradicts them,
+    and anything that is not a tensor. Types and shapes are checked here, since that waits for no device; that lengths
+    sum to N and offsets begin at 0 when key offsets are fetched; the rest by `validate_keyed_jagged_tensor`.
 
     Two features, two samples; "a": [1, 2], []; "b": [3], [4, 5]::
 
@@ -95,17 +112,22 @@ class KeyedJaggedTensor:
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
+        check_items("KeyedJaggedTensor", values, weights)
+        check_ids("KeyedJaggedTensor", values)
         self._keys = Keys.of(keys)
         self._values = values
         self._weights = weights
-        self._segments = checked_segments("KeyedJaggedTensor", lengths, offsets)
+        variable = stride_per_key_per_rank is not None and len(stride_per_key_per_rank) > 0
+        self._segments = checked_segments(
+            "KeyedJaggedTensor", lengths, offsets, rows=None if variable else len(self._keys)
+        )
         self._strides = None
         # A tensor without keys has no lengths to read its batch size from.
         self._stride = 0
-        self._inverse_indices = inverse_indices
+        self._inverse_indices = _checked_inverse(inverse_indices)
         self._key_offsets: list[int] | None = None
         self._jt_dict: dict[str, JaggedTensor] | None = None
-        if stride_per_key_per_rank is not None and len(stride_per_key_per_rank) > 0:
+        if stride_per_key_per_rank is not None and variable:
             self._strides = Strides.checked(len(self._keys), stride_per_key_per_rank)
         elif len(self._keys) == 0:
             self._stride = 0 if stride is None else stride
@@ -145,6 +167,12 @@ class KeyedJaggedTensor:
                     f"KeyedJaggedTensor: {bags} lengths, but stride_per_key_per_rank sums to {wanted} bags; wanted one "
                     f"length per bag."
                 )
+            if stride is not None and not torch.compiler.is_compiling() and stride != self.stride():
+                warnings.warn(
+                    f"KeyedJaggedTensor: stride {stride} has no effect, this variable batch has {self.stride()}: the "
+                    f"samples of its inverse indices, or the largest key's bags without them; leave stride out.",
+                    stacklevel=4,
+                )
             return
         if keys == 0:
             if bags != 0:
@@ -167,6 +195,11 @@ class KeyedJaggedTensor:
             raise InputError(
                 f"KeyedJaggedTensor: {len(key_offsets) - 1} lengths per key for {len(self._keys)} keys; "
                 f"wanted one each."
+            )
+        if key_offsets[0] != 0:
+            raise InputError(
+                f"KeyedJaggedTensor: the first offset is {key_offsets[0]}; wanted 0, since values that belong to no "
+                f"bag would shift the features; pass values[offsets[0]:] and offsets - offsets[0]."
             )
         if key_offsets[-1] != self._values.shape[0]:
             raise InputError(
@@ -318,9 +351,7 @@ class KeyedJaggedTensor:
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
         """No keys and no bags, with the dtypes and the batch size of `kjt`."""
-        like = JaggedTensor.empty_like(
-            JaggedTensor.from_segments(kjt._values, kjt._weights, kjt._segments), device
-        )
+        like = JaggedTensor.empty_like(kjt._as_jagged(), device)
         return _assemble(
             Keys.of(()), like.values(), like.weights_or_none(), like._segments, stride=kjt.stride()
         )
@@ -365,13 +396,13 @@ class KeyedJaggedTensor:
 
     def stride(self) -> int:
         """Batch size. Of a variable batch: the full batch's if inverse indices tell, else the largest key's."""
-        if self._inverse_indices is not None:
-            return self._inverse_indices[1].shape[-1]
-        if self._strides is not None:
-            return max([0, *self._strides.per_key()])
         if len(self._keys) == 0:
             return self._stride
-        return self._segments.count() // len(self._keys)
+        if self._strides is None:
+            return self._segments.count() // len(self._keys)
+        if self._inverse_indices is not None:
+            return self._inverse_indices[1].shape[-1]
+        return max(self._strides.per_key())
 
     def stride_per_key(self) -> list[int]:
         """Bags of each key [F]."""
@@ -470,11 +501,21 @@ class KeyedJaggedTensor:
             )
         keys = len(self._keys)
         stride = self._segments.count() // keys if keys else 0
+        if torch.compiler.is_compiling():
+            # A slice would guard on the number of offsets.
+            return offsets_S1.index_select(0, torch.arange(keys + 1, device=offsets_S1.device) * stride)
         if stride == 0:
             return torch.zeros(keys + 1, dtype=offsets_S1.dtype, device=offsets_S1.device)
         return offsets_S1[::stride]
 
     # -- slicing by key ----------------------------------------------------------------------------------------
+
+    # `kjt[0]` asks for a feature named 0, so Python's iteration by position must not be tried.
+    __iter__ = None
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a feature of that name."""
+        return key in self._keys
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of one feature, as views; `UnknownKeyError` (a `KeyError` too) if it is not there."""
@@ -572,10 +613,13 @@ class KeyedJaggedTensor:
         ]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """The features at `indices`, in that order; features may be left out but not repeated.
+        """The features at `indices`, in that order; features may be left out, or repeated.
+
+        A feature named twice is there twice, and asked for by name it is any of its equal copies. Such a tensor can be
+        sliced, permuted and looked up; making another of its `keys()` or joining it with others is refused.
 
         `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that
-        leaves features out needs the key offsets (and so may wait for the device).
+        leaves features out or repeats some needs the key offsets (and so may wait for the device).
         """
         keys = self._keys.select(indices)
         order_P = _index_tensor(indices, self._values.device) if indices_tensor is None else indices_tensor
@@ -583,7 +627,7 @@ class KeyedJaggedTensor:
         source_F1 = self._key_offsets_F1().long()
         target_P1 = offsets_from_lengths(source_F1.diff().index_select(0, order_P))
         key_offsets = None
-        if self._key_offsets is not None or len(keys) < len(self._keys):
+        if self._key_offsets is not None or sorted(indices) != list(range(len(self._keys))):
             key_offsets = self._permute_key_offsets(indices, target_P1)
         total = self._values.shape[0] if key_offsets is None else key_offsets[-1]
         values = select_segments(self._values, source_F1, order_P, target_P1, total)
@@ -669,8 +713,7 @@ class KeyedJaggedTensor:
             raise InputError(
                 "KeyedJaggedTensor.copy_: only one of the two has inverse indices; wanted both or none."
             )
-        target = JaggedTensor.from_segments(self._values, self._weights, self._segments)
-        target.copy_(JaggedTensor.from_segments(kjt._values, kjt._weights, kjt._segments), non_blocking)
+        self._as_jagged().copy_(kjt._as_jagged(), non_blocking)
         if self._inverse_indices is not None:
             self._inverse_indices[1].copy_(kjt.inverse_indices()[1], non_blocking=non_blocking)
             self._inverse_indices = (list(kjt.inverse_indices()[0]), self._inverse_indices[1])
@@ -725,6 +768,8 @@ class KeyedJaggedTensor:
     def __str__(self) -> str:
         if len(self._keys) == 0:
             return "KeyedJaggedTensor()\n"
+        if self._values.is_meta:
+            return f"{self._describe()}\n"
         rows = []
         for key in self._keys:
             bags = describe_bags(self[key], indent=8)
@@ -733,7 +778,20 @@ class KeyedJaggedTensor:
             rows.append(f'    "{key}": {bags}')
         return "KeyedJaggedTensor({\n" + ",\n".join(rows) + "\n})\n"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """The bags of a small tensor that can be read, shapes otherwise: a debugger asks at any time."""
+        flat = self._as_jagged()
+        sound = readable(flat) and (
+            int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == self._values.shape[0]
+        )
+        return str(self) if sound else self._describe()
+
+    def _describe(self) -> str:
+        return f"KeyedJaggedTensor(keys {shorten(self._keys.names)}, {describe_parts(self._as_jagged())})"
+
+    def _as_jagged(self) -> JaggedTensor:
+        """All bags of all keys, one after the other."""
+        return JaggedTensor.from_segments(self._values, self._weights, self._segments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, context = _flatten(self)
@@ -788,6 +846,28 @@ def _check_alike(
         )
 
 
+def _checked_inverse(given: InverseIndices | None) -> InverseIndices | None:
+    """A caller's inverse indices; what they say is checked where it is used, and by `validate_keyed_jagged_tensor`."""
+    if given is None:
+        return None
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[1], Tensor):
+        raise InputError(
+            f"KeyedJaggedTensor: inverse_indices are a {type(given).__name__}; wanted a pair (keys, int tensor "
+            f"[keys, batch])."
+        )
+    keys, index_FB = given
+    if index_FB.dtype not in (torch.int64, torch.int32):
+        raise InputError(
+            f"KeyedJaggedTensor: inverse indices have dtype {index_FB.dtype}; wanted torch.int64 or torch.int32."
+        )
+    if index_FB.dim() != 2 or (not torch.compiler.is_compiling() and index_FB.shape[0] != len(keys)):
+        raise InputError(
+            f"KeyedJaggedTensor: inverse indices for {shorten(keys)} have shape {list(index_FB.shape)}; wanted one row "
+            f"per key and one column per sample of the full batch, [{len(keys)}, batch]."
+        )
+    return keys, index_FB
+
+
 def _inverse_of(keys: Keys, inverse_indices: InverseIndices | None) -> InverseIndices | None:
     """The rows of `inverse_indices` that belong to `keys`, in their order."""
     if inverse_indices is None:
@@ -796,12 +876,23 @@ def _inverse_of(keys: Keys, inverse_indices: InverseIndices | None) -> InverseIn
     row = {name: position for position, name in enumerate(names)}
     if tuple(names) == keys.names:
         return inverse_indices
+    lacking = [key for key in keys if key not in row]
+    if lacking:
+        raise InputError(
+            f"KeyedJaggedTensor: inverse indices are for {shorten(names)}, none for {shorten(lacking)}; wanted a row "
+            f"for every key of a variable batch; add them to inverse_indices."
+        )
     chosen = _index_tensor([row[key] for key in keys], index_FB.device)
     return list(keys.names), index_FB.index_select(0, chosen)
 
 
-def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
-    """Whether two tensors hold the same features: keys in order, batch sizes, ids, weights and inverse indices."""
+def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
+    """Whether two tensors hold the same features: keys in order, batch sizes, ids, weights and inverse indices.
+
+    False for anything that is not a `KeyedJaggedTensor`.
+    """
+    if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
+        return False
     if kjt_1._keys != kjt_2._keys or kjt_1._strides != kjt_2._strides or kjt_1.stride() != kjt_2.stride():
         return False
     inverse_1, inverse_2 = kjt_1._inverse_indices, kjt_2._inverse_indices
@@ -810,10 +901,7 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
             return False
     elif list(inverse_1[0]) != list(inverse_2[0]) or not torch.equal(inverse_1[1], inverse_2[1]):
         return False
-    return jt_is_equal(
-        JaggedTensor.from_segments(kjt_1._values, kjt_1._weights, kjt_1._segments),
-        JaggedTensor.from_segments(kjt_2._values, kjt_2._weights, kjt_2._segments),
-    )
+    return jt_is_equal(kjt_1._as_jagged(), kjt_2._as_jagged())
 
 
 # A pytree with one leaf per tensor that was given. Keys, and which leaves there are, are static; batch sizes
@@ -850,7 +938,7 @@ def _unflatten(leaves: Any, context: _Context) -> KeyedJaggedTensor:
     strides = parts.get("stride_per_key_per_rank")
     inverse = parts.get("inverse_indices")
     return _assemble(
-        Keys.of(keys),
+        Keys.known(keys),
         parts["values"],
         parts.get("weights"),
         Segments(parts.get("lengths"), parts.get("offsets")),

@@ -143,6 +143,13 @@ class KeyedTensor:
         """Width of each block [F]."""
         return list(self._columns.lengths)
 
+    # `keyed[0]` asks for a block named 0, so Python's iteration by position must not be tried.
+    __iter__ = None
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a block of that name."""
+        return key in self._columns.keys
+
     def __getitem__(self, key: str) -> Tensor:
         """One block, as a view. `UnknownKeyError` (an `InputError` and a `KeyError`) if it is not there."""
         start, stop = self._columns.span(key)

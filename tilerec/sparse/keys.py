@@ -1,8 +1,9 @@
 """The names of a keyed tensor's features, checked and indexed once and shared by every batch that has them.
 
 Glossary
-    key     the name of a feature; a keyed tensor holds each at most once
+    key     the name of a feature; a batch is made with each at most once
     Keys    an ordered, hashable list of them with a name -> position map
+    copies  what a permutation that names a key twice makes: positions with one name and the same bags
 
 A batch arrives thousands of times with the same keys, so everything that depends on names alone (the map, the check for
 repeats, the names of a permutation or of a split's parts) is worked out once per tuple of names. `Keys` is
@@ -33,21 +34,21 @@ class UnknownKeyError(InputError, KeyError):
 
 @final
 class Keys(Sequence[str]):
-    """Ordered distinct feature names.
+    """Ordered feature names, distinct but for `copies`.
 
-    Raises `InputError` for a repeated name or one that is not a string.
+    Raises `InputError` for a repeated name (unless `copies` says that its bags are copies) or one that is not a string.
     """
 
     __slots__ = ("_hash", "_index", "_selections", "_splits", "names")
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], copies: bool = False) -> None:
         if isinstance(names, str):
             raise InputError(
                 f"keys: got the string {names!r}; wanted a list of feature names; write [{names!r}]."
             )
         self.names = tuple(names)
         self._index = {name: position for position, name in enumerate(self.names)}
-        if len(self._index) != len(self.names):
+        if not copies and len(self._index) != len(self.names):
             raise InputError(_describe_repeats(self.names))
         for name in self.names:
             if not isinstance(name, str):
@@ -63,10 +64,17 @@ class Keys(Sequence[str]):
             return names
         if isinstance(names, str) or torch.compiler.is_compiling():
             return Keys(names)
-        return _intern(tuple(names))
+        return _intern(tuple(names), False)
+
+    @staticmethod
+    def known(names: Sequence[str]) -> Keys:
+        """The `Keys` with names that came out of another `Keys`: repeated ones are copies."""
+        if isinstance(names, Keys):
+            return names
+        return Keys(names, copies=True) if torch.compiler.is_compiling() else _intern(tuple(names), True)
 
     def position(self, name: str) -> int:
-        """Where `name` stands; `UnknownKeyError` names the closest keys there are."""
+        """Where `name` stands (of copies the last); `UnknownKeyError` names the closest keys there are."""
         position = self._index.get(name)
         if position is None:
             raise UnknownKeyError(_describe_missing(name, self.names))
@@ -77,7 +85,7 @@ class Keys(Sequence[str]):
         return dict(self._index)
 
     def select(self, indices: Sequence[int]) -> Keys:
-        """The keys at `indices`, in that order."""
+        """The keys at `indices`, in that order; an index given twice makes copies."""
         if torch.compiler.is_compiling():
             return self._select(indices)
         chosen = tuple(indices)
@@ -106,19 +114,19 @@ class Keys(Sequence[str]):
                 raise InputError(
                     f"permute: index {index} is outside [0, {len(self.names)}), the positions of the keys."
                 )
-        return Keys.of([self.names[index] for index in indices])
+        return Keys.known([self.names[index] for index in indices])
 
     def _split(self, segments: Sequence[int]) -> tuple[Keys, ...]:
         if any(size < 0 for size in segments) or sum(segments) != len(self.names):
             raise InputError(
-                f"split: segments {_shorten(segments)} sum to {sum(segments)}; wanted non-negative sizes "
+                f"split: segments {shorten(segments)} sum to {sum(segments)}; wanted non-negative sizes "
                 f"that sum to the "
                 f"number of keys, {len(self.names)}."
             )
         parts = []
         start = 0
         for size in segments:
-            parts.append(Keys.of(self.names[start : start + size]))
+            parts.append(Keys.known(self.names[start : start + size]))
             start += size
         return tuple(parts)
 
@@ -149,7 +157,7 @@ class Keys(Sequence[str]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # String hashes differ between processes, and what is remembered is not part of the value.
-        return Keys.of, (self.names,)
+        return Keys.known, (self.names,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keys:
         return self
@@ -159,23 +167,24 @@ class Keys(Sequence[str]):
 
 
 @functools.lru_cache(maxsize=256)
-def _intern(names: tuple[str, ...]) -> Keys:
-    return Keys(names)
+def _intern(names: tuple[str, ...], copies: bool) -> Keys:
+    return Keys(names, copies)
 
 
 def _describe_repeats(names: tuple[str, ...]) -> str:
     repeated = max(names, key=names.count)
     where = [position for position, name in enumerate(names) if name == repeated]
-    return f"keys: {repeated!r} appears at positions {_shorten(where)}; wanted each feature once; rename or merge them."
+    return f"keys: {repeated!r} appears at positions {shorten(where)}; wanted each feature once; rename or merge them."
 
 
 def _describe_missing(name: object, names: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, names, n=3) if isinstance(name, str) else []
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"the keys are {_shorten(names)}."
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"the keys are {shorten(names)}."
     return f"Unknown key {name!r}: {hint}"
 
 
-def _shorten(items: Sequence[object], limit: int = 8) -> str:
+def shorten(items: Sequence[object], limit: int = 8) -> str:
+    """A list for a message: the first `limit` items."""
     if len(items) <= limit:
         return str(list(items))
     return f"[{', '.join(map(repr, items[:limit]))}, … {len(items)} in all]"

@@ -2,8 +2,9 @@
 
 Shapes
     lengths_S  int32 or int64   items per segment
-    offsets_S1 int32 or int64   where segments begin, with the end of the last:  offsets[s + 1] = offsets[s] +
-    lengths[s]
+    offsets_S1 int32 or int64   where segments begin, with the end of the last:
+                                offsets[s + 1] = offsets[s] + lengths[s]
+    lengths_FB int32 or int64   lengths as a table of F rows of B segments, S = F * B
 
 Offsets derived from lengths are int64. Lengths derived from offsets keep the dtype of the offsets.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import offsets_from_lengths
+from tilerec.sparse.items import check_tensor
 
 _INTEGER = (torch.int64, torch.int32)
 
@@ -38,7 +40,11 @@ class Segments:
         given_offsets: Tensor | None,
         row: tuple[Tensor, int] | None = None,
     ) -> None:
-        """`row`: offsets that stand in row number `row[1]` of a table, computed with those of the other keys.
+        """`given_lengths`: [S], or a table [F, B] in one piece of memory.
+
+        A table stays one: its second size is the batch size, which an exporter cannot tell from S = F * B.
+
+        `row`: offsets that stand in row number `row[1]` of a table, computed with those of the other keys.
 
         It is sliced when asked for: a thousand keys are a thousand views that most readers never look at.
         """
@@ -51,14 +57,19 @@ class Segments:
     def lengths(self) -> Tensor:
         """Items per segment [S]."""
         lengths_S = self.given_lengths
-        if lengths_S is not None:
+        if lengths_S is not None and lengths_S.dim() == 1:
             return lengths_S
-        assert self.given_offsets is not None, "segments hold lengths or offsets"
         if torch.compiler.is_compiling():
-            return self.given_offsets.diff()
+            return self._derive_lengths()
         if self._derived_lengths is None:
-            self._derived_lengths = self.given_offsets.diff()
+            self._derived_lengths = self._derive_lengths()
         return self._derived_lengths
+
+    def _derive_lengths(self) -> Tensor:
+        if self.given_lengths is not None:
+            return self.given_lengths.reshape(-1)
+        assert self.given_offsets is not None, "segments hold lengths or offsets"
+        return self.given_offsets.diff()
 
     def offsets(self) -> Tensor:
         """Where segments begin [S + 1]."""
@@ -67,19 +78,19 @@ class Segments:
             return offsets_S1
         assert self.given_lengths is not None, "segments hold lengths or offsets"
         if torch.compiler.is_compiling():
-            return offsets_from_lengths(self.given_lengths)
+            return offsets_from_lengths(self.lengths())
         if self._derived_offsets is None:
             if self._row is not None:
                 self._derived_offsets = self._row[0][self._row[1]]
             else:
-                self._derived_offsets = offsets_from_lengths(self.given_lengths)
+                self._derived_offsets = offsets_from_lengths(self.lengths())
         return self._derived_offsets
 
     def lengths_or_none(self) -> Tensor | None:
         """Lengths if they are at hand without work."""
-        if self.given_lengths is not None or torch.compiler.is_compiling():
-            return self.given_lengths
-        return self._derived_lengths
+        if self.given_lengths is not None:
+            return self.lengths()
+        return None if torch.compiler.is_compiling() else self._derived_lengths
 
     def offsets_or_none(self) -> Tensor | None:
         """Offsets if they are at hand without work."""
@@ -90,7 +101,7 @@ class Segments:
     def count(self) -> int:
         """How many segments; read from a shape, so it costs no wait and stays symbolic in a graph."""
         if self.given_lengths is not None:
-            return self.given_lengths.shape[0]
+            return self.given_lengths.numel()
         assert self.given_offsets is not None, "segments hold lengths or offsets"
         return self.given_offsets.shape[0] - 1
 
@@ -105,7 +116,7 @@ class Segments:
     def copy_(self, source: Segments, non_blocking: bool = False) -> None:
         """Overwrite the given tensors with `source`'s and forget what was derived from the old ones."""
         if self.given_lengths is not None:
-            self.given_lengths.copy_(source.lengths(), non_blocking=non_blocking)
+            self.given_lengths.view(-1).copy_(source.lengths(), non_blocking=non_blocking)
         if self.given_offsets is not None:
             self.given_offsets.copy_(source.offsets(), non_blocking=non_blocking)
         self._derived_lengths = None
@@ -114,23 +125,38 @@ class Segments:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, given or derived."""
-        held = (self.given_lengths, self.given_offsets, self._derived_lengths, self._derived_offsets)
+        # Lengths derived from a table are the table's own memory.
+        derived_lengths = self._derived_lengths if self.given_lengths is None else None
+        held = (self.given_lengths, self.given_offsets, derived_lengths, self._derived_offsets)
         return [tensor for tensor in held if tensor is not None]
 
 
-def checked_segments(owner: str, lengths: Tensor | None, offsets: Tensor | None) -> Segments:
+def checked_segments(
+    owner: str, lengths: Tensor | None, offsets: Tensor | None, rows: int | None = None
+) -> Segments:
     """Segments from a caller's tensors; `owner` is the word for the errors.
 
-    Lengths may be [F, B] and are flattened. Shapes and dtypes are checked here, contents in
-    `sparse/validate.py`, because reading contents waits for the device.
+    Lengths of more dimensions are flattened, but a table of `rows` rows stays one. Shapes and dtypes are checked here,
+    contents in `sparse/validate.py`, because reading contents waits for the device.
     """
     if lengths is None and offsets is None:
         raise InputError(f"{owner}: got neither lengths nor offsets; give one of them.")
     for name, tensor in (("lengths", lengths), ("offsets", offsets)):
-        if tensor is not None and tensor.dtype not in _INTEGER:
-            raise InputError(f"{owner}: {name} have dtype {tensor.dtype}; wanted torch.int32 or torch.int64.")
+        if tensor is None:
+            continue
+        check_tensor(owner, name, tensor)
+        if tensor.dtype not in _INTEGER:
+            raise InputError(
+                f"{owner}: {name} have dtype {tensor.dtype}; wanted torch.int32 or torch.int64; "
+                f"write {name}.to(torch.int64)."
+            )
     if lengths is not None and lengths.dim() != 1:
-        lengths = lengths.reshape(-1)
+        if lengths.dim() == 0:
+            raise InputError(
+                f"{owner}: lengths have no dimension; wanted one length per bag; write lengths.reshape(1)."
+            )
+        is_table = offsets is None and lengths.dim() == 2 and lengths.shape[0] == rows
+        lengths = lengths.contiguous() if is_table else lengths.reshape(-1)
     if offsets is not None:
         if offsets.dim() != 1 or offsets.shape[0] == 0:
             raise InputError(

@@ -38,6 +38,11 @@ class Strides:
         Raises `InputError` unless there is one row per key, all of one width, without negative counts.
         """
         rows = counts.tolist() if isinstance(counts, Tensor) else counts
+        if any(isinstance(row, (int, float)) for row in rows):
+            raise InputError(
+                "stride_per_key_per_rank: it holds numbers; wanted one list per key with a batch size per rank, "
+                "[[3], [2]] for one rank."
+            )
         table = tuple(tuple(int(count) for count in row) for row in rows)
         if len(table) != keys:
             raise InputError(

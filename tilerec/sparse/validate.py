@@ -15,6 +15,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.jagged import repeat_segments
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keys import shorten
 
 if TYPE_CHECKING:
     from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
@@ -47,7 +48,8 @@ def _check_offsets(kjt: KeyedJaggedTensor) -> None:
     first = int(offsets_S1[0].item())
     if first != 0:
         raise InputError(
-            f"KeyedJaggedTensor: the first offset is {first}; wanted 0, values of other tensors do not belong here."
+            f"KeyedJaggedTensor: the first offset is {first}; wanted 0, since values that belong to no bag would "
+            f"shift the features; pass values[offsets[0]:] and offsets - offsets[0]."
         )
     bag = _first(offsets_S1.diff() < 0)
     if bag is not None:
@@ -102,13 +104,13 @@ def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
     if inverse_indices is None:
         return
     keys, index_FB = inverse_indices
-    if sorted(keys) != sorted(kjt.keys()):
+    own_keys = kjt.keys()
+    lacking = [key for key in own_keys if key not in keys]
+    unknown = [key for key in keys if key not in own_keys]
+    if lacking or unknown:
         raise InputError(
-            f"KeyedJaggedTensor: inverse indices are for {keys[:8]}, the keys are {kjt.keys()[:8]}; wanted the same."
-        )
-    if index_FB.dim() != 2 or index_FB.shape[0] != len(keys):
-        raise InputError(
-            f"KeyedJaggedTensor: inverse indices have shape {list(index_FB.shape)}; wanted [{len(keys)}, batch]."
+            f"KeyedJaggedTensor: inverse indices lack the keys {shorten(lacking)} and have {shorten(unknown)} that "
+            f"the tensor lacks; wanted the same keys; give one row of inverse indices for each."
         )
     stride = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
     bags_F1 = torch.tensor([stride[key] for key in keys], device=index_FB.device).view(-1, 1)

@@ -1,0 +1,54 @@
+"""What lies in the segments: values and, one per value, weights. Checked by type and shape, which waits for no device.
+
+Shapes
+    values_N  [N] or [N, ...]   ids, or vectors such as embeddings
+    weights_N [N]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+
+
+def check_tensor(owner: str, name: str, given: Any) -> None:
+    """`InputError` unless `given` is a tensor; `owner` and `name` are the words for it."""
+    if not isinstance(given, Tensor):
+        raise InputError(
+            f"{owner}: {name} are a {type(given).__name__}; wanted a torch.Tensor; write torch.as_tensor({name})."
+        )
+
+
+def check_items(owner: str, values: Any, weights: Any) -> None:
+    """`InputError` unless values are a tensor of items and weights, if any, one number for each of them."""
+    check_tensor(owner, "values", values)
+    if values.dim() == 0:
+        raise InputError(
+            f"{owner}: values have no dimension; wanted one item after the other, [N]; write values.reshape(1)."
+        )
+    if weights is None:
+        return
+    check_tensor(owner, "weights", weights)
+    if weights.dim() != 1:
+        raise InputError(
+            f"{owner}: weights have shape {list(weights.shape)}; wanted one number per value, "
+            f"[{values.shape[0]}]; flatten them."
+        )
+    # A compiler would turn the comparison into a guard, and refuse it where sizes are read from data.
+    if not torch.compiler.is_compiling() and weights.shape[0] != values.shape[0]:
+        raise InputError(
+            f"{owner}: {weights.shape[0]} weights for {values.shape[0]} values; wanted one weight per value."
+        )
+
+
+def check_ids(owner: str, values: Tensor) -> None:
+    """`InputError` for whole numbers that lie in rows: a lookup would read the first N of them, row by row."""
+    if values.dim() > 1 and not values.is_floating_point():
+        raise InputError(
+            f"{owner}: values have shape {list(values.shape)} and dtype {values.dtype}; wanted one id each, [N]; "
+            f"flatten them and count every id in the lengths (only floating-point items may be vectors)."
+        )
