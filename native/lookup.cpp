@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <new>
 #include <vector>
@@ -32,22 +33,44 @@ int64_t bytes_of(int64_t type) { return type == TR_F32 ? 4 : 2; }
 
 int64_t clamp(int64_t x, int64_t most) { return std::max<int64_t>(0, std::min(x, most)); }
 
-// The features of a pooled call. False: a call that contradicts itself.
-bool resolve(const tr_lookup& call, std::vector<LookupFeature>& features) {
+// Whether feature f's table is there and has memory.
+bool table_serves(tr_lookup& call, int64_t f) {
+  const int64_t table = call.tables[f];
+  if (table < 0 || table >= call.table_count) return call.report = {TR_BAD_ARGUMENT, f, table, TR_LOOKUP_BAD_TABLE}, false;
+  if (!call.data[table] && call.rows[table] > 0 && call.dims[table] > 0)
+    return call.report = {TR_BAD_ARGUMENT, f, table, TR_LOOKUP_NO_ROWS}, false;
+  return true;
+}
+
+// The features of a pooled call. False, and a report: a call that contradicts itself.
+bool resolve(tr_lookup& call, std::vector<LookupFeature>& features) {
+  const bool uniform = call.batch_count == 1;
+  const int64_t bags_there = call.offset_count - 1;
   std::vector<int64_t> key_starts;
-  if (call.batch_count != 1) {
+  if (!uniform) {
     key_starts.resize(static_cast<size_t>(call.batch_count) + 1);
-    for (int64_t k = 0; k < call.batch_count; k++) key_starts[k + 1] = key_starts[k] + call.batches[k];
+    // Keys behind the end of the offsets all begin there: none of their bags is found.
+    for (int64_t k = 0; k < call.batch_count; k++) {
+      const int64_t left = bags_there - key_starts[k];
+      if (call.batches[k] < 0) return call.report = {TR_BAD_ARGUMENT, 0, k, TR_LOOKUP_FEW_OFFSETS}, false;
+      key_starts[k + 1] = key_starts[k] + std::min(call.batches[k], std::max<int64_t>(left, 0));
+    }
   }
   int64_t width = 0, place = 0;
-  for (int64_t f = 0; f < call.features; f++) width += call.dims[call.tables[f]];
+  for (int64_t f = 0; f < call.features; f++) {
+    if (!table_serves(call, f)) return false;
+    width += call.dims[call.tables[f]];
+  }
   for (int64_t f = 0; f < call.features; f++) {
     const int64_t table = call.tables[f], key = call.keys[f], dim = call.dims[table];
-    const bool uniform = call.batch_count == 1;
-    if (!uniform && key >= call.batch_count) return false;
+    if (key < 0 || (!uniform && key >= call.batch_count))
+      return call.report = {TR_BAD_ARGUMENT, f, key, TR_LOOKUP_BAD_KEY}, false;
     const int64_t bags = uniform ? call.batches[0] : call.batches[key];
+    // Of [0, bags) bags before it and its own, none may lie behind the last offset; divided, so that nothing overflows.
+    if (bags < 0 || bags > bags_there || (uniform && bags > 0 && key > bags_there / bags - 1) ||
+        (!uniform && key_starts[key] + bags > bags_there))
+      return call.report = {TR_BAD_ARGUMENT, f, key, TR_LOOKUP_FEW_OFFSETS}, false;
     const int64_t first = uniform ? key * bags : key_starts[key];
-    if (bags < 0 || first + bags + 1 > call.offset_count) return false;
     features[f] = {call.data[table], static_cast<uint64_t>(call.rows[table]), dim, static_cast<int32_t>(call.types[table]),
                    call.means && call.means[f] != 0, bags, call.offsets + first, place, uniform ? width : dim};
     place += uniform ? dim : bags * dim;
@@ -99,10 +122,7 @@ void expect_large(void* out, int64_t bytes) {
 int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   call.report = {TR_OK, 0, 0, 0};
   std::vector<LookupFeature> features(static_cast<size_t>(call.features));
-  if (!resolve(call, features)) {
-    call.report.status = TR_BAD_ARGUMENT;
-    return TR_BAD_ARGUMENT;
-  }
+  if (!resolve(call, features)) return call.report.status;
   std::vector<int64_t> costs(features.size());
   int64_t total = 0, widest = 0;
   for (size_t f = 0; f < features.size(); f++) {
@@ -116,7 +136,7 @@ int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   std::vector<Piece> pieces;
   std::vector<bool> seen;
   for (size_t f = 0; f < features.size(); f++) {
-    if (one_key_at_a_time) {
+    if (one_key_at_a_time && features[f].bags > 0) {
       // Features of one key add to the same numbers: a second reader of a key waits until the first ones are done.
       const size_t key = static_cast<size_t>(call.keys[f]);
       if (seen.size() <= key) seen.resize(key + 1, false);
@@ -146,11 +166,20 @@ int64_t sequence_call(tr_lookup& call) {
   std::vector<LookupFeature> features(static_cast<size_t>(call.features));
   std::vector<Piece> pieces;
   int64_t total = 0;
+  if (call.features > 0 && call.offset_count != call.features + 1) {
+    call.report = {TR_BAD_ARGUMENT, 0, call.offset_count, TR_LOOKUP_FEW_OFFSETS};
+    return TR_BAD_ARGUMENT;
+  }
   for (int64_t f = 0; f < call.features; f++) {
+    if (!table_serves(call, f)) return call.report.status;
     const int64_t table = call.tables[f], begin = call.offsets[f], end = call.offsets[f + 1];
-    if (begin < 0 || end < begin || end > call.id_count) {
-      const bool first = begin < 0 || begin > call.id_count;
-      call.report = {TR_BAD_OFFSETS, f, first ? f : f + 1, first ? begin : end};
+    if (call.dims[table] != call.dims[call.tables[0]]) {
+      call.report = {TR_BAD_ARGUMENT, f, call.dims[table], TR_LOOKUP_BAD_DIM};
+      return TR_BAD_ARGUMENT;
+    }
+    const bool bad_begin = begin < 0 || begin > call.id_count || (f == 0 && begin != 0);
+    if (bad_begin || end < begin || end > call.id_count || (f == call.features - 1 && end != call.id_count)) {
+      call.report = {TR_BAD_OFFSETS, f, bad_begin ? f : f + 1, bad_begin ? begin : end};
       return TR_BAD_OFFSETS;
     }
     features[f] = {call.data[table], static_cast<uint64_t>(call.rows[table]), call.dims[table],
@@ -172,7 +201,7 @@ template <class Body>
 int64_t guarded(tr_lookup* call, Body body) {
   try {
     return body();
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // bad_alloc, or length_error: no memory is that large
     call->report = {TR_NO_MEMORY, 0, 0, 0};
     return TR_NO_MEMORY;
   }

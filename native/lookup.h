@@ -29,11 +29,21 @@ typedef struct {
   tr_report report;
 } tr_lookup;
 
+// What `value` says when a call is a TR_BAD_ARGUMENT; `feature` is the first that cannot be served.
+enum {
+  TR_LOOKUP_FEW_OFFSETS = 1,  // fewer bags than the batch sizes say, or a negative batch size
+  TR_LOOKUP_BAD_TABLE = 2,    // a table outside [0, table_count)
+  TR_LOOKUP_BAD_KEY = 3,      // a key outside [0, batch_count)
+  TR_LOOKUP_NO_ROWS = 4,      // a table whose rows have no memory
+  TR_LOOKUP_BAD_DIM = 5       // sequence: a table whose dim is not the first feature's
+};
+
 // Each returns report.status.
 //
 // Example: one table {{1, 2}, {3, 4}}, ids {0, 1, 1}, offsets {0, 2, 3}, sum: out {{4, 6}, {3, 4}}.
 TR_API int64_t tr_pooled_lookup(tr_lookup* call);
-// Row by row: out[p] = W[ids[p]]; keys, means, batches and sample_weights are not read. Same example: {{1, 2}, {3, 4}, {3, 4}}.
+// Row by row: out[p] = W[ids[p]]; keys, means, batches and sample_weights are not read. The features' runs begin at 0, follow
+// each other and end at id_count, so that every row of the output is written. Same example: {{1, 2}, {3, 4}, {3, 4}}.
 TR_API int64_t tr_sequence_lookup(tr_lookup* call);
 // sample_grads[p] += s * <numbers[f, b], W[ids_p]>, features in their order. In a product's sum, eight running sums over
 // the columns c % 8 are added up as ((0+1)+(2+3))+((4+5)+(6+7)).

@@ -2,6 +2,7 @@
 //
 //   rule     an optimizer's arithmetic for a row. It has `kWide` slots of [rows, dim] and, after them, narrow slots of [rows]
 //   phase    a row sum the rule needs before it can go on; `terms` gives what is to be summed, `reduced` takes the sums
+//   kKeeps   whether rows whose gradient is not finite are left as they are (and counted); a rule that only stores takes them
 //   Row      what a rule knows of the row at hand: its narrow slots, the sums so far, factors made of them
 //
 // The order of calls for a row:
@@ -39,6 +40,7 @@ struct Hyper {
 struct ElementRule {
   struct Row {};
   static constexpr int kSums = 0;
+  static constexpr bool kKeeps = true;
   static int phases() { return 0; }
   static int sums(int) { return 0; }
   Row begin(float* const*, int64_t) const { return {}; }
@@ -47,9 +49,10 @@ struct ElementRule {
   void finish(const Row&, float* const*, int64_t) const {}
 };
 
-// w = G: how a dense gradient is made.
+// w = G: how a dense gradient is made. Infinities and NaNs are stored: who made them must see them.
 struct Store : ElementRule {
   static constexpr int kWide = 0;
+  static constexpr bool kKeeps = false;
   Store(const double*, int64_t) {}
   void apply(const Row&, vf g, vf& w, vf*) const { w = g; }
 };
@@ -99,6 +102,7 @@ struct Adagrad : ElementRule {
 // L2 decay: g' = g + wd w, c = 1 - k wd; decoupled: g' = g, c = 1 - lr wd; none: g' = g, c = 1.
 struct RowWiseAdagrad {
   static constexpr int kWide = 0, kSums = 1;
+  static constexpr bool kKeeps = true;
   struct Row {
     float s, k, c, shrink;
   };
@@ -141,6 +145,7 @@ struct RowWiseAdagrad {
 template <bool RowWise>
 struct Moments {
   static constexpr int kWide = RowWise ? 1 : 2;
+  static constexpr bool kKeeps = true;
   struct Row {
     float v, steps, c1, c2, lr, root_c2, ratio;  // v: row-wise second moment
   };
@@ -270,6 +275,7 @@ using PartialRowWiseLamb = LambRule<true>;
 // a = lr trust |w| / (|g| + wd |w|), or lr where a norm is 0;  m = mu m + a (g + wd w);  w -= m
 struct LarsSgd {
   static constexpr int kWide = 1, kSums = 2;
+  static constexpr bool kKeeps = true;
   struct Row {
     float a;
   };

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <vector>
@@ -83,6 +84,8 @@ class Arena {
 };
 thread_local Arena::Kept Arena::kept_;
 
+constexpr int64_t kUnknown = -1;  // how many rows the table of a sum has, where its caller does not say
+
 // A feature of a record, seen from its table.
 struct FeaturePlan {
   int64_t feature, first_bag, bags, grad_start, grad_stride;
@@ -135,7 +138,7 @@ bool read_layout(Plan& plan, const int64_t* rows, const int64_t* dims, int64_t t
   {
     std::vector<int32_t> next(tables + 1, 0);
     for (int64_t f = 0; f < r.features; f++) {
-      if (r.tables[f] < 0 || r.tables[f] >= tables) return complain(report, TR_BAD_ARGUMENT, f, 0, r.tables[f]), false;
+      if (r.tables[f] < 0 || r.tables[f] >= tables) return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_BAD_TABLE, r.tables[f]), false;
       next[r.tables[f] + 1]++;
     }
     for (int64_t t = 0; t < tables; t++) next[t + 1] += next[t];
@@ -151,27 +154,32 @@ bool read_layout(Plan& plan, const int64_t* rows, const int64_t* dims, int64_t t
     feature.grad_start = r.grad_starts[f];
     feature.grad_stride = r.grad_strides[f];
     feature.mean = r.means[f] != 0;
-    if (feature.first_bag < 0 || feature.bags < 0) return complain(report, TR_BAD_ARGUMENT, f, 1, feature.bags), false;
+    if (feature.first_bag < 0 || feature.bags < 0) return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_NEGATIVE, feature.bags), false;
     if (feature.bags == 0) continue;
-    int64_t first = feature.grad_start, last = first + (feature.bags - 1) * feature.grad_stride;
+    // 128 bits: the record may hold any number.
+    using Wide = __int128;
+    const Wide first = feature.grad_start, last = first + static_cast<Wide>(feature.bags - 1) * feature.grad_stride;
     if (std::min(first, last) < 0 || std::max(first, last) + dims[t] > r.grad_count)
-      return complain(report, TR_BAD_ARGUMENT, f, 2, std::max(first, last) + dims[t]), false;
+      return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_SHORT_GRAD, r.grad_count), false;
+    const Wide end_bag = static_cast<Wide>(feature.first_bag) + feature.bags;
     if (r.offsets) {
-      if (feature.first_bag + feature.bags >= r.offsets_count) return complain(report, TR_BAD_ARGUMENT, f, 3, r.offsets_count), false;
+      if (end_bag >= r.offsets_count) return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_FEW_OFFSETS, r.offsets_count), false;
       const int64_t* at = r.offsets + feature.first_bag;
-      uint64_t falls = 0;
-      for (int64_t b = 0; b < feature.bags; b++) falls |= static_cast<uint64_t>(at[b + 1]) - static_cast<uint64_t>(at[b]);
+      // No sign bit in any offset, so that a difference cannot wrap, nor in any difference.
+      int64_t falls = at[0];
+      for (int64_t b = 0; b < feature.bags; b++)
+        falls |= at[b + 1] | static_cast<int64_t>(static_cast<uint64_t>(at[b + 1]) - static_cast<uint64_t>(at[b]));
       feature.ids_begin = at[0];
       feature.ids_end = at[feature.bags];
-      if (static_cast<int64_t>(falls) < 0 || feature.ids_begin < 0 || feature.ids_end > r.ids_count) {
-        int64_t b = 0;
-        while (b < feature.bags && at[b + 1] >= at[b] && at[b] >= 0 && at[b + 1] <= r.ids_count) b++;
+      if (falls < 0 || feature.ids_end > r.ids_count) {
+        int64_t b = 0;  // the first offset that is wrong
+        while (b < feature.bags && at[b] >= 0 && at[b] <= r.ids_count && (b == 0 || at[b] >= at[b - 1])) b++;
         return complain(report, TR_BAD_OFFSETS, f, feature.first_bag + b, at[b]), false;
       }
     } else {
+      if (end_bag > r.ids_count) return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_FEW_IDS, r.ids_count), false;
       feature.ids_begin = feature.first_bag;
       feature.ids_end = feature.first_bag + feature.bags;
-      if (feature.ids_end > r.ids_count) return complain(report, TR_BAD_ARGUMENT, f, 4, r.ids_count), false;
     }
     if (feature.ids_begin == feature.ids_end) continue;
     if (plan.tables.empty() || plan.tables.back().table != t) {
@@ -197,7 +205,7 @@ bool read_layout(Plan& plan, const int64_t* rows, const int64_t* dims, int64_t t
 bool prepare(Plan& plan, int threads, tr_report* report) {
   const tr_gradient& r = *plan.record;
   for (TablePlan& table : plan.tables) {
-    if (table.count >= UINT32_MAX) return complain(report, TR_BAD_ARGUMENT, -1, 5, static_cast<int64_t>(table.count)), false;
+    if (table.count >= UINT32_MAX) return complain(report, TR_BAD_ARGUMENT, -1, TR_UPDATE_TOO_MANY, static_cast<int64_t>(table.count)), false;
     const FeaturePlan* features = plan.features.data() + table.features_begin;
     const size_t feature_count = table.features_end - table.features_begin;
     const bool pooled = r.offsets != nullptr;
@@ -205,9 +213,11 @@ bool prepare(Plan& plan, int threads, tr_report* report) {
     bool mean = false;
     for (size_t f = 0; f < feature_count; f++) mean |= pooled && features[f].mean;
     int64_t rows = table.rows;
-    if (rows == 0) {  // not known: as many as the ids say; a negative id is found when the keys are made
+    if (rows == kUnknown) {  // as many as the ids say; a negative id is found when the keys are made
+      rows = 0;
       for (size_t f = 0; f < feature_count; f++)
-        for (int64_t p = features[f].ids_begin; p < features[f].ids_end; p++) rows = std::max(rows, id_at(r, p) + 1);
+        for (int64_t p = features[f].ids_begin; p < features[f].ids_end; p++)
+          rows = std::max(rows, std::min(id_at(r, p), INT64_MAX - 1) + 1);  // the largest id of all is no row
       table.rows = rows;
     }
     table.row_bits = bits_below(static_cast<uint64_t>(rows));
@@ -429,6 +439,18 @@ Target target_of(const tr_rows& tables, int64_t t) {
   return to;
 }
 
+// Whether every table has memory and a place in its row that the random words reach.
+bool tables_serve(const tr_rows& tables, tr_report* report) {
+  for (int64_t t = 0; t < tables.tables; t++) {
+    if (tables.column_offsets[t] < 0 || tables.column_offsets[t] >= int64_t(1) << 34)
+      return complain(report, TR_BAD_ARGUMENT, t, TR_UPDATE_BAD_COLUMN, tables.column_offsets[t]), false;
+    bool memory = tables.weights[t];
+    for (int64_t k = 0; k < tables.slots_per_table; k++) memory &= tables.slots[t * tables.slots_per_table + k] != nullptr;
+    if (!memory && tables.rows[t] > 0 && tables.dims[t] > 0) return complain(report, TR_BAD_ARGUMENT, t, TR_UPDATE_NO_ROWS, t), false;
+  }
+  return true;
+}
+
 struct Skipped {
   int64_t count = 0, table = -1, row = -1;
   void add(int64_t t, const UnitResult& unit) {
@@ -441,7 +463,7 @@ struct Skipped {
 void update_rows(const tr_rows& tables, const tr_gradient& record, int threads, int64_t* skipped_out, tr_report* report) {
   Plan plan;
   plan.record = &record;
-  if (!read_layout(plan, tables.rows, tables.dims, tables.tables, report)) return;
+  if (!tables_serve(tables, report) || !read_layout(plan, tables.rows, tables.dims, tables.tables, report)) return;
   if (plan.total == 0 && plan.tables.empty()) return;
   if (!prepare(plan, threads, report)) return;
   FirstBad bad;
@@ -532,7 +554,7 @@ TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int
   skipped[1] = skipped[2] = -1;
   try {
     update_rows(*tables, *record, threads, skipped, report);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     complain(report, TR_NO_MEMORY, -1, 0, 0);
   }
 }
@@ -545,6 +567,7 @@ TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, 
     sums->record = *record;
     Plan& plan = sums->plan;
     plan.record = &sums->record;
+    if (rows == 0) rows = kUnknown;
     if (!read_layout(plan, &rows, &dim, 1, report)) return nullptr;
     if (plan.tables.empty()) return sums.release();
     if (!prepare(plan, threads, report)) return nullptr;
@@ -561,7 +584,7 @@ TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, 
     for (size_t u = 1; u < sums->runs_before.size(); u++) sums->runs_before[u] += sums->runs_before[u - 1];
     *count = static_cast<int64_t>(sums->runs_before.back());
     return sums.release();
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     complain(report, TR_NO_MEMORY, -1, 0, 0);
     return nullptr;
   }
@@ -602,6 +625,7 @@ void over_rows(int64_t count, int64_t dim, int threads, tr_report* report, const
 // Whether the rows lie in the table; clears `ascend` if they do not ascend, so that two threads could meet one row.
 bool rows_are_good(const tr_rows& part, const int64_t* rows, int64_t count, bool* ascend, tr_report* report) {
   *report = {TR_OK, -1, -1, 0};
+  if (!tables_serve(part, report)) return false;
   for (int64_t u = 0; u < count; u++) {
     if (rows[u] < 0 || rows[u] >= part.rows[0]) return complain(report, TR_BAD_ID, 0, u, rows[u]), false;
     if (u && rows[u] <= rows[u - 1]) *ascend = false;

@@ -43,8 +43,22 @@ typedef struct {
   int32_t rule;
 } tr_rows;
 
+// What `position` says where a record or its tables are a TR_BAD_ARGUMENT; `feature` is the first of the record's that is wrong
+// (its table's number for TR_UPDATE_BAD_COLUMN), -1 if none can be told.
+enum {
+  TR_UPDATE_BAD_TABLE = 0,    // a table outside [0, tables)
+  TR_UPDATE_NEGATIVE = 1,     // a first bag or a number of bags below 0
+  TR_UPDATE_SHORT_GRAD = 2,   // bags reach outside the gradient
+  TR_UPDATE_FEW_OFFSETS = 3,  // bags reach behind the last offset
+  TR_UPDATE_FEW_IDS = 4,      // without offsets: bags reach behind the last id
+  TR_UPDATE_TOO_MANY = 5,     // 2^32 - 1 or more occurrences of one table
+  TR_UPDATE_BAD_COLUMN = 6,   // a column offset that is negative or not below 2^34
+  TR_UPDATE_NO_ROWS = 7       // a table whose rows have no memory
+};
+
 // Updates every row that the record names, once. skipped[3]: how many rows had a summed gradient that is not finite (they
-// keep weights and slots), table and row of the first, -1 if none.
+// keep weights and slots; TR_RULE_STORE stores them and skips none), table and row of the first, -1 if none. A record that is
+// refused changes nothing.
 TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int32_t threads, int64_t* skipped, tr_report* report);
 
 // The distinct rows of a record whose features all read one table of `rows` rows (0: not known): how many, then the rows

@@ -2,7 +2,7 @@
 //
 //   run    the occurrences of one row, neighbours after sorting
 //
-// Per run: sum the gradient rows in registers, test that the sum is finite, run the rule over the row (rules.h), write row
+// Per run: sum the gradient rows in registers, test that the sum is finite (if the rule keeps such rows), run the rule over the row (rules.h), write row
 // and slots once. Gradient rows are asked for some occurrences ahead, weights and slots some runs ahead.
 #include "rules.h"
 #include "sort_key.h"
@@ -398,7 +398,7 @@ struct Loops {
       }
       group[waiting] = rows[i];
       g[waiting] = source.sum(from, starts[i], starts[i + 1], updater.scratch.gradient + waiting * updater.scratch.stride);
-      if (is_finite(g[waiting], updater.dim()))
+      if (!Rule::kKeeps || is_finite(g[waiting], updater.dim()))
         waiting++;
       else
         skip(rows[i], result);
@@ -424,7 +424,7 @@ struct Loops {
   }
   static void finish(const Target& to, int64_t row, const float* g, float* at, UnitResult* result) {
     const Updater<Rule, W, 0> updater(to, at);
-    if (is_finite(g, to.dim))
+    if (!Rule::kKeeps || is_finite(g, to.dim))
       updater.update(1, &row, &g);
     else
       skip(row, result);

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.ops.jagged_checks import checked
 from tilerec.ops.library import LIBRARY
 
 _OPS = torch.ops.tilerec
@@ -283,10 +284,10 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 REFERENCE: dict[str, Callable[..., Any]] = {name: kernels[0] for name, kernels in _KERNELS.items()}
-"""The plain-PyTorch kernels by op name: what every backend is tested against."""
+"""The plain-PyTorch kernels by op name: what every backend is tested against. They stand behind `CHECKS`."""
 
 for _name, (_reference, _fake) in _KERNELS.items():
-    LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, checked(_name, _reference), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilerec::{_name}", _fake, lib=LIBRARY)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilerec.errors import ConfigError
 from tilerec.ops.library import LIBRARY
 
 _MASK = 0xFFFFFFFF
@@ -72,6 +73,23 @@ LIBRARY.define(
 )
 
 
+def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:
+    """Raise a `ConfigError` for a tile that has no place in a table, or a kind of numbers that there is not."""
+    if out.dim() != 2 or not out.is_floating_point():
+        raise ConfigError(
+            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}, wanted floating [rows, columns]."
+        )
+    if len(key) != 2:
+        raise ConfigError(f"random_fill_: a key of {len(key)} words, wanted 2; make it with table_key().")
+    if row_offset < 0 or not 0 <= column_offset < 1 << 34:
+        raise ConfigError(
+            f"random_fill_: a tile at row {row_offset}, column {column_offset}; wanted its place in the table, no "
+            "negative number, and fewer than 2^34 columns."
+        )
+    if kind not in ("uniform", "normal"):
+        raise ConfigError(f"random_fill_: kind {kind!r} is not 'uniform' or 'normal'.")
+
+
 def random_fill_reference_(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
 ) -> None:
@@ -82,6 +100,7 @@ def random_fill_reference_(
 
     Example: a [10, 4] tile at row_offset 5 equals rows 5..15 of the table filled in one go.
     """
+    check_fill(out, key, row_offset, column_offset, kind)
     rows, width = out.shape
     block = max(1, (1 << 22) // max(width, 1))
     for start in range(0, rows, block):
@@ -105,8 +124,6 @@ def _values(
         u = (words >> 8).to(torch.float32) * 2.0**-24
         low, high = (torch.tensor(x, dtype=torch.float32, device=u.device) for x in (a, b))
         return (low + (high - low) * u).to(dtype)
-    if kind != "normal":
-        raise ValueError(f"random_fill_: kind {kind!r} is not 'uniform' or 'normal'.")
     start = column_offset - column_offset % 2
     stop = column_offset + width + (column_offset + width) % 2
     words = random_words(rows_R, stop - start, key, start, 0)

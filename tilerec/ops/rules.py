@@ -27,6 +27,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tilerec.errors import ConfigError
+
 BLOCK = 8
 
 
@@ -46,13 +48,21 @@ class Rule:
 
     phases: int = 0
     slot_kinds: tuple[str, ...] = ()
+    keeps: ClassVar[bool] = True  # rows whose gradient is not finite are left as they are
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, hyper: Sequence[float]) -> None:
         wanted = ("lr", "grad_scale", "weight_decay", "stochastic_rounding", *self.names)
-        assert len(hyper) == len(wanted), f"{type(self).__name__}: got {len(hyper)} numbers, wanted {wanted}"
+        if len(hyper) != len(wanted):
+            raise ConfigError(
+                f"row rule {type(self).__name__}: got {len(hyper)} numbers, wanted {len(wanted)}: {', '.join(wanted)}."
+            )
         self.h = dict(zip(wanted, hyper, strict=True))
         self.lr, self.wd = self.h["lr"], self.h["weight_decay"]
+
+    def sums(self, phase: int) -> int:
+        """How many row sums the phase takes: as many as it has `terms`."""
+        return 1
 
     def terms(self, phase: int, step: Step) -> list[Tensor]:
         """Elementwise terms `[U, W]` whose row sums this phase needs."""
@@ -64,7 +74,9 @@ class Rule:
 
 
 class Store(Rule):
-    """w = G: writes the summed gradient itself; how a dense `.grad` is made."""
+    """w = G: writes the summed gradient itself, infinities and NaNs too; how a dense `.grad` is made."""
+
+    keeps = False
 
     def __init__(self, hyper: Sequence[float]) -> None:
         super().__init__(tuple(hyper) or (0.0, 1.0, 0.0, 0.0))
@@ -227,6 +239,9 @@ class LAMB(_Moments):
     names = ("eps", "beta1", "beta2", "row_step")
     phases = 1
 
+    def sums(self, phase: int) -> int:
+        return 1 if phase == 0 and self.row_wise_second else 2
+
     def terms(self, phase: int, step: Step) -> list[Tensor]:
         if phase == 0 and self.row_wise_second:
             return [step.g_UW * step.g_UW]
@@ -253,6 +268,9 @@ class LarsSGD(Rule):
     names = ("momentum", "trust")
     phases = 1
     slot_kinds = ("element",)
+
+    def sums(self, phase: int) -> int:
+        return 2
 
     def terms(self, phase: int, step: Step) -> list[Tensor]:
         return [step.w_UW * step.w_UW, step.g_UW * step.g_UW]
@@ -281,7 +299,7 @@ _RULES: dict[str, type[Rule]] = {
 def make_rule(name: str, hyper: Sequence[float]) -> Rule:
     """The rule of that name with its numbers."""
     if name not in _RULES:
-        raise ValueError(f"row rule {name!r} is unknown; the rules are {sorted(_RULES)}.")
+        raise ConfigError(f"row rule {name!r} is unknown; the rules are {sorted(_RULES)}.")
     return _RULES[name](hyper)
 
 
@@ -292,7 +310,8 @@ def block_sums(terms_UW: Tensor, column_offset: int) -> Tensor:
     """
     before = column_offset % BLOCK
     after = -(before + terms_UW.shape[1]) % BLOCK
-    x = torch.nn.functional.pad(terms_UW, (before, after)).reshape(terms_UW.shape[0], -1, BLOCK)
+    padded = torch.nn.functional.pad(terms_UW, (before, after))
+    x = padded.reshape(terms_UW.shape[0], padded.shape[1] // BLOCK, BLOCK)  # no -1: there may be no rows
     pairs = x[..., 0::2] + x[..., 1::2]
     quads = pairs[..., 0::2] + pairs[..., 1::2]
     return quads[..., 0] + quads[..., 1]

@@ -26,6 +26,17 @@ from torch import Tensor
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.random import random_words, stochastic_round
 from tilerec.ops.rules import Step, add_blocks, block_sums, make_rule
+from tilerec.ops.update_checks import (
+    ANY_ROWS,
+    check_ids,
+    check_part,
+    check_reach,
+    check_record,
+    check_rows,
+    check_sum,
+    check_tables,
+    slot_kinds,
+)
 
 LIBRARY.define(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
@@ -67,12 +78,33 @@ def sum_row_gradients_reference(
 ) -> tuple[Tensor, Tensor]:
     """Distinct rows of one table `[U]` (int64, ascending) and their summed gradients `[U, D]`.
 
+    `rows` 0: how many rows the table has is not known. ids, offsets and the lists per feature: as in
+    `update_rows_reference_`.
+
     Example: two bags, ids (3, 1 | 3), gradient rows (1), (10) of dim 1 -> rows (1, 3), gradients (1, 11).
     """
+    op, tables = "sum_row_gradients", [0] * len(starts)
+    check_sum(rows, dim)
+    check_record(op, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
+    check_reach(
+        op, grad.numel(), ids.numel(), None if offsets is None else offsets.numel(), [dim], tables, starts, bags,
+        grad_starts, grad_strides,
+    )  # fmt: skip
+    check_ids(op, ids, offsets, [rows or ANY_ROWS], tables, starts, bags)
+    return _sum_rows(grad, ids, offsets, sample_weights, dim, starts, bags, grad_starts, grad_strides, means)
+
+
+def _sum_rows(
+    grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, dim: int, starts: Sequence[int],
+    bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums of a record that is known to be good."""
     wide = _wide(grad.dtype)
     flat = grad.reshape(-1)
     all_ids, all_rows = [], []
     for first, count, place, stride, mean in zip(starts, bags, grad_starts, grad_strides, means, strict=True):
+        if count == 0:  # its places may lie anywhere
+            continue
         grad_BD = flat.as_strided((count, dim), (stride, 1), place + flat.storage_offset()).to(wide)
         if offsets is None:
             begin, end = first, first + count
@@ -122,6 +154,9 @@ def rule_partials_reference(
 ) -> Tensor:
     """This part's share of the row sums of a phase: `[U, K, 1]`, or `[U, K, blocks]` if exact."""
     made = make_rule(rule, hyper)
+    check_tables("rule_partials", [weight], slots, slot_kinds(made), rule, [column_offset])
+    check_part("rule_partials", rule, hyper, weight, rows, grads, scalars, phase)
+    check_rows("rule_partials", rows, weight)
     g, w, gathered = _gather(weight, slots, rows, grads, hyper)
     sums = [block_sums(x, column_offset) for x in made.terms(phase, Step(g, w, gathered, scalars, dim, step))]
     if not exact:
@@ -145,6 +180,9 @@ def rule_apply_reference_(
 ) -> None:
     """Write the rows and slots of a part, given the reduced row sums `[P, U]` of all phases."""
     made = make_rule(rule, hyper)
+    check_tables("rule_apply_", [weight], slots, slot_kinds(made), rule, [column_offset], (seed, 2))
+    check_part("rule_apply_", rule, hyper, weight, rows, grads, scalars, None)
+    check_rows("rule_apply_", rows, weight)
     g, w, gathered = _gather(weight, slots, rows, grads, hyper)
     new_w, new_slots = made.apply(Step(g, w, gathered, scalars, dim, step))
     if made.h["stochastic_rounding"] and weight.dtype in (torch.bfloat16, torch.float16):
@@ -177,6 +215,8 @@ def update_rows_reference_(
 ) -> Tensor:
     """Sum and apply for tables that share a rule; rows whose summed gradient is not finite are left alone.
 
+    The rule "store" (dense gradients) leaves none alone: infinities and NaNs are stored, and none is counted.
+
     Args:
         weights: T tables `[rows, dim]`; `slots[t * S + k]` is slot k of table t.
         grad: output gradient; the row gradient of feature f's bag b begins at element `grad_starts[f] + b *
@@ -193,7 +233,18 @@ def update_rows_reference_(
     Example: one table of one column, w = (1, 1, 1), ids (2, 2), gradient rows (1), (3), "sgd" with lr 0.1 ->
     w = (1, 1, 0.6).
     """
-    per_table = len(slots) // len(weights) if weights else 0
+    made = make_rule(rule, hyper)
+    per_table = len(made.slot_kinds)
+    op = "update_rows_"
+    check_tables(
+        op, weights, slots, slot_kinds(made), rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
+    )
+    check_record(op, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
+    check_reach(
+        op, grad.numel(), ids.numel(), None if offsets is None else offsets.numel(), [w.shape[1] for w in weights],
+        tables, starts, bags, grad_starts, grad_strides,
+    )  # fmt: skip
+    check_ids(op, ids, offsets, [w.shape[0] for w in weights], tables, starts, bags)
     skipped, first_table, first_row = 0, -1, -1
     for t, weight in enumerate(weights):
         features = [f for f, table in enumerate(tables) if table == t]
@@ -203,18 +254,16 @@ def update_rows_reference_(
         per_feature = [
             [values[f] for f in features] for values in (starts, bags, grad_starts, grad_strides, means)
         ]
-        rows, grads = sum_row_gradients_reference(
-            grad, ids, offsets, sample_weights, weight.shape[0], dim, *per_feature
-        )
+        rows, grads = _sum_rows(grad, ids, offsets, sample_weights, dim, *per_feature)
         finite = torch.isfinite(grads).all(dim=1)
-        if not bool(finite.all()):
+        if made.keeps and not bool(finite.all()):
             if not skipped:
                 first_table, first_row = t, int(rows[~finite][0])
             skipped += int((~finite).sum())
             rows, grads = rows[finite], grads[finite]
         own = slots[t * per_table : (t + 1) * per_table]
         scalars = grads.new_zeros((0, rows.numel()), dtype=_wide(weight.dtype))
-        for phase in range(make_rule(rule, hyper).phases):
+        for phase in range(made.phases):
             sums = rule_partials_reference(
                 weight, own, rows, grads, scalars, phase, dim, False, 0, rule, hyper, steps[t]
             )

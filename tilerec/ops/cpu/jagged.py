@@ -17,6 +17,7 @@ from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK
 from tilerec.ops.cpu.records import Report
 from tilerec.ops.jagged import REFERENCE
+from tilerec.ops.jagged_checks import checked
 from tilerec.ops.library import LIBRARY
 
 _SUM_TYPES = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
@@ -216,7 +217,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         )
         return out_N
 
-    return {
+    made: dict[str, Callable[..., Any]] = {
         "offsets_from_lengths": offsets_from_lengths,
         "segment_ids": segment_ids,
         "select_segments": select_segments,
@@ -227,10 +228,11 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         "segment_sum": segment_sum,
         "repeat_segments": repeat_segments,
     }
+    return {name: checked(name, kernel) for name, kernel in made.items()}
 
 
 def _int64(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.int64).contiguous()
+    return (tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)).contiguous()
 
 
 def _item_bytes(tensor: Tensor, leading: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, int64_array
+from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.cpu.records import Lookup, Report
 from tilerec.ops.gradient import new_ticket
 from tilerec.ops.library import LIBRARY
@@ -26,6 +27,7 @@ from tilerec.ops.lookup import (
     _pooled_lookup_reference,
     _sample_weight_grad_reference,
     _sequence_lookup_reference,
+    check_devices,
     raise_bad_id,
 )
 
@@ -37,6 +39,7 @@ class _Layout:
     head: tuple[int, ...]
     width: int
     dims: tuple[int, ...]  # per feature
+    last_key: int  # -1: no features
     pointers: type[ctypes.Array[ctypes.c_void_p]]
     arrays: tuple[ctypes.Array[ctypes.c_int64], ...]
 
@@ -46,21 +49,35 @@ def _layout(
     tables: tuple[int, ...],
     keys: tuple[int, ...],
     means: tuple[int, ...],
-    shapes: tuple[tuple[int, int], ...],
+    shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
+    pooled: bool,
 ) -> _Layout | None:
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
+    for t, shape in enumerate(shapes):
+        if len(shape) != 2:
+            raise InputError(f"Table {t} of a lookup: weight has shape {list(shape)}, wanted [rows, dim].")
+    for f, t in enumerate(tables):
+        if not 0 <= t < len(shapes):
+            raise InputError(f"Feature {f} of a lookup reads table {t}, wanted [0, {len(shapes)}).")
+    if pooled and not len(tables) == len(keys) == len(means):
+        raise InputError(
+            f"A lookup of {len(tables)} features names {len(keys)} keys and {len(means)} poolings; wanted one of each "
+            "per feature."
+        )
+    if any(key < 0 for key in keys):
+        raise InputError(f"A lookup's features read keys {list(keys)}; wanted no negative number.")
     rows, columns = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
     arrays = tuple(int64_array(v) for v in (tables, keys, means, rows, columns, [DTYPES[d] for d in dtypes]))
     places = [ctypes.addressof(array) for array in arrays]
     dims = tuple(columns[t] for t in tables)
     head = (len(tables), *places[:3], len(shapes), *places[3:])
-    return _Layout(head, sum(dims), dims, ctypes.c_void_p * len(shapes), arrays)
+    return _Layout(head, sum(dims), dims, max(keys, default=-1), ctypes.c_void_p * len(shapes), arrays)
 
 
 def _layout_of(
-    weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int]
+    weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], pooled: bool
 ) -> _Layout | None:
     if not all(map(Tensor.is_contiguous, weights)):
         t, weight = next((t, w) for t, w in enumerate(weights) if not w.is_contiguous())
@@ -74,30 +91,106 @@ def _layout_of(
         tuple(means),
         tuple([w.shape for w in weights]),
         tuple([w.dtype for w in weights]),
+        pooled,
     )
 
 
-def _raise(report: Report, names: str, rows: Sequence[int], ids: int) -> None:
+# `value` of a TR_BAD_ARGUMENT (native/lookup.h).
+_NO_ROWS, _BAD_DIM = 4, 5
+
+
+def _raise(
+    report: Report,
+    names: str,
+    weights: Sequence[Tensor],
+    tables: Sequence[int],
+    ids: Tensor,
+    pooled: bool = True,
+) -> None:
     """Turn a report into the error its caller sees."""
+    if report.status == NO_MEMORY:
+        raise MemoryError("A lookup found no memory for its working space.")
     if report.status == BAD_ID:
-        raise_bad_id(names, report.feature, report.position, report.value, rows[report.feature])
-    feature = names.split(",")[report.feature].partition("@")[0] if names else str(report.feature)
+        rows = weights[tables[report.feature]].shape[0]
+        raise_bad_id(names, report.feature, report.position, report.value, rows)
+    label = names.split(",")[report.feature] if names else ""
+    feature, _, table = label.rpartition("@")
+    feature, table = feature or str(report.feature), table or str(tables[report.feature])
     if report.status == BAD_OFFSETS:
+        wanted = f"lie in [0, {ids.numel()}] (the number of values)"
+        if not pooled:
+            wanted += ", begin at 0 and end there"
         raise InputError(
-            f"Feature '{feature}': offsets[{report.position}] is {report.value}; offsets must not fall and must lie in "
-            f"[0, {ids}] (the number of values); check how lengths and values were put together."
+            f"Feature '{feature}': offsets[{report.position}] is {report.value}; offsets must not fall and must "
+            f"{wanted}; check how lengths and values were put together."
         )
-    raise InputError(
-        f"Feature '{feature}': the offsets hold fewer bags than the batch sizes say; check the batch sizes per key."
-    )
+    if report.value == _NO_ROWS:
+        check_devices(weights, ids, tables, names)
+        raise InputError(
+            f"Table '{table}': its rows have no memory (its storage was freed); give it memory with "
+            "to_empty(device=...) and load it."
+        )
+    if report.value == _BAD_DIM:
+        raise InputError(
+            f"Table '{table}': dim {report.position}, but the first feature's table has dim "
+            f"{weights[tables[0]].shape[1]}; rows that are not pooled stand in one tensor: look up tables of another "
+            "dim on their own."
+        )
+    raise AssertionError(f"A lookup contradicts itself (feature {feature}, check {report.value})")
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> None:
+    """Raise an `InputError` for a batch that is no flat lists of ids, offsets and weights."""
+    if sample_weights is not None and sample_weights.shape != ids.shape:
+        raise InputError(
+            f"A lookup's sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; wanted one "
+            "weight per id: check how weights and values were put together."
+        )
+    if ids.dim() == 1 and offsets.dim() == 1 and ids.dtype in INDEX_TYPES and offsets.dtype in INDEX_TYPES:
+        return
+    for name, values in (("ids", ids), ("offsets", offsets)):
+        if values.dim() != 1 or not _is_integer(values.dtype):
+            raise InputError(
+                f"A lookup's {name} have shape {list(values.shape)} and type {values.dtype}, wanted a flat list of "
+                "integers: flatten them."
+            )
+
+
+def _output_shape(
+    layout: _Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
+) -> tuple[int, ...]:
+    """Of a pooled lookup: `[B, C]`, or flat for variable batches. An `InputError` if the offsets hold fewer bags."""
+    last = layout.last_key
+    if len(batches) == 1:
+        bags = batches[0] * (last + 1)
+        shape: tuple[int, ...] = (batches[0], layout.width)
+    else:
+        if last >= len(batches):
+            raise InputError(
+                f"A lookup reads key number {last} and there are batch sizes for {len(batches)} keys; wanted one per "
+                "key, or a single one for all."
+            )
+        bags = sum(batches[: last + 1])
+        shape = (sum([batches[k] * d for k, d in zip(keys, layout.dims, strict=True)]),)
+    if min(batches, default=0) < 0 or (last >= 0 and bags >= offsets.shape[0]):
+        label = names.split(",")[keys.index(last)].rpartition("@")[0] if names else ""
+        raise InputError(
+            f"Feature '{label or last}': the offsets hold fewer bags than the batch sizes say ({offsets.shape[0]} "
+            f"offsets for {bags} bags, wanted {bags + 1}); check the batch sizes per key."
+        )
+    return shape
+
+
+def _ids(ids: Tensor) -> Tensor:
+    return (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
 
 
 def _int64(offsets: Tensor) -> Tensor:
     return (offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)).contiguous()
-
-
-def _rows(weights: Sequence[Tensor], tables: Sequence[int]) -> list[int]:
-    return [weights[t].shape[0] for t in tables]
 
 
 def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -114,18 +207,14 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
         dtype: torch.dtype,
         names: str,
     ) -> tuple[Tensor, Tensor]:
-        layout = _layout_of(weights, tables, keys, means)
-        if layout is None or dtype not in DTYPES or ids.dtype not in INDEX_TYPES:
+        _check_batch(ids, offsets, sample_weights)
+        layout = _layout_of(weights, tables, keys, means, True)
+        if layout is None or dtype not in DTYPES:
             return _pooled_lookup_reference(
                 weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
             )
-        if len(batches) == 1:
-            out = torch.empty((batches[0], layout.width), dtype=dtype)
-        else:
-            out = torch.empty(
-                sum(batches[k] * d for k, d in zip(keys, layout.dims, strict=True)), dtype=dtype
-            )
-        ids, offsets = ids.contiguous(), _int64(offsets)
+        out = torch.empty(_output_shape(layout, keys, batches, offsets, names), dtype=dtype)
+        ids, offsets = _ids(ids), _int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
@@ -137,7 +226,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
             torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
-            _raise(call.report, names, _rows(weights, tables), ids.numel())
+            _raise(call.report, names, weights, tables, ids)
         return out, new_ticket()
 
     return pooled_lookup
@@ -153,18 +242,24 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         dtype: torch.dtype,
         names: str,
     ) -> tuple[Tensor, Tensor]:
-        layout = _layout_of(weights, tables, (), ())
-        if layout is None or not tables or dtype not in DTYPES or ids.dtype not in INDEX_TYPES:
+        _check_batch(ids, starts, None)
+        if starts.shape[0] != len(tables) + 1:
+            raise InputError(
+                f"A lookup of {len(tables)} features that are not pooled has {starts.shape[0]} starts, wanted "
+                f"{len(tables) + 1}: where each feature's ids begin, and the end of the last."
+            )
+        layout = _layout_of(weights, tables, (), (), False)
+        if layout is None or not tables or dtype not in DTYPES:
             return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
         out = torch.empty((ids.shape[0], layout.dims[0]), dtype=dtype)
-        ids, starts = ids.contiguous(), _int64(starts)
+        ids, starts = _ids(ids), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         call = Lookup(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
-            _raise(call.report, names, _rows(weights, tables), ids.numel())
+            _raise(call.report, names, weights, tables, ids, pooled=False)
         return out, new_ticket()
 
     return sequence_lookup
@@ -181,11 +276,18 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         means: Sequence[int],
         batches: Sequence[int],
     ) -> Tensor:
-        layout = _layout_of(weights, tables, keys, means)
-        if layout is None or grad.dtype not in DTYPES or ids.dtype not in INDEX_TYPES:
+        _check_batch(ids, offsets, None)
+        layout = _layout_of(weights, tables, keys, means, True)
+        if layout is None or grad.dtype not in DTYPES:
             return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
+        wanted = _output_shape(layout, keys, batches, offsets, "")
+        if grad.numel() != math.prod(wanted):
+            raise InputError(
+                f"sample_weight_grad: the gradient has shape {list(grad.shape)}, wanted {list(wanted)}, the shape of "
+                "the lookup's output."
+            )
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
-        ids, offsets, grad = ids.contiguous(), _int64(offsets), grad.contiguous()
+        ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
         call = Lookup(
@@ -194,12 +296,8 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
             DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
-            _raise(
-                call.report,
-                ",".join(f"{f}@{t}" for f, t in enumerate(tables)),
-                _rows(weights, tables),
-                ids.numel(),
-            )
+            names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
+            _raise(call.report, names, weights, tables, ids)
         return out_N
 
     return sample_weight_grad

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilerec.ops.cpu.library import DTYPES
 from tilerec.ops.library import LIBRARY
-from tilerec.ops.random import random_fill_reference_
+from tilerec.ops.random import check_fill, random_fill_reference_
 
 _KINDS = {"uniform": 0, "normal": 1}
 
@@ -26,7 +26,8 @@ def _random_fill(function: Callable[..., None]) -> Callable[..., None]:
     def random_fill_(
         out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
     ) -> None:
-        if out.dtype not in DTYPES or kind not in _KINDS or out.dim() != 2 or not out.is_contiguous():
+        check_fill(out, key, row_offset, column_offset, kind)
+        if out.dtype not in DTYPES or not out.is_contiguous():
             random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
             return
         rows, width = out.shape

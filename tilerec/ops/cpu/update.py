@@ -16,15 +16,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError, TilerecError
+from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.cpu.records import Gradient, Report, Rows
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.rules import make_rule
 from tilerec.ops.update import (
     rule_apply_reference_,
     rule_partials_reference,
     sum_row_gradients_reference,
     update_rows_reference_,
+)
+from tilerec.ops.update_checks import (
+    ANY_ROWS,
+    check_part,
+    check_reach,
+    check_record,
+    check_sum,
+    check_tables,
+    raise_bad_offset,
+    raise_bad_row,
 )
 
 
@@ -54,7 +65,7 @@ _SERVED = set(DTYPES)
 
 
 def _slot_kinds(rule: str, hyper: Sequence[float]) -> str:
-    """Per slot "e" (one value per element) or "r" (one per row)."""
+    """Per slot "e" (one value per element) or "r" (one per row): `update_checks.slot_kinds` without making the rule."""
     if rule == "sgd":
         return "e" if hyper[4] else ""
     if rule in ("adagrad", "lars_sgd"):
@@ -66,23 +77,28 @@ def _slot_kinds(rule: str, hyper: Sequence[float]) -> str:
     return ("er" if rule.startswith("partial_rowwise") else "ee") + ("r" if hyper[-1] else "")
 
 
-def _sums(rule: str, phase: int) -> int:
-    """How many row sums a phase of the rule takes."""
-    return 2 if rule in ("lamb", "lars_sgd") or (rule == "partial_rowwise_lamb" and phase == 1) else 1
-
-
 def _describe(
+    op: str,
     grad: Tensor,
     ids: Tensor,
     offsets: Tensor | None,
     sample_weights: Tensor | None,
     *per_feature: Sequence[int],
-) -> tuple[Gradient, array[int]]:
-    """The record as the library reads it, and the memory behind its lists."""
+) -> tuple[Gradient, object]:
+    """The record as the library reads it, and what must stay alive as long: the memory behind its lists, and tensors.
+
+    ids int32 or int64, offsets int64, weights fp32, all contiguous: what is so already is not copied.
+    """
+    check_record(op, ids, offsets, sample_weights, *per_feature)
+    grad = grad.contiguous()
+    ids = (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
+    if offsets is not None:
+        offsets = (offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)).contiguous()
+    if sample_weights is not None:
+        sample_weights = sample_weights.to(torch.float32).contiguous()
     features = len(per_feature[0])
     # One list, one array: `array.extend` takes three times as long.
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
-    assert len(numbers) == 6 * features, "the per-feature lists of a gradient record are equally long"
     at = numbers.buffer_info()[0]
     record = Gradient(
         grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr(),
@@ -90,40 +106,57 @@ def _describe(
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
         DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
     )  # fmt: skip
-    return record, numbers
+    return record, (numbers, grad, ids, offsets, sample_weights)
 
 
 def _describe_rows(
+    op: str,
     weights: Sequence[Tensor],
     slots: Sequence[Tensor],
     rule: str,
     hyper: Sequence[float],
-    *per_table: Sequence[int],
-) -> tuple[Rows, object]:
-    """The tables as the library reads them, and the memory behind its lists. `per_table`: steps, seeds, two offsets."""
+    steps: Sequence[int],
+    seeds: Sequence[int],
+    row_offsets: Sequence[int],
+    column_offsets: Sequence[int],
+) -> tuple[Rows, object] | None:
+    """The tables as the library reads them, and the memory behind its lists; None: slots that it does not read."""
     known = _RULES.get(rule)
-    if known is None:
-        raise TilerecError(f"row rule {rule!r} is unknown; the rules are {sorted(_RULES)}.")
-    assert rule == "store" or len(hyper) == known.hypers, (
-        f"rule {rule!r}: {len(hyper)} numbers, wanted {known.hypers}"
-    )
+    if known is None or (rule != "store" and len(hyper) != known.hypers):
+        make_rule(rule, hyper)  # raises
+        raise AssertionError(f"{op}: rule {rule!r} with {len(hyper)} numbers is unknown here")
     kinds = _slot_kinds(rule, hyper)
     count = len(weights)
-    assert len(slots) == count * len(kinds), (
-        f"rule {rule!r}: {len(slots)} slots for {count} tables, wanted {kinds!r} each"
-    )
+    # Lists and sets, not generators: with 26 tables every tenth of a microsecond counts 26 times.
     shapes = [w.shape for w in weights]
-    rows, dims = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
+    fit = (
+        len(slots) == count * len(kinds)
+        and len(steps) == len(row_offsets) == len(column_offsets) == count
+        and len(seeds) == 2 * count
+    )
+    try:
+        rows, dims = [rows for rows, _ in shapes], [dim for _, dim in shapes]
+    except ValueError:
+        fit = False
     for k, kind in enumerate(kinds):
+        if not fit:
+            break
         own = slots[k :: len(kinds)]
-        wanted = [r * d for r, d in zip(rows, dims, strict=True)] if kind == "e" else rows
-        sizes, dtypes = [slot.numel() for slot in own], {slot.dtype for slot in own}
-        assert sizes == wanted, f"rule {rule!r}: slot {k} has {sizes} numbers, wanted {wanted}"
-        assert dtypes <= _FP32, f"rule {rule!r}: slot {k} is {dtypes}, wanted float32"
-        assert all([slot.is_contiguous() for slot in own]), f"rule {rule!r}: slot {k} is not contiguous"  # noqa: C419
+        # One number per row: only how many (its shape takes three times as long).
+        fit = (
+            [slot.shape for slot in own] == shapes if kind == "e" else [slot.numel() for slot in own] == rows
+        )
+    if not fit:
+        check_tables(
+            op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
+        )
+        raise AssertionError(f"{op}: tables and slots of rule {rule!r} do not fit")
+    if not ({slot.dtype for slot in slots} <= _FP32 and all([slot.is_contiguous() for slot in slots])):  # noqa: C419
+        return None
     at_weights, at_slots = [w.data_ptr() for w in weights], [s.data_ptr() for s in slots]
-    numbers = array("q", [*at_weights, *at_slots, *rows, *dims, *itertools.chain.from_iterable(per_table)])
-    assert len(numbers) == len(slots) + 8 * count, "steps, seeds and offsets name every table"
+    numbers = array(
+        "q", [*at_weights, *at_slots, *rows, *dims, *steps, *seeds, *row_offsets, *column_offsets]
+    )
     types = array("i", [DTYPES[w.dtype] for w in weights])
     doubles = array("d", hyper)
     at = numbers.buffer_info()[0]
@@ -137,19 +170,30 @@ def _describe_rows(
     return described, (numbers, types, doubles)
 
 
-def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int]) -> None:
+# `position` of a TR_BAD_ARGUMENT (native/update.h).
+_TOO_MANY, _BAD_COLUMN, _NO_ROWS = 5, 6, 7
+
+
+def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], ids: int) -> None:
     if report.status == NO_MEMORY:
         raise MemoryError(f"{op}: no memory to sort the ids of {report.value} occurrences or columns.")
     if report.status == BAD_ID:
         table = tables[report.feature]
-        raise InputError(
-            f"{op}: id {report.value} of feature number {report.feature} (position {report.position}) is outside "
-            f"[0, {rows[table]}) of table number {table}; the ids were changed after the lookup, or never looked up."
-        )
+        raise_bad_row(op, report.value, report.feature, report.position, rows[table], table)
     if report.status == BAD_OFFSETS:
+        raise_bad_offset(op, report.feature, report.position, report.value, ids)
+    if report.position == _TOO_MANY:
         raise InputError(
-            f"{op}: offsets of feature number {report.feature} fall, or leave the ids, at bag {report.position} "
-            f"(offset {report.value}); offsets must ascend from 0 to the number of ids."
+            f"{op}: {report.value} ids read one table, wanted fewer than 2^32 - 1; split the batch."
+        )
+    if report.position == _NO_ROWS:
+        raise InputError(
+            f"{op}: table number {report.feature}, or its optimizer state, has no memory; give it memory with "
+            "to_empty(device=...) and load it, or do not update it."
+        )
+    if report.position == _BAD_COLUMN:
+        raise InputError(
+            f"{op}: column offset {report.value} of table number {report.feature} is outside [0, 2^34)."
         )
     raise AssertionError(
         f"{op}: the gradient record contradicts itself (feature {report.feature}, check {report.position})"
@@ -159,7 +203,7 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int]) 
 def _served(grad: Tensor, weights: Sequence[Tensor]) -> bool:
     if grad.dtype not in DTYPES:
         return False
-    # Lists and sets, not generators: with 26 tables every tenth of a microsecond counts 26 times.
+    # Lists and sets, as above.
     return {w.dtype for w in weights} <= _SERVED and all([w.is_contiguous() for w in weights])  # noqa: C419
 
 
@@ -194,29 +238,33 @@ def register(library: ctypes.CDLL) -> None:
         hyper: Sequence[float], steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int],
         column_offsets: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        if not _served(grad, weights):
+        op = "update_rows_"
+        rows = None
+        if _served(grad, weights):
+            rows = _describe_rows(op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets)
+        if rows is None:
             return update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
                 means, rule, hyper, steps, seeds, row_offsets, column_offsets,
             )  # fmt: skip
-        grad, ids = grad.contiguous(), ids.contiguous()
         record, kept = _describe(
-            grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
-        )
-        rows, also_kept = _describe_rows(
-            weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets
+            op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
         skipped, report = torch.zeros(3, dtype=torch.int64), Report()
         call_update(
-            ctypes.byref(rows),
+            ctypes.byref(rows[0]),
             ctypes.byref(record),
             torch.get_num_threads(),
             skipped.data_ptr(),
             ctypes.byref(report),
         )
         if report.status:
-            _raise("update_rows_", report, [w.shape[0] for w in weights], tables)
-        del kept, also_kept
+            check_reach(
+                op, record.grad_count, record.ids_count, record.offsets_count if offsets is not None else None,
+                [w.shape[1] for w in weights], tables, starts, bags, grad_starts, grad_strides,
+            )  # fmt: skip
+            _raise(op, report, [w.shape[0] for w in weights], tables, record.ids_count)
+        del kept, rows
         return skipped
 
     def sum_row_gradients(
@@ -228,10 +276,10 @@ def register(library: ctypes.CDLL) -> None:
             return sum_row_gradients_reference(
                 grad, ids, offsets, sample_weights, rows, dim, starts, bags, grad_starts, grad_strides, means
             )
-        grad, ids = grad.contiguous(), ids.contiguous()
-        tables = [0] * len(starts)
+        op, tables = "sum_row_gradients", [0] * len(starts)
+        check_sum(rows, dim)
         record, kept = _describe(
-            grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
+            op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
         distinct, report = ctypes.c_int64(), Report()
         handle = call_begin(
@@ -243,7 +291,11 @@ def register(library: ctypes.CDLL) -> None:
             ctypes.byref(report),
         )
         if report.status:
-            _raise("sum_row_gradients", report, [rows], tables)
+            check_reach(
+                op, record.grad_count, record.ids_count, record.offsets_count if offsets is not None else None, [dim],
+                tables, starts, bags, grad_starts, grad_strides,
+            )  # fmt: skip
+            _raise(op, report, [rows or ANY_ROWS], tables, record.ids_count)
         try:
             rows_U = torch.empty(distinct.value, dtype=torch.int64)
             grads_UD = torch.empty((distinct.value, dim), dtype=torch.float32)
@@ -257,53 +309,60 @@ def register(library: ctypes.CDLL) -> None:
         weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, phase: int, dim: int,
         exact: bool, column_offset: int, rule: str, hyper: Sequence[float], step: int,
     ) -> Tensor:  # fmt: skip
-        if grads.dtype != torch.float32 or not _served(grads, [weight]):
+        op = "rule_partials"
+        part = None
+        if grads.dtype == torch.float32 and _served(grads, [weight]):
+            part = _describe_rows(op, [weight], slots, rule, hyper, [step], [0, 0], [0], [column_offset])
+        if part is None:
             return rule_partials_reference(
                 weight, slots, rows, grads, scalars, phase, dim, exact, column_offset, rule, hyper, step
             )
-        part, kept = _describe_rows([weight], slots, rule, hyper, [step], [0, 0], [0], [column_offset])
-        rows, grads, scalars = _for_rows(weight, rows, grads, scalars)
+        sums = check_part(op, rule, hyper, weight, rows, grads, scalars, phase)
+        rows, grads, scalars = _for_rows(rows, grads, scalars)
         width = weight.shape[1]
         blocks = (column_offset + width + 7) // 8 - column_offset // 8 if exact else 1
-        out, report = torch.empty((rows.numel(), _sums(rule, phase), blocks), dtype=torch.float32), Report()
+        out, report = torch.empty((rows.numel(), sums, blocks), dtype=torch.float32), Report()
         call_partials(
-            ctypes.byref(part), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim, phase, exact,
-            torch.get_num_threads(), out.data_ptr(), ctypes.byref(report),
+            ctypes.byref(part[0]), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim, phase,
+            exact, torch.get_num_threads(), out.data_ptr(), ctypes.byref(report),
         )  # fmt: skip
         if report.status:
-            _raise("rule_partials", report, [weight.shape[0]], [0])
-        del kept
+            _raise(op, report, [weight.shape[0]], [0], 0)
+        del part
         return out
 
     def rule_apply_(
         weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, dim: int, rule: str,
         hyper: Sequence[float], step: int, seed: Sequence[int], row_offset: int, column_offset: int,
     ) -> None:  # fmt: skip
-        if grads.dtype != torch.float32 or not _served(grads, [weight]):
+        op = "rule_apply_"
+        part = None
+        if grads.dtype == torch.float32 and _served(grads, [weight]):
+            part = _describe_rows(
+                op, [weight], slots, rule, hyper, [step], seed, [row_offset], [column_offset]
+            )
+        if part is None:
             return rule_apply_reference_(
                 weight, slots, rows, grads, scalars, dim, rule, hyper, step, seed, row_offset, column_offset
             )
-        part, kept = _describe_rows([weight], slots, rule, hyper, [step], seed, [row_offset], [column_offset])
-        rows, grads, scalars = _for_rows(weight, rows, grads, scalars)
+        check_part(op, rule, hyper, weight, rows, grads, scalars, None)
+        rows, grads, scalars = _for_rows(rows, grads, scalars)
         report = Report()
         call_apply(
-            ctypes.byref(part), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim,
+            ctypes.byref(part[0]), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim,
             torch.get_num_threads(), ctypes.byref(report),
         )  # fmt: skip
         if report.status:
-            _raise("rule_apply_", report, [weight.shape[0]], [0])
-        del kept
+            _raise(op, report, [weight.shape[0]], [0], 0)
+        del part
         return None
 
     for kernel in (update_rows_, sum_row_gradients, rule_partials, rule_apply_):
         LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
-def _for_rows(weight: Tensor, rows: Tensor, grads: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays of a phase, contiguous, their shapes checked."""
-    distinct, width = rows.numel(), weight.shape[1]
-    assert grads.shape == (distinct, width), f"gradients {tuple(grads.shape)}, wanted ({distinct}, {width})"
-    assert scalars.shape[1:] == (distinct,), f"scalars {tuple(scalars.shape)}, wanted [P, {distinct}]"
+def _for_rows(rows: Tensor, grads: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays of a phase as the library reads them."""
     return rows.to(torch.int64).contiguous(), grads.contiguous(), scalars.to(torch.float32).contiguous()
 
 
