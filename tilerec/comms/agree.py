@@ -76,7 +76,8 @@ def _first_difference(place: str, expected: object, got: object) -> tuple[str, s
         for key in sorted({*expected, *got}):
             where = f"{place}[{key!r}]"
             if key not in expected or key not in got:
-                return where, *("there" if key in side else "missing" for side in (expected, got))
+                there = ["there" if key in side else "missing" for side in (expected, got)]
+                return where, there[0], there[1]
             if not _same(expected[key], got[key]):
                 return _first_difference(where, expected[key], got[key])
     if isinstance(expected, list) and isinstance(got, list):

@@ -1,0 +1,339 @@
+"""`Ranks`: a function run on W processes that form one gloo group, on this machine.
+
+    with Ranks(4, hosts=2) as ranks:
+        for case in cases:
+            results = ranks.run(check, case)        # check(case) on every rank; [4] results
+
+The processes are started once and reused: the first start in a program takes about as long as importing torch, a later
+one (a pool of another size, or after a failure) some 50 ms, because new processes are forked from a server that has
+torch imported. They meet through a file, so no port is taken.
+
+Nothing hangs: what is not done at the time-out is killed, and the error holds the stacks of the ranks that hung.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from tilerec.errors import CommsError
+from tilerec.testing.worker import Case, FunctionRef, Place, serve
+
+# After the first failure: how long the other ranks have to tell what they saw.
+_GRACE_S = 2.0
+_STARTED = 60.0
+
+
+class RankError(RuntimeError):
+    """A rank failed in its own process: which one, and its traceback there."""
+
+
+@final
+class Ranks:
+    """W processes with one default process group; a context manager.
+
+    Args:
+        world_size: ranks, W >= 1.
+        hosts: they are numbered as on that many hosts of W / hosts ranks each: RANK, WORLD_SIZE, LOCAL_RANK,
+            LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE are set as torchrun sets them.
+        timeout_s: for one `run`, in seconds. A collective ends a little earlier, with an error of its own.
+        threads: torch's threads in each rank.
+        setup: called without arguments in each rank before it joins the group.
+        backend: of the default group; "gloo" serves CPU and CUDA tensors.
+
+    Functions are found again by name in the other processes: define them at the top of a module. A script needs the
+    `if __name__ == "__main__":` of every multi-process program.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        hosts: int = 1,
+        *,
+        timeout_s: float = 60.0,
+        threads: int = 1,
+        setup: Callable[[], object] | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        if world_size < 1 or hosts < 1 or world_size % hosts:
+            raise ValueError(
+                f"Ranks: {world_size} ranks on {hosts} hosts; wanted at least one of each, and as many ranks on "
+                f"every host."
+            )
+        self.world_size = world_size
+        self.hosts = hosts
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._setup = None if setup is None else FunctionRef.of(setup)
+        self._backend = backend
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, return_exceptions: bool = False) -> list[Any]:
+        """`function(*args)` on every rank; the results in the order of the ranks.
+
+        Args:
+            function: at the top of a module. Arguments and results are pickled.
+            return_exceptions: give an exception back in its rank's place instead of raising, and let the others go on
+                until they end or the time-out comes.
+
+        Raises the exception of the rank that failed first (one that a peer's failure caused comes last), with a
+        `RankError` as its cause that tells the rank and its traceback; `RankError` itself for a rank that died or hung.
+        The processes are then replaced at the next `run`.
+        """
+        case = Case(FunctionRef.of(function), pickle.dumps(args))
+        deadline = time.monotonic() + self._timeout_s
+        if not self._processes:
+            self._start()
+            deadline = time.monotonic() + self._timeout_s
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(pickle.dumps(case))
+            except BrokenPipeError:
+                # Died between two runs; `_collect` says so.
+                continue
+        outcomes = self._collect(deadline, f"{case.function.name}()", return_exceptions)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+        if not failures:
+            return outcomes
+        self._kill()
+        if return_exceptions:
+            outcomes = [
+                outcome.result if isinstance(outcome, _Failure) and outcome.has_result else outcome
+                for outcome in outcomes
+            ]
+            return [
+                _raisable(outcome, [outcome], self.world_size) if isinstance(outcome, _Failure) else outcome
+                for outcome in outcomes
+            ]
+        failures.sort(key=lambda failure: (failure.severity, failure.order))
+        raise _raisable(failures[0], failures, self.world_size)
+
+    def close(self) -> None:
+        """End the processes. The next `run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + 1.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    # -- parts of a run ----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        context = _context()
+        self._folder = tempfile.TemporaryDirectory(prefix="tilerec-ranks-")
+        folder = Path(self._folder.name)
+        for rank in range(self.world_size):
+            place = Place(
+                rank=rank,
+                world_size=self.world_size,
+                backend=self._backend,
+                rendezvous=str(folder / "rendezvous"),
+                group_timeout_s=max(1.0, 0.8 * self._timeout_s),
+                threads=self._threads,
+                environment={**os.environ, **self._variables(rank)},
+                stacks=str(folder / f"stacks-{rank}"),
+                setup=self._setup,
+            )
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(place, theirs), daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        outcomes = self._collect(time.monotonic() + _STARTED, "starting", return_exceptions=False)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+        if failures:
+            self._kill()
+            failures.sort(key=lambda failure: (failure.severity, failure.order))
+            raise _raisable(failures[0], failures, self.world_size)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        local_size = self.world_size // self.hosts
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank % local_size,
+            "LOCAL_WORLD_SIZE": local_size,
+            "GROUP_RANK": rank // local_size,
+            "GROUP_WORLD_SIZE": self.hosts,
+        }
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        # A machine whose name does not resolve has a loopback all the same.
+        interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
+        return {**{name: str(value) for name, value in variables.items()}, **interface}
+
+    def _collect(self, deadline: float, what: str, return_exceptions: bool) -> list[Any]:
+        """A result or a `_Failure` per rank."""
+        outcomes: dict[int, Any] = {}
+        results: dict[int, Any] = {}
+        open_pipes = dict(zip(self._pipes, range(self.world_size), strict=True))
+        while open_pipes:
+            ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() >= deadline:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = open_pipes[pipe]
+                try:
+                    message = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    outcomes[rank] = _Failure.died(rank, len(outcomes), what, self._processes[rank])
+                else:
+                    if message[0] == "result":
+                        results[rank] = message[1]
+                        continue
+                    if message in ("ready", "clean"):
+                        outcomes[rank] = results.get(rank)
+                    else:
+                        outcomes[rank] = _Failure.raised(rank, len(outcomes), *message)
+                        if message[0] == "unclean":
+                            outcomes[rank].keep(results[rank])
+                del open_pipes[pipe]
+                if isinstance(outcomes[rank], _Failure) and not return_exceptions:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if open_pipes:
+            failed = any(isinstance(outcome, _Failure) for outcome in outcomes.values())
+            late = {rank: self._stacks(rank) for rank in open_pipes.values()}
+            for rank, stacks in late.items():
+                limit = "after another rank had failed" if failed else f"after {self._timeout_s:g} s"
+                outcomes[rank] = _Failure.hung(rank, len(outcomes), what, limit, stacks)
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def _stacks(self, rank: int) -> str:
+        """Where a rank that does not answer is."""
+        process, folder = self._processes[rank], self._folder
+        if not hasattr(signal, "SIGUSR1") or folder is None or process.pid is None or not process.is_alive():
+            return ""
+        path = Path(folder.name) / f"stacks-{rank}"
+        if not path.exists():
+            return ""
+        os.kill(process.pid, signal.SIGUSR1)
+        before, deadline = -1, time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            size = path.stat().st_size
+            if size and size == before:
+                break
+            before = size
+        return path.read_text(errors="replace")
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    hosts: int = 1,
+    timeout_s: float = 60.0,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """`fn(*args)` on `world_size` processes of one gloo group, once; see `Ranks` for many cases on one group."""
+    with Ranks(world_size, hosts, timeout_s=timeout_s) as ranks:
+        return ranks.run(fn, *args, return_exceptions=return_exceptions)
+
+
+# Torch's words for "a peer is gone" and "a peer is late", in any call.
+_PEERS = ("gloo/transport", "Connection closed by peer", "NCCL error", "Timed out waiting")
+
+
+@final
+class _Failure:
+    """How a rank failed.
+
+    Severity: 0 an error of its own, 1 died, 2 an error that a peer caused, 3 hung, 4 ended, but met nobody after.
+    """
+
+    def __init__(
+        self, rank: int, order: int, severity: int, text: str, detail: str, pickled: bytes = b""
+    ) -> None:
+        self.rank = rank
+        self.order = order
+        self.severity = severity
+        self.text = text
+        self.detail = detail
+        self.pickled = pickled
+        self.has_result = False
+        self.result: Any = None
+
+    def keep(self, result: object) -> None:
+        """The case itself had ended with this."""
+        self.has_result, self.result = True, result
+
+    @staticmethod
+    def raised(
+        rank: int, order: int, message: str, kind: str, text: str, trace: str, pickled: bytes
+    ) -> _Failure:
+        by_peer = kind == CommsError.__name__ or any(words in text for words in _PEERS)
+        severity = 4 if message == "unclean" else 2 if by_peer else 0
+        return _Failure(rank, order, severity, f"{kind}: {text}", trace, pickled)
+
+    @staticmethod
+    def died(rank: int, order: int, what: str, process: BaseProcess) -> _Failure:
+        process.join(1.0)
+        code = process.exitcode
+        if code is not None and code < 0:
+            how = f"killed by signal {signal.Signals(-code).name}"
+        else:
+            how = f"exit code {code}"
+        return _Failure(rank, order, 1, f"died in {what}, {how}", "")
+
+    @staticmethod
+    def hung(rank: int, order: int, what: str, limit: str, stacks: str) -> _Failure:
+        return _Failure(rank, order, 3, f"still in {what} {limit}; it was killed", stacks)
+
+
+def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
+    """The rank's own exception where it can be had, with the story as its cause."""
+    lines = [f"Rank {first.rank} of {world_size}: {first.text}", first.detail.rstrip()]
+    for other in failures:
+        if other is not first:
+            lines += [f"rank {other.rank}: {other.text}", other.detail.rstrip() if other.severity == 3 else ""]
+    story = RankError("\n".join(line for line in lines if line))
+    if not first.pickled:
+        return story
+    error = pickle.loads(first.pickled)
+    assert isinstance(error, BaseException)
+    error.__cause__ = story
+    return error
+
+
+def _context() -> Any:
+    """Processes forked from a server that has torch imported and no threads; `spawn` where there is no fork."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tilerec.testing.worker", "tilerec"])
+    return context
