@@ -451,6 +451,74 @@ def test_optimizer_state_is_saved_by_name_and_loaded_in_place() -> None:
         assert torch.equal(got, want)
 
 
+# ------------------------------------------------------------------------------------ other tensors for the leaves
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_functional_call_gives_the_gradient_to_the_tensor_it_was_given(attached: bool) -> None:
+    """The table itself is neither read nor updated, and the next plain step updates it as ever."""
+    ebc = EmbeddingBagCollection(configs())
+    if attached:
+        apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.5})
+    kjt = batch(4, 1)
+    name = "embedding_bags.user.weight"
+    given = torch.randn(11, 4, requires_grad=True)
+    before = {key: value.clone() for key, value in ebc.state_dict().items()}
+    leaves = {"user": given.detach().clone().requires_grad_(), "item": before["embedding_bags.item.weight"]}
+    (plain(ebc, kjt, leaves) ** 2).sum().backward()
+
+    def loss(weight: Tensor) -> Tensor:
+        return (torch.func.functional_call(ebc, {name: weight}, (kjt,)).values() ** 2).sum()
+
+    (got,) = torch.autograd.grad(loss(given), [given])
+    torch.testing.assert_close(got, leaves["user"].grad)
+    loss(given).backward()
+    torch.testing.assert_close(given.grad, leaves["user"].grad)
+    loss(given * 1).backward()  # not a leaf: the gradient goes on
+    torch.testing.assert_close(given.grad, 2 * leaves["user"].grad)
+    assert ebc.embedding_bags["user"].weight.grad is None
+    assert torch.equal(ebc.embedding_bags["user"].weight, before[name])
+    ebc(kjt).values().sum().backward()
+    assert torch.equal(ebc.embedding_bags["user"].weight, before[name]) is not attached
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "weights"])
+def test_a_transform_of_a_lookup_is_refused_and_one_around_frozen_tables_works(transform: str) -> None:
+    ebc = EmbeddingBagCollection(configs(), is_weighted=True)
+    kjt = batch(3, weighted=True)
+    name = "embedding_bags.item.weight"
+    weight = ebc.embedding_bags["item"].weight.detach().clone()
+    for parameter in ebc.parameters():
+        parameter.requires_grad_(False)
+
+    def loss(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(ebc, {name: weight}, (kjt,)).values().sum()
+
+    def of_weights(weights: Tensor) -> Tensor:
+        return ebc(KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, kjt.lengths())).values().sum()
+
+    run = {
+        "grad": lambda: torch.func.grad(loss)(weight),
+        "vjp": lambda: torch.func.vjp(loss, weight),
+        "jvp": lambda: torch.func.jvp(loss, (weight,), (weight,)),
+        "vmap": lambda: torch.func.vmap(loss)(torch.stack([weight, weight])),
+        "weights": lambda: torch.func.jvp(of_weights, (kjt.weights(),), (kjt.weights(),)),
+    }[transform]
+    with pytest.raises(RuntimeError, match=r"EmbeddingBagCollection: called inside a torch\.func transform"):
+        run()
+    dense = torch.func.grad(lambda scale: (ebc(kjt).values() * scale).sum())(torch.tensor(2.0))
+    torch.testing.assert_close(dense, ebc(kjt).values().sum())
+
+
+def test_a_collection_may_be_made_under_any_default_device() -> None:
+    with torch.device("meta"):
+        ebc = EmbeddingBagCollection(configs())
+    assert ebc.device.type == "meta"
+    ebc.to_empty(device="cpu")
+    ebc.reset_parameters()
+    tied(ebc)
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -486,6 +554,49 @@ def test_clamping_counts_and_warns() -> None:
     assert ebc.clamped_ids == 2
     assert torch.equal(out["item"][0], ebc.embedding_bags["item"].weight[0])
     assert torch.equal(out["user"][0], ebc.embedding_bags["user"].weight[10])
+
+
+def test_a_feature_is_clamped_into_each_of_its_tables() -> None:
+    tables = [
+        EmbeddingBagConfig(4, 2, "small", feature_names=["f"]),
+        EmbeddingBagConfig(9, 2, "large", feature_names=["f", "g"]),
+        EmbeddingBagConfig(6, 2, "middle", feature_names=["f"]),
+    ]
+    ebc = EmbeddingBagCollection(tables, on_bad_id="clamp")
+    ec = EmbeddingCollection(
+        [EmbeddingConfig(c.num_embeddings, 2, c.name, feature_names=c.feature_names) for c in tables],
+        on_bad_id="clamp",
+    )
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        ["f", "ignored", "g"], torch.tensor([-1, 3, 5, 7, 20, 99, 8]), torch.tensor([5, 1, 1])
+    )
+    want = {"small": [0, 3, 3, 3, 3], "middle": [0, 3, 5, 5, 5], "large": [0, 3, 5, 7, 8]}
+    for module in (ebc, ec):
+        with pytest.warns(UserWarning, match="4 ids of this batch lay outside"):
+            out = module(kjt)
+        assert module.clamped_ids == 4
+        for name, rows in want.items():
+            if module is ebc:
+                weight = ebc.embedding_bags[name].weight
+                torch.testing.assert_close(out[f"f@{name}"], weight[rows].sum(0, keepdim=True))
+            else:
+                assert torch.equal(out[f"f@{name}"].values(), ec.embeddings[name].weight[rows])
+    assert torch.equal(out["g"].values(), ec.embeddings["large"].weight[[8]])
+
+
+def test_what_is_no_batch_and_what_is_no_name_is_said() -> None:
+    ebc = EmbeddingBagCollection(configs())
+    for value, kind in (
+        ({"item": torch.tensor([1])}, "dict"),
+        (torch.tensor([1]), "Tensor"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(
+            InputError, match=f"EmbeddingBagCollection: got a {kind}, wanted a KeyedJaggedTensor"
+        ):
+            ebc(value)
+    with pytest.raises(ConfigError, match="table name 5 is of type int, wanted a str"):
+        EmbeddingBagCollection([EmbeddingBagConfig(3, 2, 5)])  # type: ignore[arg-type]
 
 
 def test_a_variable_batch_is_expanded_by_its_inverse_indices() -> None:

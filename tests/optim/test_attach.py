@@ -119,6 +119,80 @@ def test_every_number_written_to_a_group_holds_and_is_checked() -> None:
         model.ebc.fused_optimizer.add_param_group({"params": []})
 
 
+def test_a_group_shared_by_two_collections_shows_each_its_own_tables() -> None:
+    model = Model()
+    other = EmbeddingBagCollection([EmbeddingBagConfig(5, 2, "c")])
+    apply_optimizer_in_backward(torch.optim.SGD, [*model.ebc.parameters(), *other.parameters()], {"lr": 0.1})
+    first, second = model.ebc.fused_optimizer, other.fused_optimizer
+    assert [list(group["params"]) for group in second.param_groups] == [list(other.parameters())]
+    assert all(a is b for a, b in zip(first.param_groups[0]["params"], model.ebc.parameters(), strict=True))
+    first.save_param_groups(True)
+    names = first.state_dict()["param_groups"][0]["params"]
+    assert names == ["embedding_bags.a.weight", "embedding_bags.b.weight"]
+    first.param_groups[0]["lr"] = 0.7
+    assert second.param_groups[0]["lr"] == 0.7
+    assert "lr: 0.7" in repr(second)
+    group = second.param_groups[0]
+    group["initial_lr"] = 1.0
+    assert set(group) == {"params", "initial_lr", *first.param_groups[0]}
+    del group["initial_lr"]
+    assert len(group) == len(dict(group)) == len(first.param_groups[0])
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (
+            lambda model: model.ebc,
+            "got a EmbeddingBagCollection, wanted its parameters; pass module.parameters",
+        ),
+        (
+            lambda model: model.dense.weight,
+            r"got one parameter of shape \(1, 8\), wanted several; pass \[parameter\]",
+        ),
+        (lambda model: dict(model.named_parameters()), r"got a dict of parameters; pass its \.values\(\)"),
+        (lambda model: model.named_parameters(), "got pairs, as of module.named_parameters"),
+        (lambda model: iter([]), "got no parameters .a generator is empty once it was read"),
+        (lambda model: 3, "got a int; pass module.parameters"),
+        (lambda model: [model.dense.weight, "a"], "got a str among the parameters"),
+        (lambda model: [model.dense.weight.detach()], "got a Tensor among the parameters"),
+    ],
+)
+def test_what_is_no_list_of_parameters_is_refused(give, message: str) -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=message):
+        apply_optimizer_in_backward(torch.optim.SGD, give(model), {"lr": 0.1})
+    assert list(attached_rows(model)) == []
+
+
+def test_a_rule_for_tables_is_refused_for_dense_parameters() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=r"Adam\(.*is for tables, and 2 of the parameters belong to none"):
+        apply_optimizer_in_backward(Adam(lr=0.1), model.parameters())
+    assert list(attached_rows(model)) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"amsgrad": True}, "amsgrad=True is not supported"),
+        ({"maximize": True}, "maximize=True is not supported"),
+        ({"differentiable": True}, "differentiable=True is not supported"),
+        ({"betas2": 0.9}, "has no setting 'betas2'"),
+        ({"lr": "fast"}, "lr"),
+        ({"foreach": True, "fused": None, "capturable": True, "amsgrad": False}, None),
+    ],
+)
+def test_settings_of_adam_map_or_are_named(setting, message: str | None) -> None:
+    model = Model()
+    if message is None:
+        apply_optimizer_in_backward(torch.optim.Adam, model.ebc.parameters(), setting)
+        assert len(list(attached_rows(model))) == 2
+        return
+    with pytest.raises(ConfigError, match=message):
+        apply_optimizer_in_backward(torch.optim.Adam, model.ebc.parameters(), setting)
+
+
 def test_wrong_requests_are_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="amsgrad"):

@@ -9,6 +9,7 @@ optimizer for a state dict in which parameter p of the groups, counted through a
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -44,6 +45,19 @@ class PositionalOptimizer(OptimizerWrapper):
         """Run the closure, if any. torch calls this on an optimizer without state; nothing is to be made then."""
         return KeyedOptimizer.step(self, closure)
 
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        """The groups of the optimizer inside; the first also shows what it takes along (torch reads its keys)."""
+        groups: list[Any] = list(self._optimizer.param_groups)
+        beside = self._beside(super()._state_dict()["state"])
+        if beside and groups:
+            groups[0] = ChainMap({BESIDE: beside}, groups[0])
+        return groups
+
+    def _beside(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """State of no parameter."""
+        return {name: value for name, value in named.items() if name not in self.params}
+
     def _positions(self) -> dict[Tensor, int]:
         return {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
@@ -54,10 +68,10 @@ class PositionalOptimizer(OptimizerWrapper):
             {**_copied(_settings(group)), "params": [positions[p] for p in group["params"]]}
             for group in self.param_groups
         ]
-        beside = {name: value for name, value in named.items() if name not in own}
-        if beside and groups:
-            groups[0][BESIDE] = beside
-        return {"state": {own[name]: value for name, value in named.items() if name in own}, "param_groups": groups}
+        return {
+            "state": {own[name]: value for name, value in named.items() if name in own},
+            "param_groups": groups,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load in place: groups and their parameters are taken in order, whatever they are called.
@@ -69,7 +83,7 @@ class PositionalOptimizer(OptimizerWrapper):
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise ConfigError(f"{who}: the state dict has no '{key}' (it has {sorted(state_dict)}).")
-        here, given = self.param_groups, state_dict["param_groups"]
+        here, given = self._optimizer.param_groups, state_dict["param_groups"]
         sizes, got = ([len(group["params"]) for group in groups] for groups in (here, given))
         if sizes != got:
             raise ConfigError(
@@ -86,7 +100,9 @@ class PositionalOptimizer(OptimizerWrapper):
             named_groups.append({**settings, "params": sorted(names[p] for p in group["params"])})
         unknown = [key for key in state_dict["state"] if key not in name_of]
         if unknown:
-            raise ConfigError(f"{who}: the loaded state also has {unknown[:5]}, which is in none of its param groups.")
+            raise ConfigError(
+                f"{who}: the loaded state also has {unknown[:5]}, which is in none of its param groups."
+            )
         state.update((name_of[key], value) for key, value in state_dict["state"].items())
         self._optimizer.load_state_dict({"state": state, "param_groups": named_groups})
         for group, loaded in zip(here, named_groups, strict=True):

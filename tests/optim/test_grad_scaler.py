@@ -1,0 +1,57 @@
+"""torch.amp.GradScaler over attached tables and dense layers: the recipe of docs/optimizers.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD
+from tilerec.spec.table import EmbeddingBagConfig
+
+BATCH = KeyedJaggedTensor.from_lengths_sync(["t"], torch.tensor([1, 2, 2]), torch.tensor([1, 2]))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = EmbeddingBagCollection([EmbeddingBagConfig(4, 3, "t")])
+        self.over = nn.Linear(3, 1)
+        apply_optimizer_in_backward(SGD(lr=0.1, non_finite="skip"), self.tables.parameters())
+
+    def forward(self, factor: float = 1.0) -> Tensor:
+        return (self.over(self.tables(BATCH).values()) * factor).sum()
+
+
+def test_scaled_training_equals_plain_and_goes_on_after_an_overflow() -> None:
+    scaled, plain = Model(), Model()
+    plain.load_state_dict(scaled.state_dict())
+    optimizers = [torch.optim.SGD(model.over.parameters(), lr=0.1) for model in (scaled, plain)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    groups = scaled.tables.fused_optimizer.param_groups
+    table = scaled.tables.embedding_bags["t"]
+    scales = []
+    for step in range(6):
+        overflow = step == 3
+        before = {name: value.clone() for name, value in scaled.state_dict().items()}
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        for group in groups:
+            group["grad_scale"] = scaler.get_scale()
+        scaler.scale(scaled(float("inf") if overflow else 1.0)).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        if overflow:  # nothing moved, the two rows of the batch are counted
+            assert all(torch.equal(value, before[name]) for name, value in scaled.state_dict().items())
+            assert table.rows.skipped_rows == 2
+            continue
+        plain().backward()
+        optimizers[1].step()
+        for got, want in zip(scaled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want)
+    assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0]
+    assert table.rows.skipped_rows == 2
+    assert table.weight.grad is None
