@@ -320,7 +320,10 @@ def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> Bas
     lines = [f"Rank {first.rank} of {world_size}: {first.text}", first.detail.rstrip()]
     for other in failures:
         if other is not first:
-            lines += [f"rank {other.rank}: {other.text}", other.detail.rstrip() if other.severity == 3 else ""]
+            lines += [
+                f"rank {other.rank}: {other.text}",
+                other.detail.rstrip() if other.severity == 3 else "",
+            ]
     story = RankError("\n".join(line for line in lines if line))
     if not first.pickled:
         return story
