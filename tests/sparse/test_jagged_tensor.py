@@ -240,6 +240,8 @@ WRONG_PARTS = [
         lambda: JaggedTensor(torch.arange(3), torch.rand(3, 2), torch.tensor([3])),
         r"weights have shape \[3, 2\]; wanted one number per value, \[3\]",
     ),
+    (lambda: JaggedTensor.from_dense([1, 2]), "values hold 1; wanted a list of tensors"),  # type: ignore[list-item]
+    (lambda: JaggedTensor.from_dense([torch.tensor(1)]), "wanted a list of tensors"),
     (lambda: JaggedTensor(torch.tensor(3), lengths=torch.tensor([1])), "values have no dimension"),
     (lambda: JaggedTensor([1, 2], lengths=torch.tensor([2])), "values are a list"),  # type: ignore[arg-type]
     (lambda: JaggedTensor(torch.arange(2), lengths=[2]), "lengths are a list"),  # type: ignore[arg-type]
@@ -273,6 +275,13 @@ def test_equality_with_anything_else_is_false() -> None:
         assert not jt_is_equal(jt, other)
         assert not jt_is_equal(other, jt)
     assert not jt_is_equal(None, None)
+    assert not jt_is_equal(jt, jt.to(torch.device("meta")))
+    # The same values and lengths, other bags.
+    values = torch.arange(3)
+    assert not jt_is_equal(
+        JaggedTensor(values, offsets=torch.tensor([0, 1, 2])),
+        JaggedTensor(values, offsets=torch.tensor([1, 2, 3])),
+    )
 
 
 def test_repr_is_short_and_needs_no_contents() -> None:

@@ -557,6 +557,18 @@ REFUSED = [
         lambda: _variable(inverse_indices=(["a", "x"], _inverse()[1])).split([1, 1]),
         r"inverse indices are for \['a', 'x'\], none for \['b'\]",
     ),
+    (lambda: _make(["a", "b"], [4, -2]).sync(), "a feature has a negative number of ids"),
+    (lambda: _make(["a", "b"], [1, 1], length_per_key=[3, -1]), "a feature has a negative number of ids"),
+    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[[1.5]]), "numbers with a fraction"),
+    (
+        lambda: KeyedJaggedTensor.from_jt_dict({"a": torch.arange(2)}),
+        "'a' is a Tensor; wanted a JaggedTensor",
+    ),  # type: ignore[dict-item]
+    (lambda: KeyedJaggedTensor.concat([_example(), None]), "the list holds a NoneType"),  # type: ignore[list-item]
+    (
+        lambda: _example().permute([1, 0], torch.tensor([0])),
+        r"indices_tensor has shape \[1\] for 2 indices",
+    ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor([1, 3, 4])).sync(),
         "the first offset is 1; wanted 0",
@@ -732,6 +744,7 @@ def test_equality_with_anything_else_is_false() -> None:
         assert not kjt_is_equal(kjt, other)
         assert not kjt_is_equal(other, kjt)
     assert not kjt_is_equal(None, None)
+    assert not kjt_is_equal(kjt, kjt.to(torch.device("meta")))
 
 
 def test_lengths_given_as_a_table_stay_one_and_read_flat() -> None:

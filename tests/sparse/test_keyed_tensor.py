@@ -156,3 +156,26 @@ def test_blocks_are_asked_for_by_name_and_never_by_position() -> None:
     assert "z" not in keyed
     with pytest.raises(TypeError, match="not iterable"):
         list(keyed)  # type: ignore[call-overload]
+
+
+def test_what_cannot_be_a_keyed_tensor_is_refused() -> None:
+    for attempt, message in (
+        (lambda: KeyedTensor(["x"], [1], [[1.0]]), "values are a list"),
+        (lambda: KeyedTensor(["x"], [1], torch.ones(1)), r"values have shape \[1\] and no dimension 1"),
+        (lambda: KeyedTensor(["x"], [1], torch.ones(1, 1), key_dim=-3), "no dimension -3"),
+        (lambda: KeyedTensor(["x"], [1.0], torch.ones(1, 1)), "hold a fraction"),
+        (
+            lambda: KeyedTensor.regroup([KeyedTensor(["xy"], [1], torch.ones(1, 1))], ["xy"]),
+            r"group 'xy' is a string; wanted a list of keys; write \['xy'\]",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            attempt()
+
+
+def test_a_tensor_that_cannot_be_shown_is_described() -> None:
+    large = KeyedTensor(["x"], [11], torch.ones(100, 11))
+    assert repr(large) == "KeyedTensor(keys ['x'], widths [11], values [100, 11] torch.float32, device='cpu')"
+    assert len(str(large)) > 1000
+    meta = large.to(torch.device("meta"))
+    assert repr(meta) == str(meta).strip() == repr(large).replace("cpu", "meta")

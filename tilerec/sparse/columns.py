@@ -29,6 +29,10 @@ class Columns:
     def __init__(self, keys: Sequence[str], lengths: Sequence[int]) -> None:
         self.keys = Keys.of(keys)
         self.lengths = tuple(lengths)
+        if any(isinstance(length, float) for length in self.lengths):
+            raise InputError(
+                f"KeyedTensor: widths {list(self.lengths)[:8]} hold a fraction; wanted whole numbers of columns (int)."
+            )
         self.offsets = tuple(accumulate(self.lengths, initial=0))
         if len(self.lengths) != len(self.keys):
             raise InputError(

@@ -14,6 +14,15 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 
+SHOWN = 1000
+"""Above so many numbers `repr` tells shapes, as torch summarises; `str` shows all."""
+
+
+def shown_in_full(tensor: Tensor) -> bool:
+    """Whether `repr` may read the contents: a small tensor with memory, while no graph is traced."""
+    plain = isinstance(tensor, torch.nn.Parameter) or type(tensor) is Tensor
+    return plain and not tensor.is_meta and tensor.numel() <= SHOWN and not torch.compiler.is_compiling()
+
 
 def check_tensor(owner: str, name: str, given: Any) -> None:
     """`InputError` unless `given` is a tensor; `owner` and `name` are the words for it."""

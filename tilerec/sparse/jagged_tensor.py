@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import jagged_to_padded, padded_to_jagged
-from tilerec.sparse.items import check_items
+from tilerec.sparse.items import SHOWN, check_items, shown_in_full
 from tilerec.sparse.segments import Segments, checked_segments
 
 
@@ -106,6 +106,12 @@ class JaggedTensor:
             raise InputError(
                 "JaggedTensor.from_dense: the list is empty; use JaggedTensor.empty(values_dtype=...)."
             )
+        for name, bags in (("values", values), ("weights", weights or [])):
+            for bag in bags:
+                if not isinstance(bag, Tensor) or bag.dim() == 0:
+                    raise InputError(
+                        f"JaggedTensor.from_dense: {name} hold {bag!r}; wanted a list of tensors, one [items] per bag."
+                    )
         sizes = [bag.shape[0] for bag in values]
         if weights is not None and [bag.shape[0] for bag in weights] != sizes:
             raise InputError(
@@ -323,20 +329,10 @@ def describe_parts(jt: JaggedTensor) -> str:
 
 def readable(jt: JaggedTensor) -> bool:
     """Whether the contents are small, sound and there to be read."""
-    if torch.compiler.is_compiling() or not _is_plain(jt.values()):
-        return False
-    if jt.values().numel() > _SHOWN or jt._segments.count() > _SHOWN:
+    if not shown_in_full(jt.values()) or jt._segments.count() > SHOWN:
         return False
     bounds = jt.offsets()
     return bool((bounds.diff() >= 0).all() and bounds[0] >= 0 and bounds[-1] <= jt.values().shape[0])
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.is_meta
-
-
-_SHOWN = 1000
-"""Above so many items or bags `repr` tells shapes, as torch does; `str` always shows all."""
 
 
 def _few(numbers: list[int], limit: int = 8) -> str:
@@ -344,23 +340,24 @@ def _few(numbers: list[int], limit: int = 8) -> str:
 
 
 def jt_is_equal(jt_1: object, jt_2: object) -> bool:
-    """Whether two jagged tensors hold the same bags: dtypes, values, weights and lengths (floats up to rounding).
+    """Whether two jagged tensors hold the same: dtypes, values, weights and where bags begin (floats up to rounding).
 
-    False for anything that is not a `JaggedTensor`.
+    False for tensors on different devices, and for anything that is not a `JaggedTensor`.
     """
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return (
         _same(jt_1.values(), jt_2.values())
         and _same(jt_1.weights_or_none(), jt_2.weights_or_none())
-        and torch.equal(jt_1.lengths().long(), jt_2.lengths().long())
+        and _same(jt_1.lengths().long(), jt_2.lengths().long())
+        and jt_1._segments.begin() == jt_2._segments.begin()
     )
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     return torch.allclose(one, other) if one.is_floating_point() else torch.equal(one, other)
 

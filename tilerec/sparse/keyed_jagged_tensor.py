@@ -201,6 +201,11 @@ class KeyedJaggedTensor:
                 f"KeyedJaggedTensor: the first offset is {key_offsets[0]}; wanted 0, since values that belong to no "
                 f"bag would shift the features; pass values[offsets[0]:] and offsets - offsets[0]."
             )
+        if sorted(key_offsets) != key_offsets:
+            raise InputError(
+                "KeyedJaggedTensor: a feature has a negative number of ids; wanted lengths that are not negative; "
+                "validate_keyed_jagged_tensor() tells which bag is wrong."
+            )
         if key_offsets[-1] != self._values.shape[0]:
             raise InputError(
                 f"KeyedJaggedTensor: the lengths sum to {key_offsets[-1]}, but there are "
@@ -263,6 +268,12 @@ class KeyedJaggedTensor:
         if not jt_dict:
             return KeyedJaggedTensor.empty()
         parts = list(jt_dict.values())
+        for key, part in jt_dict.items():
+            if not isinstance(part, JaggedTensor):
+                raise InputError(
+                    f"KeyedJaggedTensor.from_jt_dict: {key!r} is a {type(part).__name__}; wanted a JaggedTensor; "
+                    f"JaggedTensor.from_dense makes one of a list of tensors."
+                )
         weighted = [part.weights_or_none() is not None for part in parts]
         if any(weighted) and not all(weighted):
             lacking = [key for key, has in zip(jt_dict, weighted, strict=True) if not has]
@@ -289,6 +300,11 @@ class KeyedJaggedTensor:
         """
         if not kjt_list:
             raise InputError("KeyedJaggedTensor.concat: the list is empty; wanted at least one tensor.")
+        for kjt in kjt_list:
+            if not isinstance(kjt, KeyedJaggedTensor):
+                raise InputError(
+                    f"KeyedJaggedTensor.concat: the list holds a {type(kjt).__name__}; wanted keyed jagged tensors."
+                )
         parts = [kjt for kjt in kjt_list if len(kjt._keys) > 0]
         if len(parts) <= 1:
             return (parts or list(kjt_list))[0]
@@ -623,6 +639,11 @@ class KeyedJaggedTensor:
         """
         keys = self._keys.select(indices)
         order_P = _index_tensor(indices, self._values.device) if indices_tensor is None else indices_tensor
+        if order_P.shape != (len(keys),):
+            raise InputError(
+                f"permute: indices_tensor has shape {list(order_P.shape)} for {len(keys)} indices; wanted the same "
+                f"list; leave it out, it follows from them."
+            )
         lengths, strides = self._permute_lengths(indices, order_P)
         source_F1 = self._key_offsets_F1().long()
         target_P1 = offsets_from_lengths(source_F1.diff().index_select(0, order_P))
@@ -889,7 +910,7 @@ def _inverse_of(keys: Keys, inverse_indices: InverseIndices | None) -> InverseIn
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     """Whether two tensors hold the same features: keys in order, batch sizes, ids, weights and inverse indices.
 
-    False for anything that is not a `KeyedJaggedTensor`.
+    False for tensors on different devices, and for anything that is not a `KeyedJaggedTensor`.
     """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
@@ -899,7 +920,11 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     if inverse_1 is None or inverse_2 is None:
         if inverse_1 is not inverse_2:
             return False
-    elif list(inverse_1[0]) != list(inverse_2[0]) or not torch.equal(inverse_1[1], inverse_2[1]):
+    elif (
+        list(inverse_1[0]) != list(inverse_2[0])
+        or inverse_1[1].device != inverse_2[1].device
+        or not torch.equal(inverse_1[1], inverse_2[1])
+    ):
         return False
     return jt_is_equal(kjt_1._as_jagged(), kjt_2._as_jagged())
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.sparse.columns import Columns
+from tilerec.sparse.items import check_tensor, shown_in_full
+from tilerec.sparse.keys import shorten
 from tilerec.sparse.regroup import RegroupPlan
 
 
@@ -48,7 +50,13 @@ class KeyedTensor:
         offset_per_key: Sequence[int] | None = None,
         index_per_key: dict[str, int] | None = None,
     ) -> None:
+        check_tensor("KeyedTensor", "values", values)
         columns = Columns(keys, length_per_key)
+        if not -values.dim() <= key_dim < values.dim():
+            raise InputError(
+                f"KeyedTensor: values have shape {list(values.shape)} and no dimension {key_dim} for keys to lie "
+                f"along; pass key_dim=, or values of more dimensions."
+            )
         if values.shape[key_dim] != columns.offsets[-1]:
             raise InputError(
                 f"KeyedTensor: values have shape {list(values.shape)}, but the widths sum to "
@@ -177,10 +185,22 @@ class KeyedTensor:
     def __str__(self) -> str:
         if not self._columns.lengths:
             return "KeyedTensor()\n"
+        if self._values.is_meta:
+            return f"{self._describe()}\n"
         rows = [f'    "{key}": {block.tolist()}' for key, block in self.to_dict().items()]
         return "KeyedTensor({\n" + ",\n".join(rows) + "\n})\n"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """The blocks of a small tensor that can be read, the shape otherwise: a debugger asks at any time."""
+        if shown_in_full(self._values):
+            return str(self)
+        return self._describe()
+
+    def _describe(self) -> str:
+        return (
+            f"KeyedTensor(keys {shorten(self._columns.keys.names)}, widths {shorten(self._columns.lengths)}, values "
+            f"{list(self._values.shape)} {self._values.dtype}, device={str(self._values.device)!r})"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, context = _flatten(self)

@@ -49,6 +49,10 @@ class RegroupPlan:
                     twice.add(key)
         planned = []
         for group in groups:
+            if isinstance(group, str):
+                raise InputError(
+                    f"regroup: group {group!r} is a string; wanted a list of keys; write [{group!r}]."
+                )
             runs: list[Run] = []
             for key in group:
                 if key not in home:

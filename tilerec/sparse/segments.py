@@ -98,6 +98,10 @@ class Segments:
             return self.given_offsets
         return self._derived_offsets if self._row is None else self.offsets()
 
+    def begin(self) -> int:
+        """Where the first segment begins: 0, unless offsets say otherwise, which waits for the device."""
+        return 0 if self.given_offsets is None else int(self.given_offsets[0].item())
+
     def count(self) -> int:
         """How many segments; read from a shape, so it costs no wait and stays symbolic in a graph."""
         if self.given_lengths is not None:

@@ -43,6 +43,10 @@ class Strides:
                 "stride_per_key_per_rank: it holds numbers; wanted one list per key with a batch size per rank, "
                 "[[3], [2]] for one rank."
             )
+        if any(isinstance(count, float) for row in rows for count in row):
+            raise InputError(
+                "stride_per_key_per_rank: it holds numbers with a fraction; wanted whole batch sizes (int)."
+            )
         table = tuple(tuple(int(count) for count in row) for row in rows)
         if len(table) != keys:
             raise InputError(
