@@ -79,7 +79,6 @@ def test_it_compiles_in_one_graph_with_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), model.parameters()), wanted)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
 def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes() -> None:
     model = SimpleDeepFMNN(DENSE, tables(), HIDDEN, DEEP).eval()
     example = batch(4)

@@ -154,7 +154,6 @@ def test_it_compiles_in_one_graph_with_gradients(name: str) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes(name: str) -> None:
     model = MODELS[name](tables()).eval()

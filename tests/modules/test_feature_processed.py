@@ -97,7 +97,6 @@ def test_it_compiles_in_one_graph(as_collection: bool) -> None:
     torch.testing.assert_close(compiled(batch()), made(batch()).values())
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
 @pytest.mark.parametrize("as_collection", [True, False])
 def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes(as_collection: bool) -> None:
     model = module(as_collection).eval()
