@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilerec.errors import ConfigError
 from tilerec.ops import backends  # noqa: F401
 from tilerec.ops.random import philox, random_fill_reference_, random_words, stochastic_round, table_key
 
@@ -87,3 +88,38 @@ def test_stochastic_rounding_leaves_exact_and_special_values(dtype: torch.dtype)
 
 def test_random_fill_passes_opcheck() -> None:
     torch.library.opcheck(torch.ops.tilerec.random_fill_, (torch.zeros(3, 5), KEY, 0, 0, "uniform", 0.0, 1.0))
+
+
+@pytest.mark.parametrize("fill", [random_fill_reference_, torch.ops.tilerec.random_fill_])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kind": "cauchy"}, "kind 'cauchy' is not 'uniform' or 'normal'"),
+        ({"key": [1]}, "a key of 1 words, wanted 2"),
+        ({"key": [1, 2, 3]}, "a key of 3 words, wanted 2"),
+        ({"row_offset": -1}, "a tile at row -1, column 0"),
+        ({"column_offset": -8}, "a tile at row 0, column -8"),
+        ({"column_offset": 2**34}, "fewer than 2.34 columns"),
+        ({"out": torch.zeros(8)}, r"shape \[8\] and type torch.float32, wanted floating"),
+        ({"out": torch.zeros(2, 2, 2)}, r"shape \[2, 2, 2\]"),
+        ({"out": torch.zeros(2, 2, dtype=torch.int64)}, "type torch.int64, wanted floating"),
+    ],
+)
+def test_a_tile_that_has_no_place_in_a_table_is_refused(fill, changed, message) -> None:
+    arguments = {
+        "out": torch.zeros(4, 4),
+        "key": KEY,
+        "row_offset": 0,
+        "column_offset": 0,
+        "kind": "uniform",
+    } | changed
+    with pytest.raises(ConfigError, match=message):
+        fill(*arguments.values(), 0.0, 1.0)
+    assert not arguments["out"].any()
+
+
+@pytest.mark.parametrize("fill", [random_fill_reference_, torch.ops.tilerec.random_fill_])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_a_tile_of_nothing_is_filled(fill, shape, kind) -> None:
+    fill(torch.zeros(shape), KEY, 3, 5, kind, 0.0, 1.0)

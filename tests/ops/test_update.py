@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends  # noqa: F401
 from tilerec.ops.rules import make_rule
 from tilerec.ops.update import (
@@ -279,3 +280,289 @@ def test_updates_pass_opcheck() -> None:
         (torch.randn(3, 4), [torch.zeros(3)], ids, grad, torch.ones(1, 2), 8, "rowwise_adagrad",
          [*COMMON, 1e-8, 0.0, 0.0], 1, [0, 0], 0, 4),
     )  # fmt: skip
+
+
+ops = torch.ops.tilerec
+BOTH = pytest.mark.parametrize("reference", [True, False])
+
+
+def good_record(**changed: object) -> dict[str, object]:
+    """Two features, two bags each, of tables of 5 rows: ids (1 2 | 3) and (4 | 0 1), dims 3 and 2."""
+    record: dict[str, object] = {
+        "weights": [torch.ones(5, 3), torch.ones(5, 2)], "slots": [torch.zeros(5), torch.zeros(5)],
+        "grad": torch.ones(2, 5), "ids": torch.tensor([1, 2, 3, 4, 0, 1]), "offsets": torch.tensor([0, 2, 3, 4, 6]),
+        "sample_weights": None, "tables": [0, 1], "starts": [0, 2], "bags": [2, 2], "grad_starts": [0, 3],
+        "grad_strides": [5, 5], "means": [0, 1], "rule": "rowwise_adagrad",
+        "hyper": [0.1, 1.0, 0.0, 0.0, 1e-8, 0.0, 0.0], "steps": [1, 1], "seeds": [0] * 4, "row_offsets": [0, 0],
+        "column_offsets": [0, 0],
+    }  # fmt: skip
+    assert changed.keys() <= record.keys()
+    return record | changed
+
+
+LIES: dict[str, tuple[dict[str, object], str]] = {
+    "weights of another length": ({"sample_weights": torch.ones(5)}, r"sample_weights have shape \[5\], the ids \[6\]"),
+    "weights too many": ({"sample_weights": torch.ones(7)}, r"sample_weights have shape \[7\], the ids \[6\]"),
+    "weights in two dimensions": ({"sample_weights": torch.ones(6, 1)}, r"sample_weights have shape \[6, 1\]"),
+    "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
+    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
+    "offsets in two dimensions": ({"offsets": torch.zeros(5, 2, dtype=torch.int64)}, r"offsets have shape \[5, 2\]"),
+    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"feature number 1 has bags \[2, 4\), .* 4 offsets"),
+    "offsets that are none": ({"offsets": torch.zeros(0, dtype=torch.int64)}, r"there are 0 offsets, wanted 3"),
+    "offsets that fall": ({"offsets": torch.tensor([0, 2, 1, 4, 6])}, r"feature number 0 fall, .*: offsets\[2\] is 1"),
+    "offsets below 0": ({"offsets": torch.tensor([-1, 2, 3, 4, 6])}, r"offsets\[0\] is -1; .* \[0, 6\]"),
+    "offsets behind the ids": ({"offsets": torch.tensor([0, 2, 3, 4, 7])}, r"feature number 1 fall, .*\[4\] is 7"),
+    "offsets whose differences wrap": (
+        {"offsets": torch.tensor([0, 2**63 - 1, -2, 0, 6]), "bags": [3, 1], "starts": [0, 3], "grad": torch.ones(3, 5)},
+        rf"offsets\[1\] is {2**63 - 1}",
+    ),
+    "gradient too short": ({"grad": torch.ones(9)}, r"feature number 1 reads elements \[3, 10\) of a gradient of 9"),
+    "gradient behind its end": ({"grad_starts": [0, 4]}, r"feature number 1 reads elements \[4, 11\)"),
+    "gradient before its begin": ({"grad_starts": [-1, 3]}, r"feature number 0 reads elements \[-1, 7\)"),
+    "stride past the gradient": ({"grad_strides": [8, 5]}, r"feature number 0 reads elements \[0, 11\)"),
+    "stride before the gradient": ({"grad_strides": [-1, 5]}, r"feature number 0 reads elements \[-1, 3\)"),
+    "stride that wraps": ({"grad_strides": [2**63 - 1, 5], "grad_starts": [2**62, 3]}, r"feature number 0 reads elem"),
+    "no such table": ({"tables": [0, 2]}, r"feature number 1 reads table number 2, wanted \[0, 2\)"),
+    "table below 0": ({"tables": [0, -1]}, r"feature number 1 reads table number -1, wanted \[0, 2\)"),
+    "bags below 0": ({"bags": [2, -1]}, r"feature number 1 has -1 bags"),
+    "first bag below 0": ({"starts": [-1, 2]}, r"feature number 0 has 2 bags from bag -1 on"),
+    "first bag that wraps": ({"starts": [2**63 - 1, 2]}, r"feature number 0 has bags"),
+    "ids too few": (
+        {"offsets": None, "starts": [0, 5], "bags": [2, 2]}, r"feature number 1 names ids \[5, 7\) of 6",
+    ),
+    "lists of other lengths": ({"means": [0]}, r"means has 1 entries for 2 features"),
+    "starts too many": ({"starts": [0, 2, 4]}, r"starts has 3 entries for 2 features"),
+    "lists that even out": ({"starts": [0, 2, 4], "bags": [2]}, r"starts has 3 entries for 2 features"),
+    "slots too few": ({"slots": [torch.zeros(5)]}, r"got 1 slots for 2 tables, wanted 1 per table"),
+    "slot too short": ({"slots": [torch.zeros(5), torch.zeros(4)]}, r"slot 0 of table number 1 .* has shape \[4\]"),
+    "steps too few": ({"steps": [1]}, r"a list of 1 numbers for 2 tables, wanted 1 per table"),
+    "seeds too few": ({"seeds": [0, 0]}, r"a list of 2 numbers for 2 tables, wanted 2 per table"),
+    "column below 0": ({"column_offsets": [0, -1]}, r"column offset -1 of table number 1 is outside"),
+    "column too far": ({"column_offsets": [0, 2**34]}, r"column offset 17179869184 of table number 1 is outside"),
+    "table of one dimension": (
+        {"weights": [torch.ones(5, 3), torch.ones(5)]}, r"weight of table number 1 has shape \[5\], wanted \[rows, dim",
+    ),
+    "table of three dimensions": ({"weights": [torch.ones(5, 3), torch.ones(5, 1, 2)]}, r"has shape \[5, 1, 2\]"),
+    "table without rows": (
+        {"weights": [torch.ones(5, 3), torch.ones(0, 2)], "slots": [torch.zeros(5), torch.zeros(0)]},
+        r"id 4 of feature number 1 .* outside \[0, 0\) of table number 1",
+    ),
+    "id behind the table": ({"ids": torch.tensor([1, 2, 3, 4, 5, 1])}, r"id 5 of feature number 1 \(position 4\)"),
+    "id below 0": ({"ids": torch.tensor([1, 2, -3, 4, 0, 1])}, r"id -3 of feature number 0 \(position 2\)"),
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("lie", LIES)
+def test_a_record_that_lies_is_refused_and_changes_nothing(lie: str, reference: bool) -> None:
+    changed, message = LIES[lie]
+    record = good_record(**changed)
+    before = [x.clone() for x in (*record["weights"], *record["slots"])]  # type: ignore[misc]
+    update = update_rows_reference_ if reference else ops.update_rows_
+    with pytest.raises(InputError, match=message):
+        update(*record.values())
+    for now, then in zip((*record["weights"], *record["slots"]), before, strict=True):  # type: ignore[misc]
+        assert torch.equal(now, then)
+
+
+OF_A_SUM = {
+    "ids", "offsets", "sample_weights", "grad", "starts", "bags", "grad_starts", "grad_strides", "means",
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("lie", [lie for lie, (changed, _) in LIES.items() if changed.keys() <= OF_A_SUM])
+def test_row_sums_of_a_record_that_lies_are_refused(lie: str, reference: bool) -> None:
+    record = good_record(**LIES[lie][0])
+    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    first = [record[name] for name in ("grad", "ids", "offsets", "sample_weights")]
+    rest = [record[name] for name in ("starts", "bags", "grad_starts", "grad_strides", "means")]
+    for rows in (5, 0) if lie != "id behind the table" else (5,):
+        with pytest.raises(InputError, match="sum_row_gradients: "):
+            sums(*first, rows, 3, *rest)
+
+
+@BOTH
+def test_tables_below_zero_and_the_largest_id_are_refused(reference: bool) -> None:
+    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    record = (torch.ones(1, 2), torch.tensor([2**63 - 1]), None, None)
+    place = ([0], [1], [0], [2], [0])
+    for rows, dim in ((-1, 2), (3, -1)):
+        with pytest.raises(InputError, match=f"a table of {rows} rows of {dim} columns"):
+            sums(*record, rows, dim, *place)
+    for rows in (0, 3):
+        with pytest.raises(InputError, match=f"id {2**63 - 1} of feature number 0"):
+            sums(*record, rows, 2, *place)
+
+
+@BOTH
+def test_the_record_that_tells_the_truth_is_served(reference: bool) -> None:
+    """The one the lies are made from."""
+    record = good_record()
+    update = update_rows_reference_ if reference else ops.update_rows_
+    assert update(*record.values()).tolist() == [0, -1, -1]
+    # g 1 per column: s = mean(g^2) = 1, w = 1 - 0.1. Row 0, 1 of table 1 are in a bag of two: g 0.5, s 0.25, step 0.1.
+    torch.testing.assert_close(record["slots"][0], torch.tensor([0.0, 1, 1, 1, 0]))  # type: ignore[index]
+    torch.testing.assert_close(record["slots"][1], torch.tensor([0.25, 0.25, 0, 0, 1]))  # type: ignore[index]
+    torch.testing.assert_close(record["weights"][0][:, 0], torch.tensor([1, 0.9, 0.9, 0.9, 1]))  # type: ignore[index]
+
+
+@BOTH
+def test_unknown_rules_and_wrong_numbers_for_a_rule_are_refused(reference: bool) -> None:
+    update = update_rows_reference_ if reference else ops.update_rows_
+    with pytest.raises(ConfigError, match="row rule 'adagard' is unknown; the rules are "):
+        update(*good_record(rule="adagard").values())
+    with pytest.raises(ConfigError, match="got 4 numbers, wanted 7: lr, grad_scale, "):
+        update(*good_record(hyper=COMMON).values())
+
+
+@BOTH
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dim", [1, 3, 8, 257])
+def test_every_rule_takes_a_step_of_no_rows(name: str, dim: int, reference: bool) -> None:
+    rule, tail, kinds = RULES[name]
+    weight, slots = torch.ones(4, dim), slots_for(kinds, 4, dim)
+    before = [x.clone() for x in (weight, *slots)]
+    none, hyper = torch.zeros(0, dtype=torch.int64), COMMON + tail
+    update = update_rows_reference_ if reference else ops.update_rows_
+    partials = rule_partials_reference if reference else ops.rule_partials
+    apply_ = rule_apply_reference_ if reference else ops.rule_apply_
+    rest = (rule, hyper, [1], [0, 0], [0], [0])
+    for bags, offsets in (
+        (3, torch.zeros(4, dtype=torch.int64)),
+        (0, torch.zeros(1, dtype=torch.int64)),
+        (0, None),
+    ):
+        record = (torch.ones(bags, dim), none, offsets, None, [0], [0], [bags], [0], [dim], [0])
+        assert update([weight], slots, *record, *rest).tolist() == [0, -1, -1]
+    scalars, made = torch.zeros(0, 0), make_rule(rule, hyper)
+    for phase in range(made.phases):
+        for exact, blocks in ((True, (dim + 3 + 7) // 8), (False, 1)):
+            sums = partials(
+                weight, slots, none, torch.ones(0, dim), scalars, phase, dim, exact, 3, rule, hyper, 1
+            )
+            assert sums.shape == (0, made.sums(phase), blocks)
+        scalars = torch.zeros(scalars.shape[0] + made.sums(phase), 0)
+    apply_(weight, slots, none, torch.ones(0, dim), scalars, dim, rule, hyper, 1, [0, 0], 0, 3)
+    for now, then in zip((weight, *slots), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_features_and_no_tables_are_nothing_to_do(dtype: torch.dtype, reference: bool) -> None:
+    update = update_rows_reference_ if reference else ops.update_rows_
+    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    none = torch.zeros(0, dtype=torch.int64)
+    record = (torch.ones(3, 0, dtype=dtype), none, torch.zeros(1, dtype=torch.int64), None)
+    hyper = [*COMMON, 0.0, 0.0]
+    assert update([], [], *record, *[[]] * 6, "sgd", hyper, [], [], [], []).tolist() == [0, -1, -1]
+    weight = torch.ones(2, 3)
+    assert update([weight], [], *record, *[[]] * 6, "sgd", hyper, [1], [0, 0], [0], [0]).tolist() == [
+        0,
+        -1,
+        -1,
+    ]
+    assert torch.equal(weight, torch.ones(2, 3))
+    for rows in (2, 0):
+        rows_U, grads_UD = sums(*record, rows, 3, *[[]] * 5)
+        assert rows_U.shape == (0,)
+        assert grads_UD.shape == (0, 3)
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_dense_gradients_keep_infinities_and_nans(dtype: torch.dtype, rows: int, reference: bool) -> None:
+    """The rule "store": whoever looks for an overflow, such as a loss scaler, must find it."""
+    update = update_rows_reference_ if reference else ops.update_rows_
+    dense = torch.zeros(rows + 2, 5, dtype=dtype)
+    grad = torch.ones(2 * rows, 5, dtype=dtype)
+    grad[0, 1], grad[rows - 1, 4], grad[2 * rows - 1, 3] = math.inf, math.nan, -math.inf
+    ids = torch.arange(rows).repeat(2)
+    record = (grad, ids, None, None, [0], [0], [2 * rows], [0], [5], [0])
+    assert update([dense], [], *record, "store", [], [0], [0, 0], [0], [0]).tolist() == [0, -1, -1]
+    want = torch.zeros(rows + 2, 5, dtype=dtype)
+    want[:rows] = grad[:rows] + grad[rows:]
+    assert want.isnan().any()
+    assert want.isinf().any()
+    torch.testing.assert_close(dense, want, equal_nan=True, rtol=0, atol=0)
+
+
+@BOTH
+def test_a_dense_gradient_that_overflows_its_type_is_infinite(reference: bool) -> None:
+    update = update_rows_reference_ if reference else ops.update_rows_
+    dense = torch.zeros(2, 3, dtype=torch.float16)
+    record = (
+        torch.full((2, 3), 6e4, dtype=torch.float16),
+        torch.tensor([1, 1]),
+        None,
+        None,
+        [0],
+        [0],
+        [2],
+        [0],
+        [3],
+        [0],
+    )
+    assert update([dense], [], *record, "store", [], [0], [0, 0], [0], [0]).tolist() == [0, -1, -1]
+    assert dense.tolist() == [[0.0] * 3, [math.inf] * 3]
+
+
+PHASES: dict[str, tuple[dict[str, object], str]] = {
+    "scalars too few": ({"scalars": torch.zeros(0, 2)}, r"scalars have shape \[0, 2\], wanted \[1, 2\]"),
+    "scalars too short": ({"scalars": torch.zeros(1, 1)}, r"scalars have shape \[1, 1\], wanted \[1, 2\]"),
+    "gradients too short": ({"grads": torch.zeros(1, 3)}, r"gradients have shape \[1, 3\], wanted \[2, 3\]"),
+    "gradients too narrow": ({"grads": torch.zeros(2, 2)}, r"gradients have shape \[2, 2\], wanted \[2, 3\]"),
+    "rows in two dimensions": ({"rows": torch.zeros(2, 1, dtype=torch.int64)}, r"rows have shape \[2, 1\]"),
+    "row behind the part": (
+        {"rows": torch.tensor([1, 4])},
+        r"id 4 of feature number 0 \(position 1\) .* \[0, 4\)",
+    ),
+    "row below 0": ({"rows": torch.tensor([-1, 1])}, r"id -1 of feature number 0"),
+    "column below 0": ({"column_offset": -8}, r"column offset -8 of table number 0"),
+    "slots too few": ({"slots": [torch.zeros(4, 3)]}, r"got 1 slots for 1 tables, wanted 2"),
+    "slot too narrow": (
+        {"slots": [torch.zeros(4, 2), torch.zeros(4)]},
+        r"slot 0 of table number 0 .* \[4, 2\]",
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lie", PHASES)
+def test_a_phase_of_arrays_that_do_not_fit_is_refused(lie: str, dtype: torch.dtype, reference: bool) -> None:
+    rule, hyper = "partial_rowwise_adam", [*COMMON, 1e-8, 0.9, 0.99, 0.0]
+    args: dict[str, object] = {
+        "weight": torch.ones(4, 3, dtype=dtype), "slots": [torch.zeros(4, 3), torch.zeros(4)],
+        "rows": torch.tensor([1, 3]), "grads": torch.ones(2, 3), "scalars": torch.ones(1, 2), "column_offset": 0,
+    } | PHASES[lie][0]  # fmt: skip
+    weight, slots, rows, grads, scalars, column = args.values()
+    apply_ = rule_apply_reference_ if reference else ops.rule_apply_
+    with pytest.raises(InputError, match=PHASES[lie][1]):
+        apply_(weight, slots, rows, grads, scalars, 3, rule, hyper, 1, [0, 0], 0, column)
+    if lie in ("scalars too few", "scalars too short"):
+        scalars = torch.zeros(1, 1)  # the first phase has no scalars before it
+    else:
+        scalars = torch.zeros(0, 2)
+    partials = rule_partials_reference if reference else ops.rule_partials
+    with pytest.raises(InputError, match="rule_partials: "):
+        partials(weight, slots, rows, grads, scalars, 0, 3, True, column, rule, hyper, 1)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rule", "tail", "phases"), [("sgd", [0.0, 0.0], 0), ("rowwise_adagrad", [0.0, 0.0, 0.0], 1)]
+)
+def test_a_phase_that_a_rule_has_not_is_refused(
+    rule: str, tail: list[float], phases: int, reference: bool
+) -> None:
+    partials = rule_partials_reference if reference else ops.rule_partials
+    slots = [torch.zeros(4)] * phases
+    for phase in (-1, phases):
+        with pytest.raises(InputError, match=f"phase {phase} of rule '{rule}', which has {phases}"):
+            partials(
+                torch.ones(4, 3), slots, torch.tensor([1]), torch.ones(1, 3), torch.zeros(max(phase, 0), 1), phase, 3,
+                True, 0, rule, COMMON + tail, 1,
+            )  # fmt: skip

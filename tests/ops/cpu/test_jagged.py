@@ -13,6 +13,7 @@ from tilerec.errors import InputError
 from tilerec.ops.cpu.jagged import kernels
 from tilerec.ops.cpu.library import library
 from tilerec.ops.jagged import REFERENCE
+from tilerec.ops.jagged_checks import checked
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")
@@ -155,3 +156,70 @@ def test_offsets_that_lie_are_refused_and_memory_stays_whole(
 ) -> None:
     with pytest.raises(InputError, match=name):
         native[name](*arguments)
+
+
+def longs(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+SHAPES = {
+    "lengths in two dimensions": ("offsets_from_lengths", (torch.ones(2, 2, dtype=torch.int64),), "lengths have shape"),
+    "lengths that are no integers": ("offsets_from_lengths", (torch.ones(2),), "lengths are torch.float32, wanted int"),
+    "offsets that are none": ("segment_ids", (longs(), 0), r"offsets have shape \[0\], .* of 1 or more"),
+    "offsets of no dimension": ("segment_ids", (torch.tensor(0), 0), r"offsets have shape \[\]"),
+    "offsets in two dimensions": ("segment_sum", (torch.rand(3), torch.tensor([[0], [3]])), r"shape \[2, 1\]"),
+    "a total below 0": ("segment_ids", (longs(0, 0), -1), "total is -1, wanted 0 or more"),
+    "values of no dimension": ("segment_sum", (torch.tensor(1.0), longs(0, 1)), r"values have shape \[\]"),
+    "no offsets to sum by": ("segment_sum", (torch.rand(3), longs()), "offsets have shape"),
+    "no offsets to select from": ("select_segments", (torch.rand(3), longs(), longs(0), longs(0, 3), 3), "offsets"),
+    "no offsets to select to": ("select_segments", (torch.rand(3), longs(0, 3), longs(), longs(), 0), "out offsets"),
+    "out offsets too few": (
+        "select_segments", (torch.rand(3), longs(0, 1, 3), longs(0, 1), longs(0, 3), 3),
+        "2 offsets for 2 selected segments, wanted 3",
+    ),
+    "out offsets too many": (
+        "select_segments", (torch.rand(3), longs(0, 3), longs(0), longs(0, 3, 3), 3), "3 offsets for 1 selected segm",
+    ),
+    "an order that is no integer": (
+        "select_segments", (torch.rand(3), longs(0, 3), torch.zeros(1), longs(0, 3), 3), "order are torch.float32",
+    ),
+    "backward's out offsets too few": (
+        "select_segments_backward", (torch.rand(3), longs(0, 1, 3), longs(0, 1), longs(0, 3), 3), "wanted 3",
+    ),
+    "backward's total below 0": (
+        "select_segments_backward", (torch.rand(0), longs(0), longs(), longs(0), -1), "total is -1",
+    ),
+    "cuts too few": ("bucketize_by_cuts", (longs(1), longs(1), longs(0)), r"cuts have shape \[1\], .* of 2 or more"),
+    "ids in two dimensions": ("bucketize_by_cuts", (torch.ones(1, 2).long(), longs(2), longs(0, 9)), "ids have shape"),
+    "ids that are no integers": ("bucketize_by_cuts", (torch.rand(2), longs(2), longs(0, 9)), "ids are torch.float32"),
+    "lengths of no dimension": ("bucketize_by_cuts", (longs(1), torch.tensor(1), longs(0, 9)), "lengths have shape"),
+    "no offsets to pad by": ("jagged_to_padded", (torch.rand(3), longs(), 2, 0.0), "offsets have shape"),
+    "a length below 0": ("jagged_to_padded", (torch.rand(3), longs(0, 3), -2, 0.0), "length is -2"),
+    "offsets for fewer bags": ("padded_to_jagged", (torch.rand(3, 2), longs(0, 2), 2), "2 offsets for 3 bags"),
+    "offsets for more bags": ("padded_to_jagged", (torch.rand(1, 2), longs(0, 1, 2), 2), "3 offsets for 1 bags"),
+    "padded in one dimension": ("padded_to_jagged", (torch.rand(3), longs(0, 1, 2, 3), 3), "2 or more dimensions"),
+    "rows for fewer segments": ("repeat_segments", (torch.rand(1), longs(0, 1, 2), 2), "3 offsets for 1 rows"),
+    "rows for more segments": ("repeat_segments", (torch.rand(3), longs(0, 2), 2), "2 offsets for 3 rows, wanted 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("through", ["native", "dispatcher", "reference"])
+@pytest.mark.parametrize("lie", SHAPES)
+def test_shapes_that_do_not_fit_are_refused_by_every_kernel(
+    native: dict[str, Callable[..., Any]], lie: str, through: str
+) -> None:
+    name, arguments, message = SHAPES[lie]
+    kernel = {
+        "native": native[name],
+        "dispatcher": getattr(torch.ops.tilerec, name),
+        "reference": checked(name, REFERENCE[name]),
+    }[through]
+    with pytest.raises(InputError, match=rf"{name}: .*{message}"):
+        kernel(*arguments)
+
+
+def test_small_integers_are_offsets_and_lengths_too(native: dict[str, Callable[..., Any]]) -> None:
+    values = torch.rand(3)
+    assert native["offsets_from_lengths"](torch.tensor([2, 1], dtype=torch.int16)).tolist() == [0, 2, 3]
+    offsets = torch.tensor([0, 2, 3], dtype=torch.uint8)
+    _equal(native["segment_sum"](values, offsets), native["segment_sum"](values, offsets.long()))

@@ -364,3 +364,149 @@ def test_a_layout_is_not_mistaken_for_another_with_the_same_numbers_of_features(
         assert_close(case.native(), case.reference(), torch.float32)
         swapped = replace(case, weights=case.weights[::-1], means=[1 - m for m in case.means])
         assert_close(swapped.native(), swapped.reference(), torch.float32)
+
+
+def two_features() -> Pooled:
+    """Keys 0 and 1 of two samples each: ids (1 2 | 3) and (4 | 0 1); dims 3 and 2."""
+    return Pooled(
+        [torch.ones(5, 3), torch.ones(5, 2)], torch.tensor([1, 2, 3, 4, 0, 1]), torch.tensor([0, 2, 3, 4, 6]), None,
+        [0, 1], [0, 1], [0, 1], [2],
+    )  # fmt: skip
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
+    "ids of no dimension": ({"ids": torch.tensor(1)}, r"ids have shape \[\]"),
+    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
+    "ids that are truths": ({"ids": torch.ones(6, dtype=torch.bool)}, r"ids have .* type torch.bool"),
+    "offsets in two dimensions": ({"offsets": torch.zeros(5, 2, dtype=torch.int64)}, r"offsets have shape \[5, 2\]"),
+    "offsets that are no integers": ({"offsets": torch.zeros(5)}, r"offsets have .* type torch.float32"),
+    "offsets that are none": ({"offsets": torch.zeros(0, dtype=torch.int64)}, "fewer bags than the batch sizes say"),
+    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags, wanted 5\)"),
+    "key behind the offsets": ({"keys": [0, 2]}, r"fewer bags .*\(5 offsets for 6 bags, wanted 7\)"),
+    "key that wraps": ({"keys": [0, 2**62]}, r"fewer bags than the batch sizes say"),
+    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; wanted no negative number"),
+    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3 .* sizes for 3 keys"),
+    "no batch sizes": ({"batches": []}, "reads key number 1 .* sizes for 0 keys"),
+    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes say"),
+    "an unread key's below 0": ({"batches": [2, -1, 2], "keys": [0, 2]}, "fewer bags than the batch sizes say"),
+    "batch size too large": ({"batches": [2**40]}, "fewer bags than the batch sizes say"),
+    "an unread key's too large": ({"batches": [2, 2**62, 2], "keys": [0, 2]}, "fewer bags than the batch sizes say"),
+    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2, wanted \[0, 2\)"),
+    "table below 0": ({"tables": [0, -1]}, r"Feature 1 of a lookup reads table -1, wanted \[0, 2\)"),
+    "keys too few": ({"keys": [0]}, "of 2 features names 1 keys and 2 poolings; wanted one of each"),
+    "poolings too few": ({"means": [0]}, "of 2 features names 2 keys and 1 poolings"),
+    "tables too few": ({"tables": [0]}, "of 1 features names 2 keys and 2 poolings"),
+    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\], wanted \[rows"),
+    "table of three dimensions": ({"weights": [torch.ones(5, 3, 1), torch.ones(5, 2)]}, r"Table 0 .* \[5, 3, 1\]"),
+    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* outside \[0, 0\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
+    changed, message = LIES[lie]
+    case = replace(two_features(), **changed)
+    with pytest.raises(InputError, match=message):
+        case.native()
+    grad = torch.ones(2, 5)
+    with pytest.raises(InputError, match=message):
+        ops.sample_weight_grad(
+            case.weights, case.ids, case.offsets, grad, case.tables, case.keys, case.means, case.batches
+        )
+
+
+@pytest.mark.parametrize("shape", [(5,), (7,), (6, 1), (0,), ()])
+def test_sample_weights_that_are_not_one_per_id_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        InputError, match=r"sample_weights have shape \[.*\], the ids \[6\]; wanted one weight per id"
+    ):
+        replace(two_features(), sample_weights=torch.ones(shape)).native()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_sample_weights_of_any_type_are_read_as_they_look(dtype: torch.dtype) -> None:
+    case = replace(two_features(), sample_weights=torch.tensor([1, 2, -3, 4, 5, 6]).to(dtype))
+    assert case.native().tolist() == [[3.0] * 3 + [4.0] * 2, [-3.0] * 3 + [5.5] * 2]
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 4), (9,), (0,), (11,), (3, 5)])
+def test_a_gradient_of_another_size_than_the_output_is_refused(shape: tuple[int, ...]) -> None:
+    case = two_features()
+    rest = (case.tables, case.keys, case.means)
+    with pytest.raises(
+        InputError, match=r"the gradient has shape \[.*\], wanted \[2, 5\], the shape of the lookup's"
+    ):
+        ops.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(shape), *rest, [2])
+    with pytest.raises(InputError, match=r"the gradient has shape \[.*\], wanted \[10\]"):
+        ops.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(shape), *rest, [2, 2])
+
+
+def test_the_lookup_that_tells_the_truth_is_served() -> None:
+    """The one the lies are made from."""
+    case = two_features()
+    assert case.native().tolist() == [[2.0, 2.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]]
+    got, want = case.grads(torch.ones(2, 5))
+    assert got.tolist() == want.tolist() == [3.0, 3.0, 3.0, 2.0, 1.0, 1.0]
+    flat, _ = replace(case, batches=[2, 2]).grads(torch.ones(10))
+    assert flat.tolist() == got.tolist()
+
+
+SEQUENCE_LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "starts too few": ({"starts": torch.tensor([0, 6])}, "of 2 features .* has 2 starts, wanted 3"),
+    "starts too many": ({"starts": torch.tensor([0, 2, 4, 6])}, "of 2 features .* has 4 starts, wanted 3"),
+    "starts that are none": ({"starts": torch.zeros(0, dtype=torch.int64)}, "has 0 starts, wanted 3"),
+    "starts in two dimensions": ({"starts": torch.zeros(3, 1, dtype=torch.int64)}, r"offsets have shape \[3, 1\]"),
+    "starts behind the first id": ({"starts": torch.tensor([1, 2, 6])}, r"'f'.*offsets\[0\] is 1; .* begin at 0"),
+    "starts before the last id": ({"starts": torch.tensor([0, 2, 5])}, r"'g'.*offsets\[2\] is 5; .* end there"),
+    "starts behind the ids": ({"starts": torch.tensor([0, 2, 7])}, r"'g'.*offsets\[2\] is 7"),
+    "starts that fall": ({"starts": torch.tensor([0, 7, 6])}, r"'f'.*offsets\[1\] is 7"),
+    "ids in two dimensions": ({"ids": torch.zeros(6, 2, dtype=torch.int64)}, r"ids have shape \[6, 2\]"),
+    "table behind the last": ({"tables": [0, 2]}, r"reads table 2, wanted \[0, 2\)"),
+    "table below 0": ({"tables": [-1, 0]}, r"reads table -1, wanted \[0, 2\)"),
+    "tables of other dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 4)]}, "'u': dim 4, but .* dim 3"),
+    "tables of narrower dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 2)]}, "'u': dim 2, but .* dim 3"),
+    "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': id 1 of feature 'f'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lie", SEQUENCE_LIES)
+def test_a_sequence_lookup_that_contradicts_itself_is_refused(lie: str, output: torch.dtype) -> None:
+    changed, message = SEQUENCE_LIES[lie]
+    case: dict[str, Any] = {
+        "weights": [torch.ones(5, 3)] * 2, "sinks": NO_SINKS, "ids": torch.tensor([1, 2, 3, 4, 0, 1]),
+        "starts": torch.tensor([0, 2, 6]), "tables": [0, 1], "dtype": output, "names": "f@t,g@u",
+    }  # fmt: skip
+    assert ops.sequence_lookup(*case.values())[0].shape == (6, 3)
+    with pytest.raises(InputError, match=message):
+        ops.sequence_lookup(*(case | changed).values())
+
+
+def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
+    case = two_features()
+    case.weights[1].untyped_storage().resize_(0)
+    message = r"Table 't1': its rows have no memory .*; give it memory with to_empty"
+    with pytest.raises(InputError, match=message):
+        case.native()
+    with pytest.raises(InputError, match=message):
+        ops.sequence_lookup(
+            case.weights, NO_SINKS, case.ids, torch.tensor([0, 6]), [1], torch.float32, "f1@t1"
+        )
+    # Nobody reads the other table's rows.
+    assert replace(case, tables=[0], keys=[0], means=[0]).native().shape == (2, 3)
+
+
+def test_a_table_on_another_device_is_refused_by_its_name() -> None:
+    case = two_features()
+    weights = [case.weights[0], case.weights[1].to("meta")]
+    with pytest.raises(
+        InputError, match="Table 't1': its rows are on meta, the ids of feature 'f1' on cpu; give it"
+    ):
+        replace(case, weights=weights).native()
+
+
+@pytest.mark.parametrize("index", [torch.int8, torch.int16, torch.uint8])
+def test_small_integers_are_ids_too(index: torch.dtype) -> None:
+    case = two_features()
+    assert torch.equal(replace(case, ids=case.ids.to(index)).native(), case.native())

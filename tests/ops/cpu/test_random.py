@@ -101,8 +101,3 @@ def test_a_strided_or_fp64_tile_goes_to_the_reference() -> None:
     double = torch.empty(10, 6, dtype=torch.float64)
     fill_(double, KEY, 4, 1, "uniform", -1.0, 1.0)
     assert torch.equal(double.float(), want)
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind 'cauchy'"):
-        fill_(torch.empty(2, 2), KEY, 0, 0, "cauchy", 0.0, 1.0)

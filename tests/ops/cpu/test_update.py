@@ -456,3 +456,102 @@ def test_fp64_tables_are_served_by_the_reference() -> None:
     )  # fmt: skip
     assert weight[1].tolist() == [1.0 - 1e-12] * 2
     assert weight[0].tolist() == [1.0, 1.0]
+
+
+def strided(values: Tensor) -> Tensor:
+    """The same numbers, every other of a tensor twice as long; what lies between would be seen."""
+    return torch.stack((values, torch.full_like(values, 3)), dim=1)[:, 0]
+
+
+KINDS = {
+    "fp64 weights": lambda ids, offsets, weights: (ids, offsets, weights.double()),
+    "bf16 weights": lambda ids, offsets, weights: (ids, offsets, weights.bfloat16()),
+    "fp16 weights": lambda ids, offsets, weights: (ids, offsets, weights.half()),
+    "integer weights": lambda ids, offsets, weights: (ids, offsets, (weights * 3).long()),
+    "strided weights": lambda ids, offsets, weights: (ids, offsets, strided(weights)),
+    "one weight for all": lambda ids, offsets, weights: (ids, offsets, weights[:1].expand(ids.numel())),
+    "int32 offsets": lambda ids, offsets, weights: (ids, offsets.int(), weights),
+    "strided offsets": lambda ids, offsets, weights: (ids, strided(offsets), weights),
+    "strided int32 offsets, no weights": lambda ids, offsets, weights: (ids, strided(offsets.int()), None),
+    "strided ids": lambda ids, offsets, weights: (strided(ids), offsets, weights),
+    "int32 ids": lambda ids, offsets, weights: (ids.int(), offsets, weights),
+    "int16 ids": lambda ids, offsets, weights: (ids.short(), offsets, weights),
+    "uint8 ids": lambda ids, offsets, weights: (strided(ids.byte()), offsets, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_ids_offsets_and_weights_of_any_type_and_stride_are_read_as_they_look(
+    kind: str, pooled: bool
+) -> None:
+    run = case("rowwise", [3, 16], [torch.float32] * 2, torch.float32)
+    grad, ids, offsets, *layout = run.rest[:10]
+    if not pooled:
+        grad = torch.randn(ids.numel(), 3)
+        run = Case(run.weights[:1], run.slots[:1], run.rest)
+        layout = [None, [0], [0], [ids.numel()], [0], [3], [0]]
+    new_ids, new_offsets, weights = KINDS[kind](ids, offsets, torch.randn(ids.numel()))
+    plain = weights.float().contiguous() if weights is not None else None
+    got, want = run.copy(), run.copy()
+    count = len(run.weights)
+    steps, seeds, row_offsets, column_offsets = run.rest[12:]
+    tail = (*run.rest[10:12], steps[:count], seeds[: 2 * count], row_offsets[:count], column_offsets[:count])
+    ops.update_rows_(*got[:2], grad, new_ids, new_offsets if pooled else None, weights, *layout[1:], *tail)
+    update_rows_reference_(*want[:2], grad, ids, offsets if pooled else None, plain, *layout[1:], *tail)
+    for a, b in zip(got.state(), want.state(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(got.weights[0], run.weights[0])
+    own = [values[:1] for values in layout[2:]]
+    mine = ops.sum_row_gradients(grad, new_ids, new_offsets if pooled else None, weights, 12, 3, *own)
+    others = sum_row_gradients_reference(grad, ids, offsets if pooled else None, plain, 12, 3, *own)
+    assert torch.equal(mine[0], others[0])
+    torch.testing.assert_close(mine[1], others[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("turn", [lambda g: g.t().contiguous().t(), strided, lambda g: g[:1].expand_as(g)])
+def test_gradients_of_any_type_and_stride_are_read_as_they_look(dtype: torch.dtype, turn: Any) -> None:
+    run = case("adagrad", [3, 16], [torch.float32] * 2, dtype)
+    grad = turn(run.rest[0])
+    got, want = run.copy(), run.copy()
+    ops.update_rows_(*got[:2], grad, *run.rest[1:])
+    update_rows_reference_(*want[:2], grad.clone(memory_format=torch.contiguous_format), *run.rest[1:])
+    for a, b in zip(got.state(), want.state(), strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-6)
+    layout = [values[1:] for values in run.rest[5:10]]
+    rows_U, grads_UD = ops.sum_row_gradients(grad, *run.rest[1:4], 12, 16, *layout)
+    want_rows, want_grads = sum_row_gradients_reference(grad.contiguous(), *run.rest[1:4], 12, 16, *layout)
+    assert torch.equal(rows_U, want_rows)
+    assert grads_UD.dtype == want_grads.dtype
+    torch.testing.assert_close(grads_UD, want_grads, rtol=1e-5, atol=1e-6)
+
+
+def test_slots_that_the_library_does_not_read_are_updated_by_the_reference() -> None:
+    plain = case("adam", [3, 16], [torch.float32] * 2, torch.float32)
+    want = plain.copy()
+    ops.update_rows_(*want[:2], *plain.rest)
+    wide = Case(plain.weights, [s.double() for s in plain.slots], plain.rest).copy()
+    spread = plain.copy()._replace(slots=[torch.stack((s, s), dim=-1)[..., 0] for s in plain.slots])
+    for run in (wide, spread):
+        ops.update_rows_(*run[:2], *run.rest)
+        for a, b in zip(run.state(), want.state(), strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("victim", ["weight", "slot"])
+def test_a_table_whose_memory_was_freed_is_refused(victim: str) -> None:
+    run = case("rowwise", [3, 16], [torch.float32] * 2, torch.float32)
+    before = run.copy()
+    (run.weights if victim == "weight" else run.slots)[1].untyped_storage().resize_(0)
+    with pytest.raises(
+        InputError, match="table number 1, or its optimizer state, has no memory; give it memory"
+    ):
+        ops.update_rows_(*run[:2], *run.rest)
+    assert_same_bits([run.weights[0], run.slots[0]], [before.weights[0], before.slots[0]])
+    hyper = hyper_of("rowwise")
+    rows, grads = torch.tensor([1]), torch.ones(1, 16)
+    with pytest.raises(InputError, match="has no memory"):
+        ops.rule_apply_(
+            run.weights[1], run.slots[1:], rows, grads, torch.ones(1, 1), 16, "rowwise_adagrad", hyper, 1, [0, 0], 0, 0
+        )  # fmt: skip

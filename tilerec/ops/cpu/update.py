@@ -60,6 +60,9 @@ _RULES = {
 }
 
 
+# Empty tensors have no address, and none means to the library that every id is its own bag.
+_NOTHING = ctypes.c_int64()
+_NOWHERE = ctypes.addressof(_NOTHING)
 _FP32 = {torch.float32}
 _SERVED = set(DTYPES)
 
@@ -101,7 +104,7 @@ def _describe(
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
     at = numbers.buffer_info()[0]
     record = Gradient(
-        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr(),
+        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _NOWHERE,
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
         DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
