@@ -15,6 +15,7 @@ from torch.export import Dim
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.jagged import segment_sum
+from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -293,3 +294,42 @@ def test_repeated_features_and_checked_parts_are_traced() -> None:
         kjt = _batch(stride, seed)
         _assert_equal(compiled(kjt), program(kjt))
     assert counter.frame_count == 1
+
+
+def test_one_graph_serves_variable_batches_of_one_key() -> None:
+    def program(kjt: KeyedJaggedTensor) -> Any:
+        rebuilt = KeyedJaggedTensor(
+            kjt.keys(),
+            kjt.values(),
+            lengths=kjt.lengths(),
+            stride_per_key_per_rank=kjt.stride_per_key_per_rank(),
+            inverse_indices=kjt.inverse_indices(),
+        )
+        return kjt["a"].values() + kjt.stride(), kjt.permute([0]).lengths() + 1, rebuilt.offsets() + 1
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
+    for bags, samples in ((3, 5), (4, 7), (6, 4)):
+        kjt = KeyedJaggedTensor(
+            ["a"],
+            torch.arange(2 * bags),
+            lengths=torch.full((bags,), 2),
+            stride_per_key_per_rank=[[bags]],
+            inverse_indices=(["a"], torch.arange(samples).view(1, -1) % bags),
+        ).sync()
+        _assert_equal(compiled(kjt), program(kjt))
+    assert counter.frame_count == 1
+
+
+def test_weights_of_a_size_that_is_read_from_data_are_taken() -> None:
+    def program(kjt: KeyedJaggedTensor) -> torch.Tensor:
+        chosen = kjt.values() > 50
+        kept = JaggedTensor(kjt.values()[chosen], kjt.weights()[chosen], kjt.lengths())
+        return kept.values() + 1
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(program, fullgraph=True, dynamic=True, backend="eager")
+        kjt = _batch(5, 3)
+        assert torch.equal(compiled(kjt), program(kjt))

@@ -789,6 +789,8 @@ def test_a_tensor_that_cannot_be_shown_is_described() -> None:
     meta = _example().to(torch.device("meta"))
     described = "KeyedJaggedTensor(keys ['a', 'b'], values [5] torch.int64, 4 bags, weights, device='meta')"
     assert repr(meta) == str(meta).strip() == described
+    shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), _example())
+    assert repr(shapes) == "KeyedJaggedTensor(keys ['a', 'b'], values (5,), weights (5,), lengths (4,))"
     for lengths in ([3], [-1, 3], [1]):
         broken = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.tensor(lengths))
         assert repr(broken).startswith("KeyedJaggedTensor(keys ['a'], values [2]")

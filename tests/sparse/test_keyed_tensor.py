@@ -179,3 +179,5 @@ def test_a_tensor_that_cannot_be_shown_is_described() -> None:
     assert len(str(large)) > 1000
     meta = large.to(torch.device("meta"))
     assert repr(meta) == str(meta).strip() == repr(large).replace("cpu", "meta")
+    shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), large)
+    assert repr(shapes) == "KeyedTensor(keys ['x'], values (100, 11))"

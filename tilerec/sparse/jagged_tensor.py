@@ -321,6 +321,9 @@ def _nested(bags: list[Tensor]) -> str:
 def describe_parts(jt: JaggedTensor) -> str:
     """Shapes, dtype and device, for a tensor whose contents cannot or should not be shown."""
     values, weighted = jt.values(), jt.weights_or_none() is not None
+    if not _holds_tensors(jt):
+        leaves = {name: part for name, part in zip(_FIELDS, _parts(jt), strict=True) if part is not None}
+        return ", ".join(f"{name} {part!r}" for name, part in leaves.items())
     return (
         f"values {list(values.shape)} {values.dtype}, {jt._segments.count()} bags"
         f"{', weights' if weighted else ''}, device={str(values.device)!r}"
@@ -329,10 +332,15 @@ def describe_parts(jt: JaggedTensor) -> str:
 
 def readable(jt: JaggedTensor) -> bool:
     """Whether the contents are small, sound and there to be read."""
-    if not shown_in_full(jt.values()) or jt._segments.count() > SHOWN:
+    if not _holds_tensors(jt) or not shown_in_full(jt.values()) or jt._segments.count() > SHOWN:
         return False
     bounds = jt.offsets()
     return bool((bounds.diff() >= 0).all() and bounds[0] >= 0 and bounds[-1] <= jt.values().shape[0])
+
+
+def _holds_tensors(jt: JaggedTensor) -> bool:
+    """False for a tree of shapes, say, that was mapped from a jagged tensor's leaves."""
+    return all(part is None or isinstance(part, Tensor) for part in _parts(jt))
 
 
 def _few(numbers: list[int], limit: int = 8) -> str:

@@ -197,6 +197,9 @@ class KeyedTensor:
         return self._describe()
 
     def _describe(self) -> str:
+        held: object = self._values
+        if not isinstance(held, Tensor):  # a tree of shapes, say, mapped from this one's leaves
+            return f"KeyedTensor(keys {shorten(self._columns.keys.names)}, values {held!r})"
         return (
             f"KeyedTensor(keys {shorten(self._columns.keys.names)}, widths {shorten(self._columns.lengths)}, values "
             f"{list(self._values.shape)} {self._values.dtype}, device={str(self._values.device)!r})"
