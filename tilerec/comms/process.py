@@ -85,25 +85,39 @@ class ProcessGroupComms(Group):
         return self._process_group
 
     def partition(self, name: str, parts: Sequence[Sequence[int]]) -> ProcessGroupComms:
+        """As `Group.partition`; besides, all ranks of the default process group call it at the same time.
+
+        That is torch's own rule for `new_group`: groups over some ranks have names (in the store where ranks meet) that
+        are unique only if every rank counts every group.
+        """
         mine, place = self._part_of_this_rank(name, parts)
-        members = [self._global[rank] for rank in parts[mine]]
         what = f"partition '{name}'"
         self._raise_if_failed(what)
+        traffic = self.traffic.part(parts[mine])
         try:
-            process_group = dist.new_group(
-                members,
-                timeout=self._timeout(),
-                backend=self._config,
-                # Ranks outside of this part (and of this group) open their own, or none.
-                use_local_synchronization=True,
-                group_desc=f"tilerec:{name}",
-            )
+            process_group = self._new_group(name, parts)
         except RuntimeError as error:
             raise self._error(what, error) from error
         channel = object.__new__(ProcessGroupComms)
-        traffic = self.traffic.part(parts[mine])
-        channel._open(process_group, place, len(members), traffic, self._last_words, owned=True)
+        channel._open(process_group, place, len(parts[mine]), traffic, self._last_words, owned=True)
         return channel
+
+    def _new_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """This rank's of the new process groups; opened in one order on all ranks of the default group."""
+        members = {tuple(self._global[rank] for rank in part) for part in parts}
+        if self.size < dist.get_world_size():
+            everyone: list[set[tuple[int, ...]]] = [set()] * dist.get_world_size()
+            dist.all_gather_object(everyone, members)
+            members = set().union(*everyone)
+        own: dist.ProcessGroup | None = None
+        for ranks in sorted(members):
+            process_group = dist.new_group(
+                ranks, timeout=self._timeout(), backend=self._config, group_desc=f"tilerec:{name}"
+            )
+            if dist.get_rank() in ranks:
+                own = process_group
+        assert own is not None, "every rank is in a part"
+        return own
 
     def abort(self, error: BaseException) -> None:
         self._last_words.speak(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
