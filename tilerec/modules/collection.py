@@ -295,7 +295,10 @@ class TableCollection(nn.Module):
 
     def _refuse_transforms(self, features: KeyedJaggedTensor) -> None:
         """torch.func has no rule for lookups: forward mode would give zeros in silence, reverse mode riddles."""
-        tensors = [*(table._parameters["weight"] for table in self._tables.values()), features.weights_or_none()]
+        tensors = [
+            *(table._parameters["weight"] for table in self._tables.values()),
+            features.weights_or_none(),
+        ]
         for tensor in tensors:
             if tensor is not None and (
                 tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -11,6 +11,7 @@ from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup
 from tilerec.ops import random as random
 from tilerec.ops import update as update
+from tilerec.ops.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.cpu.library import library
 
 

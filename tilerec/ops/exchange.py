@@ -1,4 +1,4 @@
-"""What a rank prepares for its peers and takes from them: ids sorted by destination, rows put into and read out of place.
+"""What a rank prepares for its peers and takes from them: ids by destination, rows put into and read out of place.
 
 Nouns
   route        one feature's ids against one set of row cuts: route r reads the bags of key `keys[r]`
@@ -108,8 +108,8 @@ def _route_ids_reference(
     wire_N = torch.tensor(wire, device=device)[part_N]
     local_N = linear_N - lower_K[part_N]
     if min(wire) < 0:  # rows that another route of the same feature feeds
-        own = wire_N >= 0
-        wire_N, bag_N, position_N, local_N = wire_N[own], bag_N[own], position_N[own], local_N[own]
+        kept = wire_N >= 0
+        wire_N, bag_N, position_N, local_N = wire_N[kept], bag_N[kept], position_N[kept], local_N[kept]
     order_N = torch.argsort(wire_N, stable=True)
     wire_N, bag_N = wire_N[order_N], bag_N[order_N]
     begins = torch.ones_like(wire_N, dtype=torch.bool)
@@ -148,9 +148,8 @@ def _segments(
             continue
         slots_P = _slots(slots, start, count)
         last = int(slots_P.max())
-        assert place >= 0 and place + last * stride + width <= flat.numel(), (
-            "a segment lies outside its tensor"
-        )
+        end = place + last * stride + width
+        assert 0 <= place <= end <= flat.numel(), "a segment lies outside its tensor"
         there = flat.as_strided((last + 1, width), (stride, 1), flat.storage_offset() + place)
         yield here, there, slots_P
 

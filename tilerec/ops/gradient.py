@@ -139,10 +139,13 @@ def deliver(records: Sequence[GradientRecord]) -> None:
             for sinks in groups.values():
                 handles = {sink.handle for sink in sinks}
                 sinks[0].take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
+        merged: dict[Hashable, list[tuple[GradientSink, GradientRecord]]] = {}
         for handle, several in seen_in.items():
             sink = _SINKS.get(handle)
             if sink is not None and len(several) > 1:
-                sink.take([sink], _merged(handle, several))
+                merged.setdefault((type(sink), sink.batch_key()), []).append((sink, _merged(handle, several)))
+        for pairs in merged.values():
+            pairs[0][0].take([sink for sink, _ in pairs], concatenated([record for _, record in pairs]))
 
 
 def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
@@ -169,6 +172,37 @@ def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
         (dim,),
         (0,),
     )
+
+
+def concatenated(records: Sequence[GradientRecord]) -> GradientRecord:
+    """Records of several tables, without sample weights, as one."""
+    if len(records) == 1:
+        return records[0]
+    device = records[0].ids.device
+    bag_at = id_at = grad_at = 0
+    offsets: list[Tensor] = []
+    starts: list[int] = []
+    grad_starts: list[int] = []
+    for record in records:
+        own = record.offsets
+        if own is None:
+            own = torch.arange(record.ids.numel() + 1, device=device)
+        offsets.append(own[:-1] + id_at)
+        starts.extend(start + bag_at for start in record.starts)
+        grad_starts.extend(start + grad_at for start in record.grad_starts)
+        bag_at += own.numel() - 1
+        id_at += record.ids.numel()
+        grad_at += record.grad.numel()
+    offsets.append(torch.tensor([id_at], device=device))
+
+    def joined(name: str) -> tuple[int, ...]:
+        return tuple(itertools.chain.from_iterable(getattr(record, name) for record in records))
+
+    return GradientRecord(
+        records[0].serial, torch.cat([r.grad.view(-1) for r in records]), torch.cat([r.ids for r in records]),
+        torch.cat(offsets), None, joined("sinks"), joined("dims"), tuple(starts), joined("bags"), tuple(grad_starts),
+        joined("grad_strides"), joined("means"),
+    )  # fmt: skip
 
 
 def sum_rows(record: GradientRecord) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,8 @@ class Combiner:
         self._order = sorted(
             range(len(self._looked_up)), key=lambda i: (self._looked_up[i].slot, self._looked_up[i].home)
         )
+        # Leaf of each feature of a record.
+        self.leaf_order = [self._looked_up[i].leaf for i in self._order]
         self._home = [s for own in layout.home for s in own]
         merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
         self._merge_units = [

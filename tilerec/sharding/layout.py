@@ -98,6 +98,17 @@ def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
     return tuple(merged)
 
 
+def reader(owners: tuple[int, ...], home: int, topology: Topology) -> int:
+    """The owner that looks up for `home`."""
+    if len(owners) == 1:
+        return owners[0]
+    if home in owners:
+        return home
+    host = topology.host_of(home)
+    near = [o for o in owners if topology.host_of(o) == host] or list(owners)
+    return near[topology.local_rank(home) % len(near)]
+
+
 class Layout:
     """The static records of a module's exchange, seen from one rank."""
 
@@ -167,16 +178,6 @@ class Layout:
                     groups.append((host, tuple(parts)))
         return groups
 
-    def reader(self, owners: tuple[int, ...], home: int) -> int:
-        """The owner that looks up for `home`."""
-        if len(owners) == 1:
-            return owners[0]
-        if home in owners:
-            return home
-        host = self.topology.host_of(home)
-        near = [o for o in owners if self.topology.host_of(o) == host] or list(owners)
-        return near[self.topology.local_rank(home) % len(near)]
-
     def merges(self, home: int) -> list[Merge]:
         """The groups that add up before their rows travel to `home`."""
         own_host = self.topology.host_of(home)
@@ -193,14 +194,15 @@ class Layout:
         rank, size = self.rank, self.size
         by_reader: list[list[int]] = [[] for _ in range(size)]
         for p, part in enumerate(self.parts):
-            by_reader[self.reader(part.owners, rank)].append(p)
+            by_reader[reader(part.owners, rank, self.topology)].append(p)
         self.sent: list[list[int]] = by_reader  # per owner, parts in canonical order
         self.wire = [0] * len(self.parts)
         for place, p in enumerate(p for parts in by_reader for p in parts):
             self.wire[p] = place
         mine = [p for p, part in enumerate(self.parts) if rank in part.owners]
         self.received: list[list[int]] = [
-            [p for p in mine if self.reader(self.parts[p].owners, home) == rank] for home in range(size)
+            [p for p in mine if reader(self.parts[p].owners, home, self.topology) == rank]
+            for home in range(size)
         ]
         self.own_merges = self.merges(rank)  # as home
         self.merges_of: list[list[Merge]] = (
@@ -287,14 +289,15 @@ class Layout:
             first += len(merges)
         numbered.sort()
         self.siblings: list[list[ProxySegment]] = [[] for _ in range(self.size)]
-        for _home, p, merge, number in numbered:
+        for _home, p, m, number in numbered:
             part = self.parts[p]
             self.siblings[part.owners[0]].extend(
-                ProxySegment(merge, number, u, unit.width) for u, unit in enumerate(part.units)
+                ProxySegment(m, number, u, unit.width) for u, unit in enumerate(part.units)
             )
 
 
-class HomeSegment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HomeSegment:
     """Rows of some columns of a slot, as they come back."""
 
     count: int  # where its number of rows stands: parts in wire order, then merges
@@ -304,7 +307,8 @@ class HomeSegment(NamedTuple):
     adds: bool  # whether others feed the same columns
 
 
-class OwnerSegment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OwnerSegment:
     """Rows of one leaf for one home's part."""
 
     count: int  # where its number of bags stands, in [home][part]
@@ -314,7 +318,8 @@ class OwnerSegment(NamedTuple):
     home: int
 
 
-class ProxySegment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ProxySegment:
     """Rows of one sibling's unit, to be added to a merge."""
 
     merge: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -112,6 +112,13 @@ class Router:
             for parts, merges in zip(layout.received, layout.merging, strict=True)
         ]
 
+    def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
+        """Tell every rank that this one's batch cannot be routed, then raise `failure`."""
+        parts, nothing = len(self.layout.parts), torch.empty(0, dtype=torch.int32, device=device)
+        unions = [_Union(nothing, [], [0] * len(merge.parts)) for merge in self.layout.own_merges]
+        self._exchange_headers(REFUSED, [[0, 0]] * parts, unions, device)
+        raise failure
+
     def __call__(self, batch: Batch, keys: Sequence[int]) -> Routed:
         """Send a batch on its way.
 
@@ -122,9 +129,7 @@ class Router:
         Raises:
             InputError: this rank's or another rank's batch cannot be routed; then every rank raises.
         """
-        failure: InputError | None = None
         weights = batch.weights if self.weighted else None
-        parts = len(self.layout.parts)
         try:
             counts_K2, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
@@ -132,18 +137,12 @@ class Router:
             )  # fmt: skip
             counts = counts_K2.tolist()
         except InputError as error:
-            failure, counts = error, [[0, 0]] * parts
-            lengths = slots = torch.empty(0, dtype=torch.int32, device=batch.ids.device)
-            local, positions = lengths.to(self.id_dtype), lengths.long()
-        flags = REFUSED * (failure is not None) + WEIGHTS_NEED_GRAD * (
-            weights is not None and weights.requires_grad
-        )
+            self.refuse(error, batch.ids.device)
+        flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         present = [p for p, _ in counts]
         starts = list(itertools.accumulate(present, initial=0))
         unions = self._unite(slots, starts, present, batch.bags)
         heard = self._exchange_headers(flags, counts, unions, batch.ids.device)
-        if failure is not None:
-            raise failure
         refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
         if refused:
             raise InputError(
@@ -226,7 +225,11 @@ class Router:
             out_splits.append(sum(piece.numel() for piece in pieces[first:]))
         payload = torch.cat(pieces) if pieces else lengths
 
-        in_splits, received_ids, present, all_unions, members = [], [], [], [], []
+        in_splits: list[int] = []
+        received_ids: list[int] = []
+        present: list[int] = []
+        all_unions: list[int] = []
+        members: list[int] = []
         for parts, merges_in, header in zip(layout.received, layout.merging, heard, strict=True):
             pairs = list(
                 zip(header[1 : 1 + 2 * len(parts) : 2], header[2 : 2 + 2 * len(parts) : 2], strict=True)

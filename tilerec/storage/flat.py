@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tilerec.ops.cpu.library import advise_huge_pages
+from tilerec.ops.backends import advise_huge_pages
 
 ALIGNMENT = 128
 """Bytes at whose multiples a leaf begins (one GPU cache line; also whole AVX-512 vectors)."""

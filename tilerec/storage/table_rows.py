@@ -102,6 +102,7 @@ class TableRows(GradientSink):
         self.skipped_rows = 0
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
         self._counter = "step"  # name of the update count in `state`
+        self.divisor = 1.0  # of gradients: the ranks they are summed over
         self._warned = False
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
 
@@ -145,7 +146,7 @@ class TableRows(GradientSink):
 
     def batch_key(self) -> Hashable:
         # Specs are frozen records: equal numbers, one update call.
-        return self.handle if self.group is None else self.group.spec()
+        return self.handle if self.group is None else (self.group.spec(), self.divisor)
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         if self.group is None:
@@ -156,6 +157,8 @@ class TableRows(GradientSink):
         position = {table.handle: t for t, table in enumerate(tables)}
         leaves, slots, seeds, row_offsets, column_offsets = [], [], [], [], []  # type: ignore[var-annotated]
         names = [slot.name for slot in spec.slots]
+        hyper = spec.hyper()
+        hyper[1] *= self.divisor
         # Views: a tenth of what tensor arithmetic costs per table.
         counts = [table.state[table._counter].numpy() for table in tables]
         for table in tables:
@@ -168,24 +171,32 @@ class TableRows(GradientSink):
         result = torch.ops.tilerec.update_rows_(
             leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
             [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, spec.hyper(), [int(count) + 1 for count in counts], seeds,
+            record.grad_strides, record.means, spec.rule, hyper, [int(count) + 1 for count in counts], seeds,
             row_offsets, column_offsets,
         )  # fmt: skip
-        for count in counts:  # an op that raised has updated nothing
-            count += 1
-        # The op writes through raw pointers; autograd must learn that saved copies of these tensors are stale.
-        torch.autograd.graph.increment_version([*leaves, *slots])
-        for table, leaf in zip(tables, leaves, strict=True):
-            if leaf.grad is not None and not table._warned:
-                table._warn_dense_grad(spec)
+        # An op that raised has updated nothing.
+        for table in tables:
+            table.count_update(spec)
         skipped, t, row = result.tolist()
         if skipped:
-            table = tables[t]
-            table.skipped_rows += skipped
-            if spec.non_finite == "skip":
-                return
+            tables[t].report_skipped(spec, skipped, row)
+
+    def count_update(self, spec: OptimizerSpec) -> None:
+        """Rows and slots have been written: count the update, and tell autograd."""
+        count = self.state[self._counter].numpy()
+        count += 1
+        leaf = self.leaf
+        # Ops write through raw pointers; autograd must learn that saved copies of these tensors are stale.
+        torch.autograd.graph.increment_version([leaf, *(self.state[slot.name] for slot in spec.slots)])
+        if leaf.grad is not None and not self._warned:
+            self._warn_dense_grad(spec)
+
+    def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
+        """Rows whose summed gradient was not finite, `row` the first of them, were left alone."""
+        self.skipped_rows += skipped
+        if spec.non_finite != "skip":
             raise NonFiniteGradientError(
-                f"Table '{table.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows "
+                f"Table '{self.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows "
                 "in this step). These rows kept their values, all others were updated; lower the learning rate or "
                 "the loss scale, or attach the optimizer with non_finite='skip' to count and go on."
             )
@@ -204,7 +215,11 @@ class TableRows(GradientSink):
         leaf = self.leaf
         rows_U, grads_UD = sum_rows(record)
         grad = torch.sparse_coo_tensor(
-            rows_U[None], grads_UD.to(leaf.dtype), leaf.shape, is_coalesced=True, check_invariants=False
+            rows_U[None],
+            (grads_UD / self.divisor).to(leaf.dtype),
+            leaf.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 

@@ -1,0 +1,413 @@
+"""The sharded collections: same results, same names, rows on many ranks.
+
+    route(features) -> Routed     ids travel to the rows' owners; may run early, for the next batch
+    lookup(routed) -> Looked      owners pool rows and send them home
+    combine(looked) -> output     rows become the unsharded module's output
+    forward                       the three in a row; takes a Routed in place of features
+
+Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns of a slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import InputError
+from tilerec.modules.collection import TableCollection, key_starts
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.gradient import GradientRecord
+from tilerec.sharding.combine import Combiner, Looked
+from tilerec.sharding.layout import Layout, SlotRead
+from tilerec.sharding.layout import ShardedTable as TableLayout
+from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
+from tilerec.sharding.route import Batch, Routed, Router
+from tilerec.sharding.table import ShardedTable, shard_table
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.storage.flat import flat_memory
+
+
+class Stages(NamedTuple):
+    """The machinery for one precision of the sums."""
+
+    router: Router
+    combiner: Combiner
+
+
+@dataclass(frozen=True)
+class RoutedFeatures:
+    """A batch whose ids are on their way; `features` keep what the output needs."""
+
+    features: KeyedJaggedTensor
+    routed: Routed
+    stages: Stages
+    sample_weights: Tensor | None
+
+    def wait(self) -> RoutedFeatures:
+        """Ids have arrived."""
+        self.routed.wait()
+        return self
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A batch whose rows are on their way home."""
+
+    batch: RoutedFeatures
+    looked: Looked
+
+
+class Exchange:
+    """What a sharded module has beside its tables: the groups it talks through, and its compiled layout."""
+
+    def __init__(
+        self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
+        slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool,
+    ) -> None:  # fmt: skip
+        self.group, self.route_group, self.topology = group, route_group, topology
+        self.layout = Layout(tables, slots, topology, group.rank)
+        self.weighted, self.each_id, self.exact = weighted, each_id, exact
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._stages: dict[torch.dtype, Stages] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        return self  # a copied module talks through the same groups
+
+    def stages(self, wide: torch.dtype) -> Stages:
+        """Router and combiner for sums in `wide`."""
+        if wide not in self._stages:
+            each_id = self.each_id or self.exact
+            self._stages[wide] = Stages(
+                Router(
+                    self.layout,
+                    self.route_group,
+                    weighted=self.weighted and not each_id,
+                    each_id=each_id,
+                    wide=wide,
+                ),
+                Combiner(self.layout, self.group, wide, each_id=each_id),
+            )
+        return self._stages[wide]
+
+
+class ShardedCollection(TableCollection):
+    """What the two sharded collections share. Made in place from an unsharded one by `shard_collection`."""
+
+    exchange: Exchange
+
+    @property
+    def _sharded_tables(self) -> list[ShardedTable]:
+        return [cast(ShardedTable, table) for table in self._tables.values()]
+
+    def _lay_flat(self) -> None:
+        """Tiles keep the memory that the conversion gave them."""
+
+    def _leaf_dtypes(self) -> list[Tensor]:
+        return [cast(Tensor, table._parameters["weight"]) for table in self._tables.values()]
+
+    def _wide(self) -> torch.dtype:
+        dtypes = {leaf.dtype for leaf in self._leaf_dtypes()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
+        """Send the ids to their rows' owners. A collective on a channel of its own: may run during a backward.
+
+        Raises:
+            InputError: this rank's batch is wrong, or another's (then it says whose); every rank raises.
+        """
+        stages = self.exchange.stages(self._wide())
+        try:
+            batch, keys = self._batch(features)
+        except Exception as error:
+            stages.router.refuse(error, self.device)
+        return RoutedFeatures(features, stages.router(batch, keys), stages, batch.weights)
+
+    def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
+        every = self._checked(features)
+        if len(every) > 1:
+            raise InputError(
+                f"{type(self).__name__}: on_bad_id='clamp' with a feature that tables of different sizes read is not "
+                "supported in sharded modules; give those tables features of their own."
+            )
+        keys = list(features.keys())
+        position = {key: k for k, key in enumerate(keys)}
+        for slot in self._slots:
+            if slot.feature not in position:
+                raise InputError(
+                    f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, "
+                    f"whose keys are {keys[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                )
+        own = [position[slot.feature] for slot in self._slots]
+        variable = features.variable_stride_per_key()
+        batches = features.stride_per_key() if variable else [features.stride()]
+        weights = features.weights() if getattr(self, "_is_weighted", False) else None
+        if self.exchange.each_id or self.exchange.exact:
+            sizes = features.length_per_key()
+            bags = [sizes[k] for k in own]
+        else:
+            bags = [batches[k] if variable else batches[0] for k in own]
+        batch = Batch(every[0], features.offsets(), weights, batches, bags)
+        return batch, [own[route.slot] for route in self.exchange.layout.routes]
+
+    def lookup(self, routed: RoutedFeatures) -> LookedUp:
+        """Read and pool the rows this rank holds, and send them home."""
+        return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
+
+    def _leaves(self) -> list[nn.Parameter]:
+        """Leaves in the order of the layout's rectangles that this rank holds."""
+        return [
+            leaf
+            for table in self._sharded_tables
+            for leaf, _ in zip(table.leaves(), table.tiles, strict=False)
+        ]
+
+    def _rows(self) -> list[Any]:
+        return [
+            rows
+            for table in self._sharded_tables
+            for rows, _ in zip(table.tile_rows, table.tiles, strict=False)
+        ]
+
+    def _flat(self, looked: LookedUp, output: Output) -> Tensor:
+        """The flat output, differentiable."""
+        batch = looked.batch
+        leaves, rows = self._leaves(), self._rows()
+        sinks = [
+            r.handle if r.takes_gradients and leaf.requires_grad else -1
+            for r, leaf in zip(rows, leaves, strict=True)
+        ]
+        wants = any(leaf.requires_grad for leaf in self._leaf_dtypes()) or batch.routed.weights_need_grad
+        travels = batch.stages.router.weighted
+        combiner = batch.stages.combiner
+        return combine(
+            combiner,
+            looked.looked,
+            output,
+            Gradients(leaves, sinks, functools.partial(self._dense_grads, combiner, leaves, sinks)),
+            self.exchange.anchor if wants else None,
+            batch.sample_weights if travels else None,
+        )
+
+    def _dense_grads(
+        self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], record: GradientRecord
+    ) -> dict[int, Tensor]:
+        """Dense gradients of the leaves that have no optimizer attached: summed over ranks, divided by their number."""
+        wanted = [i for i, leaf in enumerate(leaves) if sinks[i] == -1 and leaf.requires_grad]
+        position = {i: k for k, i in enumerate(wanted)}
+        features = [f for f, i in enumerate(combiner.leaf_order) if i in position]
+        dense = [
+            torch.zeros(leaves[i].shape, dtype=_wide_of(leaves[i]), device=leaves[i].device) for i in wanted
+        ]
+        own = record.only(features)
+        zeros = [0] * len(dense)
+        if features:
+            torch.ops.tilerec.update_rows_(
+                dense, [], own.grad, own.ids, own.offsets, own.sample_weights,
+                [position[combiner.leaf_order[f]] for f in features], own.starts, own.bags, own.grad_starts,
+                own.grad_strides, own.means, "store", [], zeros, zeros + zeros, zeros, zeros,
+            )  # fmt: skip
+        rows, group = self._rows(), self.exchange.group
+        by_owners: dict[tuple[int, ...], list[Tensor]] = {}
+        for i, grad in zip(wanted, dense, strict=True):
+            owners = rows[i].peers.replicas
+            if len(owners) > 1:
+                by_owners.setdefault(owners, []).append(grad)
+        for owners, grads in sorted(by_owners.items(), key=lambda item: item[0]):
+            flat = torch.cat([grad.view(-1) for grad in grads])
+            if len(owners) == group.size:
+                group.all_reduce_("dense gradients", flat).wait()
+            else:
+                heard = {rank: torch.empty_like(flat) for rank in owners if rank != group.rank}
+                group.exchange("dense gradients", heard, dict.fromkeys(heard, flat)).wait()
+                heard[group.rank] = flat
+                flat = functools.reduce(torch.add, [heard[rank] for rank in owners])
+            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(summed.view(grad.shape))
+        return {i: (grad / group.size).to(leaves[i].dtype) for i, grad in zip(wanted, dense, strict=True)}
+
+
+class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
+    """An `EmbeddingBagCollection` whose rows lie on many ranks."""
+
+    def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
+        """As the unsharded module's; `features` may be routed already."""
+        routed = features if isinstance(features, RoutedFeatures) else self.route(features)
+        return self.combine(self.lookup(routed))
+
+    def combine(self, looked: LookedUp) -> KeyedTensor:
+        """The unsharded module's output for this rank's batch."""
+        features = looked.batch.features
+        dtype = self._dtype(self._leaf_dtypes())
+        variable = features.variable_stride_per_key()
+        position = {key: k for k, key in enumerate(features.keys())}
+        own = [position[slot.feature] for slot in self._slots]
+        batches = features.stride_per_key() if variable else [features.stride()] * len(position)
+        bags = [batches[k] for k in own]
+        if self.exchange.exact:
+            flat = self._pool_at_home(looked, own, bags, variable)
+        else:
+            output = pooled_output(self._dims, bags, not variable, self._bag_sizes(features, own))
+            flat = self._flat(looked, output)
+        flat = flat.to(dtype)
+        if not variable:
+            size = features.stride()
+            return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            raise InputError(
+                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no inverse_indices, "
+                "so its features have no common batch size; pass inverse_indices=(keys, indices) with the "
+                "KeyedJaggedTensor."
+            )
+        row = {key: i for i, key in enumerate(inverse[0])}
+        parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
+        blocks = [
+            part.view(count, dim)[inverse[1][row[slot.feature]]]
+            for part, count, dim, slot in zip(parts, bags, self._dims, self._slots, strict=True)
+        ]
+        return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))
+
+    def _bag_sizes(self, features: KeyedJaggedTensor, own: Sequence[int]) -> list[Tensor | None]:
+        if not any(slot.mean for slot in self._slots):
+            return [None] * len(self._slots)
+        lengths = features.lengths().clamp(min=1).to(self._wide())
+        starts = [0]
+        strides = (
+            features.stride_per_key()
+            if features.variable_stride_per_key()
+            else [features.stride()] * len(features.keys())
+        )
+        for stride in strides:
+            starts.append(starts[-1] + stride)
+        return [
+            lengths[starts[k] : starts[k + 1]] if slot.mean else None
+            for k, slot in zip(own, self._slots, strict=True)
+        ]
+
+    def _pool_at_home(
+        self, looked: LookedUp, own: Sequence[int], bags: Sequence[int], variable: bool
+    ) -> Tensor:
+        """Exact mode: rows come one by one and are pooled here, in the unsharded order."""
+        features = looked.batch.features
+        sizes = features.length_per_key()
+        counts = [sizes[k] for k in own]
+        output = pooled_output(self._dims, counts, False, [None] * len(own))
+        flat = self._flat(looked, output)
+        rows = [
+            block.view(count, dim)
+            for block, count, dim in zip(
+                flat.split([c * d for c, d in zip(counts, self._dims, strict=True)]),
+                counts,
+                self._dims,
+                strict=True,
+            )
+        ]
+        starts = key_starts(features)
+        ids = torch.arange(features.values().shape[0], device=flat.device)
+        key_N = torch.ops.tilerec.segment_ids(starts, ids.shape[0])
+        slots = list(range(len(own)))
+        batches = features.stride_per_key() if variable else [features.stride()]
+        out, _ = torch.ops.tilerec.pooled_lookup(
+            rows, self._no_sinks, ids - starts[key_N], features.offsets(), looked.batch.sample_weights, slots,
+            list(own), [int(slot.mean) for slot in self._slots], batches, self._wide(),
+            ",".join(f"{slot.feature}@{slot.table}" for slot in self._slots),
+        )  # fmt: skip
+        return out.reshape(-1)
+
+
+class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
+    """An `EmbeddingCollection` whose rows lie on many ranks."""
+
+    def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
+        """As the unsharded module's; `features` may be routed already."""
+        routed = features if isinstance(features, RoutedFeatures) else self.route(features)
+        return self.combine(self.lookup(routed))
+
+    def combine(self, looked: LookedUp) -> dict[str, JaggedTensor]:
+        """The unsharded module's output for this rank's batch."""
+        features = looked.batch.features
+        sizes = features.length_per_key()
+        position = {key: k for k, key in enumerate(features.keys())}
+        counts = [sizes[position[slot.feature]] for slot in self._slots]
+        output = pooled_output(self._dims, counts, False, [None] * len(counts))
+        flat = self._flat(looked, output).to(self._dtype(self._leaf_dtypes()))
+        parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
+        results = {}
+        for slot, part, count in zip(self._slots, parts, counts, strict=True):
+            feature = features[slot.feature]
+            results[slot.name] = JaggedTensor(
+                part.view(count, slot.dim),
+                feature.values() if self._need_indices else None,
+                feature.lengths(),
+                feature.offsets(),
+            )
+        return results
+
+
+def _wide_of(leaf: Tensor) -> torch.dtype:
+    return torch.float64 if leaf.dtype == torch.float64 else torch.float32
+
+
+def shard_collection(
+    module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
+    device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
+) -> None:  # fmt: skip
+    """Make a collection into this rank's part of a sharded one, in place.
+
+    Args:
+        tilings: of every table.
+        group, route_group: two channels over the same ranks.
+        device: where tiles of tables on meta get their memory; others stay where they are. None: CPU.
+        exact: pool at home and sum in fixed blocks, so that no bit depends on the tiling; costs bytes.
+        fan_in: expected ids per bag of tables, where known: says whether sums inside a host save anything.
+    """
+    tables = module._tables
+    names = list(tables)
+    layouts = [TableLayout(name, tilings[name], (fan_in or {}).get(name, 2.0)) for name in names]
+    each_id = isinstance(module, EmbeddingCollection)
+    exchange = Exchange(
+        group, route_group, topology, layouts,
+        [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
+        weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact,
+    )  # fmt: skip
+    memory = _memory(module, exchange.layout, device)
+    for name, table in tables.items():
+        if not isinstance(table, ShardedTable):
+            shard_table(table, tilings[name], group, topology, memory[name], exact)
+    module.__class__ = ShardedEmbeddingCollection if each_id else ShardedEmbeddingBagCollection
+    cast(ShardedCollection, module).exchange = exchange
+    module._renew_sinks()
+
+
+def _memory(
+    module: TableCollection, layout: Layout, device: torch.device | str | None
+) -> dict[str, list[Tensor]]:
+    """Memory of this rank's tiles, side by side in one storage per data type and device."""
+    shapes: dict[tuple[torch.dtype, torch.device], list[tuple[str, tuple[int, int]]]] = {}
+    held: dict[int, list[tuple[int, int]]] = {}
+    for r in layout.held:
+        t, tile = layout.rectangles[r]
+        held.setdefault(t, []).append((tile.r1 - tile.r0, tile.c1 - tile.c0))
+    for t, (name, table) in enumerate(module._tables.items()):
+        weight = table.weight
+        where = weight.device if not weight.is_meta else torch.device(device or "cpu")
+        own = held.get(t, [(0, layout.tables[t].tiling.dim)])
+        shapes.setdefault((weight.dtype, where), []).extend((name, shape) for shape in own)
+    places: dict[str, list[Tensor]] = {}
+    for (dtype, where), group in shapes.items():
+        for (name, _), own_memory in zip(
+            group, flat_memory([s for _, s in group], dtype, where), strict=True
+        ):
+            places.setdefault(name, []).append(own_memory)
+    return places

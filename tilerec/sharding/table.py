@@ -1,0 +1,181 @@
+"""`ShardedTable`: a rank's tiles of one table, each a leaf of its own, under the unsharded table's name.
+
+Nouns
+  tile    a rectangle of the table that this rank holds: leaf `<table>.weight`, further ones `weight.1`, `weight.2` …
+          in column-then-row order; a rank that holds nothing has an empty leaf `[0, dim]`, so that every rank has the
+          same names
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.table import INIT_BLOCK, Table
+from tilerec.sharding.layout import reader, rectangles
+from tilerec.sharding.update import Peers, TileRows
+from tilerec.spec.tile import Tile, Tiling
+from tilerec.spec.topology import Topology
+from tilerec.storage.table_rows import Place, TableRows
+
+
+class ShardedTable(Table):
+    """What a rank holds of a table. Made in place from a `Table` by `shard_table`."""
+
+    tiling: Tiling
+    tiles: tuple[Tile, ...]  # this rank's
+    tile_rows: list[TileRows]  # parallel to the leaves: the tiles', or one empty one
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The leaves, in the order of the tiles."""
+        return [cast(nn.Parameter, self._parameters[leaf_name(i)]) for i in range(len(self.tile_rows))]
+
+    def place_of(self, i: int) -> Tile:
+        """The rectangle of leaf i; of no rows for the empty leaf."""
+        return self.tiles[i] if self.tiles else Tile(0, 0, 0, self.tiling.dim, ())
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Write the initial values: those that the whole table would have here."""
+        for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
+            if not leaf.is_meta:
+                fill_tile(self, leaf, tile)
+
+    def _check(self, weight: nn.Parameter) -> None:
+        tile = self.place_of(0)
+        want = (tile.r1 - tile.r0, tile.c1 - tile.c0)
+        if tuple(weight.shape) != want:
+            raise ConfigError(
+                f"Table '{self.config.name}' is sharded: got a weight of shape {tuple(weight.shape)}, wanted {want}, "
+                "this rank's tile; load whole tables with load_state_dict."
+            )
+
+    def _bind(self) -> None:
+        for rows, leaf in zip(self.tile_rows, self.leaves(), strict=True):
+            rows.holders.add(self)
+            rows.bind(leaf)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedTable:
+        leaves = self.leaves()
+        if any(rows.leaf is not leaf for rows, leaf in zip(self.tile_rows, leaves, strict=True)):
+            for i, rows in enumerate(self.tile_rows):
+                self._parameters[leaf_name(i)] = rows.leaf  # a table tied to this one was converted before it
+            return self
+        nn.Module._apply(self, fn, recurse)
+        self._bind()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self._bind()
+
+    def extra_repr(self) -> str:
+        held = ", ".join(str(tile.rectangle) for tile in self.tiles) or "nothing"
+        return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}, here: {held}"
+
+
+def leaf_name(i: int) -> str:
+    """Name of leaf i of a table."""
+    return f"weight.{i}" if i else "weight"
+
+
+@torch.no_grad()
+def fill_tile(table: Table, leaf: Tensor, tile: Tile) -> None:
+    """Initial values of a tile, the bits of the whole table's rectangle.
+
+    A user's `init_fn` is called on full-width blocks of rows, as it is for a whole table; one block is in memory at a
+    time.
+    """
+    config, key = table.config, table.rows.place.key
+    if config.init_fn is None:
+        low, high = config.get_weight_init_min(), config.get_weight_init_max()
+        torch.ops.tilerec.random_fill_(leaf, key, tile.r0, tile.c0, "uniform", low, high)
+        return
+    takes_offset = "row_offset" in inspect.signature(config.init_fn).parameters
+    for start in range(tile.r0 // INIT_BLOCK * INIT_BLOCK, tile.r1, INIT_BLOCK):
+        rows = min(INIT_BLOCK, config.num_embeddings - start)
+        block = torch.zeros((rows, config.embedding_dim), dtype=leaf.dtype, device=leaf.device)
+        result = config.init_fn(block, row_offset=start) if takes_offset else config.init_fn(block)
+        block = result if isinstance(result, Tensor) else block
+        first, last = max(start, tile.r0), min(start + rows, tile.r1)
+        leaf[first - tile.r0 : last - tile.r0] = block[first - start : last - start, tile.c0 : tile.c1]
+
+
+def peers_of(tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool) -> Peers:
+    """Whom a tile's updates concern; see `Peers`."""
+    me = group.rank
+    beside = sorted(
+        (other for other in rectangles(tiling) if (other.r0, other.r1) == (tile.r0, tile.r1)),
+        key=lambda t: t.c0,
+    )
+    if sum(other.c1 - other.c0 for other in beside) != tiling.dim:
+        return Peers(group, tile.owners, None, (), exact)
+    columns = []
+    listeners: dict[int, None] = {}
+    for other in beside:
+        columns.append((reader(other.owners, me, topology), other.c0, other.c1 - other.c0))
+        if other != tile:
+            listeners.update(dict.fromkeys(q for q in other.owners if reader(tile.owners, q, topology) == me))
+    listeners.pop(me, None)
+    return Peers(group, tile.owners, tuple(columns), tuple(listeners), exact)
+
+
+@torch.no_grad()
+def shard_table(
+    table: Table, tiling: Tiling, group: Group, topology: Topology, memory: Sequence[Tensor], exact: bool
+) -> None:
+    """Make a table into this rank's tiles of it, in place: values and optimizer state of the rectangles stay.
+
+    Args:
+        table: whole, real or on meta.
+        memory: for each of this rank's rectangles of the tiling its memory, `[rows, width]`, not written yet; one empty
+            `[0, dim]` where there is none.
+    """
+    whole, old = table.weight, table.rows
+    tiles = tuple(tile for tile in rectangles(tiling) if group.rank in tile.owners)
+    places = tiles or (Tile(0, 0, 0, tiling.dim, (group.rank,)),)
+    made: list[TileRows] = []
+    table._parameters.pop("weight")
+    for i, (tile, own) in enumerate(zip(places, memory, strict=True)):
+        if not own.is_meta and own.numel():
+            if whole.is_meta:
+                fill_tile(table, own, tile)
+            else:
+                own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
+        leaf = nn.Parameter(own, requires_grad=whole.requires_grad)
+        peers = (
+            peers_of(tiling, tile, group, topology, exact)
+            if tiles
+            else Peers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact)
+        )
+        rows = TileRows(table.config.name, Place(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
+        rows.takes_gradients = old.takes_gradients
+        rows.bind(leaf)
+        if old.spec is not None and old.group is not None:
+            rows.attach(old.spec, old.group)
+            _copy_state(old, rows, tile)
+        table._parameters[leaf_name(i)] = leaf
+        made.append(rows)
+    table.__class__ = ShardedTable
+    sharded = cast(ShardedTable, table)
+    sharded.tiling, sharded.tiles, sharded.tile_rows = tiling, tiles, made
+    sharded.rows = made[0]
+    sharded._bind()
+
+
+def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:
+    for name, value in new.state.items():
+        before = old.state[name]
+        if before.is_meta:
+            continue
+        if before.dim() == 2:
+            before = before[tile.r0 : tile.r1, tile.c0 : tile.c1]
+        elif before.dim() == 1:
+            before = before[tile.r0 : tile.r1]
+        value.copy_(before)

@@ -1,0 +1,336 @@
+"""Updating tiles: gradients summed over ranks are divided by their number; replicas and columns agree first.
+
+Nouns
+  replicas  the ranks that hold the same tile: each has the gradients of the homes that read from it, and all apply
+            the gradients of all
+  columns   the ranks that hold the other columns of the same rows: rules that need sums over a whole row add theirs
+
+    G[row] = (sum over all homes) / W,  applied once per distinct row, on every owner alike
+
+Replicas exchange, per table and step, whichever moves fewer bytes (all of them see the same counts and choose alike):
+  bags     output gradients of bags, and the ids: 4 D P + 8 N bytes from each; sums run in unsharded order
+  rows     summed gradients of touched rows: at most (4 D + 8) N bytes from each
+Talk is point to point among the owners of a tile, so ranks that hold nothing of it take no part.
+
+Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.ops.gradient import GradientRecord, GradientSink, concatenated, sum_rows
+from tilerec.ops.rules import add_blocks
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.storage.table_rows import HyperGroup, Place, TableRows
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Whom a tile's updates concern.
+
+    Args:
+        group: of all ranks.
+        replicas: owners of the same tile, this rank included, ascending.
+        columns: per column block of the same rows: (rank to hear it from, first column, width), left to right; this
+            rank's own blocks name itself. One entry: the row is not split. None: the other columns of these rows
+            are cut at other rows, so there is nobody to add row sums with.
+        listeners: ranks that hear this rank's sums.
+        exact: bits must not depend on the tiling.
+    """
+
+    group: Group
+    replicas: tuple[int, ...]
+    columns: tuple[tuple[int, int, int], ...] | None
+    listeners: tuple[int, ...] = ()
+    exact: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+        return self  # a copied module talks through the same group
+
+
+class TileRows(TableRows):
+    """Rows of one tile: `TableRows` whose gradients come from all ranks."""
+
+    def __init__(self, name: str, place: Place, peers: Peers, dim: int) -> None:
+        super().__init__(name, place)
+        self.peers = peers
+        self.dim = dim  # of the whole table
+        self.divisor = float(peers.group.size)
+
+    def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
+        if self.peers.columns is None and spec.phases:
+            raise ConfigError(
+                f"Table '{self.name}': {type(spec).__name__} needs sums over whole rows, and the column blocks of this "
+                "tiling are cut at different rows, so no two ranks hold parts of the same set of rows; cut all column "
+                "blocks at the same rows, or use an optimizer that works element by element (SGD, Adagrad, Adam)."
+            )
+        super().attach(spec, group)
+
+    def batch_key(self) -> Hashable:
+        # All tables at once: what ranks tell each other must come in one order on all of them.
+        return id(self.peers.group)
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        tables = cast("list[TileRows]", list(sinks))
+        alone: dict[tuple[str, tuple[int, ...]], list[TileRows]] = {}
+        split: dict[
+            tuple[str, tuple[int, ...]], dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]]
+        ] = {}
+        for table in tables:
+            spec = None if table.group is None else table.group.spec()
+            alone.setdefault((repr(spec), table.peers.replicas), []).append(table)
+        # Marks that every rank computes alike, so peers meet in one order.
+        for mark in sorted(alone):
+            same, replicas = alone[mark], mark[1]
+            own = _only(record, same)
+            if len(replicas) > 1:
+                own = agree_on_gradients(same[0].peers, own, [table.handle for table in same])
+            whole = [table for table in same if not table._adds_over_columns()]
+            if whole:
+                TableRows.take(whole[0], whole, _only(own, whole))
+            for table in same:
+                if table._adds_over_columns():
+                    rows = (*table.place.key, table.place.row_offset)
+                    split.setdefault((mark[0], ()), {}).setdefault(rows, []).append(
+                        (table, _only(own, [table]))
+                    )
+        for _, tables_of in sorted(split.items()):
+            for _, tiles in sorted(tables_of.items()):
+                _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
+
+    def _adds_over_columns(self) -> bool:
+        columns = self.peers.columns
+        return (
+            self.group is not None
+            and bool(self.group.spec().phases)
+            and columns is not None
+            and len(columns) > 1
+        )
+
+
+def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:
+    """The part of a record that concerns these tables."""
+    handles = {table.handle for table in tables}
+    return record.only([f for f, sink in enumerate(record.sinks) if sink in handles])
+
+
+def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
+    """One update of a rank's tiles of the same rows, whose row sums run over all column blocks of the table."""
+    tables = [table for table, _ in tiles]
+    first = tables[0]
+    assert first.group is not None
+    spec, step = first.group.spec(), first.updates + 1
+    hyper = [*spec.hyper()]
+    hyper[1] *= first.divisor
+    rows_U, grads = _summed([record for _, record in tiles])
+    finite = [torch.isfinite(grads_UD).all(dim=1).to(grads_UD.dtype)[:, None, None] for grads_UD in grads]
+    everywhere = _sum_over_columns(tables, "finite", finite, spread=False)[0] == len(
+        first.peers.columns or ()
+    )
+    bad = int((~everywhere).sum())
+    first_bad = int(rows_U[~everywhere][0]) if bad else -1
+    if bad:
+        rows_U, grads = rows_U[everywhere], [grads_UD[everywhere] for grads_UD in grads]
+    scalars_PU = grads[0].new_zeros((0, rows_U.numel()))
+    for phase in range(spec.phases):
+        sums = [
+            torch.ops.tilerec.rule_partials(
+                table.leaf, table.slots, rows_U, grads_UD, scalars_PU, phase, table.dim, first.peers.exact,
+                table.place.column_offset, spec.rule, hyper, step,
+            )
+            for table, grads_UD in zip(tables, grads, strict=True)
+        ]  # fmt: skip
+        scalars_PU = torch.cat(
+            (scalars_PU, _sum_over_columns(tables, "row sums", sums, spread=first.peers.exact))
+        )
+    for table, grads_UD in zip(tables, grads, strict=True):
+        torch.ops.tilerec.rule_apply_(
+            table.leaf, table.slots, rows_U, grads_UD, scalars_PU, table.dim, spec.rule, hyper, step,
+            list(table.place.key), table.place.row_offset, table.place.column_offset,
+        )  # fmt: skip
+        table.count_update(spec)
+    if bad:
+        first.report_skipped(spec, bad, first_bad)
+
+
+def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
+    """Distinct rows, the same for all records, and each one's summed gradients."""
+    sums = [sum_rows(record) for record in records]
+    assert all(rows.numel() == sums[0][0].numel() for rows, _ in sums), (
+        "column blocks of a row get the same ids"
+    )
+    return sums[0][0], [grads for _, grads in sums]
+
+
+def _sum_over_columns(
+    tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], *, spread: bool
+) -> Tensor:
+    """`[K, U]`: each row's sums over all column blocks, added from left to right.
+
+    Args:
+        tables: this rank's tiles of the rows; sums: theirs, `[U, K, blocks]`.
+        spread: the sums are per aligned block of 8 columns; they are put in place first, then added in order.
+    """
+    distinct, kinds, _ = sums[0].shape
+    peers, dim = tables[0].peers, tables[0].dim
+    assert peers.columns is not None
+    me = peers.group.rank
+    parts = [
+        (rank, c0 // 8, (c0 + width + 7) // 8 - c0 // 8) if spread else (rank, 0, 1)
+        for rank, c0, width in peers.columns
+    ]
+    others = list(dict.fromkeys(rank for rank, _, _ in parts if rank != me))
+    receives = {
+        rank: sums[0].new_empty(distinct * kinds * sum(b for r, _, b in parts if r == rank))
+        for rank in others
+    }
+    listeners = sorted({rank for table in tables for rank in table.peers.listeners})
+    sends = {
+        rank: torch.cat(
+            [
+                own.reshape(-1)
+                for table, own in zip(tables, sums, strict=True)
+                if rank in table.peers.listeners
+            ]
+        )
+        for rank in listeners
+    }
+    peers.group.exchange(name, receives, sends).wait()
+    blocks = (dim + 7) // 8 if spread else 1
+    total = sums[0].new_zeros((distinct, kinds, blocks))
+    at, own_at = dict.fromkeys(others, 0), 0
+    for rank, begin, count in parts:
+        if rank == me:
+            got = sums[own_at]
+            own_at += 1
+        else:
+            size = distinct * kinds * count
+            got = receives[rank][at[rank] : at[rank] + size].view(distinct, kinds, count)
+            at[rank] += size
+        total[:, :, begin : begin + count] += got
+    return add_blocks(total.view(distinct * kinds, blocks)).view(distinct, kinds).T.contiguous()
+
+
+def agree_on_gradients(peers: Peers, record: GradientRecord, handles: Sequence[int]) -> GradientRecord:
+    """The gradients of all replicas as one record, equal on all of them."""
+    me, group = peers.group.rank, peers.group
+    others = [rank for rank in peers.replicas if rank != me]
+    per_table = [
+        record.only([f for f, sink in enumerate(record.sinks) if sink == handle]) for handle in handles
+    ]
+    bounds = [_bounds(own) for own in per_table]
+    counts = [
+        [sum(own.bags), sum(e - b for b, e in where)] for own, where in zip(per_table, bounds, strict=True)
+    ]
+    features = [len(own.bags) for own in per_table]
+    device = record.grad.device
+    mine = torch.tensor([[*c, f] for c, f in zip(counts, features, strict=True)], device=device).view(-1)
+    heard = {rank: torch.empty_like(mine) for rank in others}
+    group.exchange("replica counts", heard, dict.fromkeys(others, mine)).wait()
+    heard[me] = mine
+    by_rank = {rank: heard[rank].view(-1, 3).tolist() for rank in peers.replicas}
+    merged: list[GradientRecord] = []
+    for t, own in enumerate(per_table):
+        bags = sum(by_rank[rank][t][0] for rank in peers.replicas)
+        ids = sum(by_rank[rank][t][1] for rank in peers.replicas)
+        as_bags = peers.exact or 2 * bags < ids or len({by_rank[rank][t][2] for rank in peers.replicas}) > 1
+        exchange = _exchange_bags if as_bags and record.sample_weights is None else _exchange_rows
+        merged.append(exchange(peers, own, bounds[t], {r: by_rank[r][t] for r in peers.replicas}))
+    return concatenated(merged)
+
+
+def _bounds(record: GradientRecord) -> list[tuple[int, int]]:
+    """Where each feature's ids lie in `record.ids`."""
+    if record.offsets is None:
+        return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
+    edges = [
+        edge
+        for start, count in zip(record.starts, record.bags, strict=True)
+        for edge in (start, start + count)
+    ]
+    at = record.offsets[torch.tensor(edges, dtype=torch.int64, device=record.offsets.device)].tolist()
+    return list(zip(at[0::2], at[1::2], strict=True))
+
+
+def _exchange_rows(
+    peers: Peers, own: GradientRecord, bounds: list[tuple[int, int]], counts: dict[int, list[int]]
+) -> GradientRecord:
+    """Summed gradients of touched rows, replica after replica."""
+    me, group, dim = peers.group.rank, peers.group, own.dims[0]
+    others = [rank for rank in peers.replicas if rank != me]
+    rows_U, grads_UD = sum_rows(own)
+    size = rows_U.new_tensor([rows_U.numel()])
+    sizes = {rank: torch.empty_like(size) for rank in others}
+    group.exchange("replica rows", sizes, dict.fromkeys(others, size)).wait()
+    theirs = {rank: int(sizes[rank]) for rank in others}
+    rows = {rank: rows_U.new_empty(n) for rank, n in theirs.items()}
+    grads = {rank: grads_UD.new_empty(n * dim) for rank, n in theirs.items()}
+    group.exchange("replica rows", rows, dict.fromkeys(others, rows_U)).wait()
+    group.exchange("replica gradients", grads, dict.fromkeys(others, grads_UD.view(-1))).wait()
+    rows[me], grads[me] = rows_U, grads_UD.view(-1)
+    ids_N = torch.cat([rows[rank] for rank in peers.replicas])
+    return GradientRecord(
+        own.serial, torch.cat([grads[rank] for rank in peers.replicas]), ids_N, None, None, (own.sinks[0],), (dim,),
+        (0,), (ids_N.numel(),), (0,), (dim,), (0,),
+    )  # fmt: skip
+
+
+def _exchange_bags(
+    peers: Peers, own: GradientRecord, bounds: list[tuple[int, int]], counts: dict[int, list[int]]
+) -> GradientRecord:
+    """Bags' gradients and ids: feature by feature and replica by replica, the order of the concatenated batches."""
+    me, group, dim = peers.group.rank, peers.group, own.dims[0]
+    others = [rank for rank in peers.replicas if rank != me]
+    device = own.grad.device
+    grads = torch.ops.tilerec.pick_rows(
+        own.grad.reshape(-1), torch.empty(0, dtype=torch.int32, device=device), own.bags, own.dims,
+        [-1] * len(own.bags), own.grad_starts, own.grad_strides,
+    )  # fmt: skip
+    ids = torch.cat([own.ids[begin:end].to(torch.int64) for begin, end in bounds])
+    if own.offsets is None:
+        lengths = torch.ones_like(ids)
+    else:
+        edges = [own.offsets[s : s + count + 1] for s, count in zip(own.starts, own.bags, strict=True)]
+        lengths = torch.cat([edge[1:] - edge[:-1] for edge in edges])
+    # Whole numbers of a bag's features, then lengths, then ids: one message of int64, one of gradients.
+    numbers = torch.cat((torch.tensor(own.bags, device=device), lengths, ids))
+    sizes = {rank: counts[rank][2] + counts[rank][0] + counts[rank][1] for rank in others}
+    heard = {rank: numbers.new_empty(size) for rank, size in sizes.items()}
+    rows = {rank: grads.new_empty(counts[rank][0] * dim) for rank in others}
+    group.exchange("replica ids", heard, dict.fromkeys(others, numbers)).wait()
+    group.exchange("replica gradients", rows, dict.fromkeys(others, grads)).wait()
+    heard[me], rows[me] = numbers, grads
+    all_ids, all_lengths, all_grads = [], [], []
+    bags_of: list[list[int]] = []
+    first_bag = bag_at = 0
+    starts: dict[tuple[int, int], int] = {}
+    for k, rank in enumerate(peers.replicas):
+        bags, _, features = counts[rank]
+        own_bags = heard[rank][:features].tolist()
+        all_lengths.append(heard[rank][features : features + bags])
+        all_ids.append(heard[rank][features + bags :])
+        all_grads.append(rows[rank])
+        bags_of.append(own_bags)
+        bag_at = first_bag
+        for f, count in enumerate(own_bags):
+            starts[(f, k)] = bag_at
+            bag_at += count
+        first_bag = bag_at
+    lengths_P = torch.cat(all_lengths)
+    offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths_P, 0, out=offsets[1:])
+    order = sorted(starts)
+    begin = [starts[mark] for mark in order]
+    return GradientRecord(
+        own.serial, torch.cat(all_grads), torch.cat(all_ids), offsets, None, (own.sinks[0],) * len(order),
+        (dim,) * len(order), tuple(begin), tuple([bags_of[k][f] for f, k in order]),
+        tuple([at * dim for at in begin]), (dim,) * len(order), (0,) * len(order),
+    )  # fmt: skip
