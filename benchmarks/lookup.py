@@ -14,6 +14,8 @@ Sections
   sequence-train  the same, unpooled
   overhead        one call on 26 tables, 64 samples, one id per bag: mostly the cost of a call
 
+Tables are allocated as each library does: ours flat, in 2 MiB pages where the system gives them.
+
 GB/s counts the bytes a perfect implementation must move once: distinct rows, output, ids. Next to it stands a copy of
 256 MiB, read and written, of the same run.
 
@@ -43,10 +45,11 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from peer import DTYPES, EPS, LR, Case, fill_table, result_of, timed  # noqa: E402
+from peer import DTYPES, EPS, LR, PERIOD, Case, fill_table, result_of, table_values, timed  # noqa: E402
 
 from tilerec.ops import backends  # noqa: E402
 from tilerec.ops.cpu.library import status  # noqa: E402
+from tilerec.storage.flat import flat_memory  # noqa: E402
 
 SECTIONS = ("pooled", "sequence", "pooled-train", "sequence-train", "overhead")
 PEER_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -64,7 +67,7 @@ class Ours:
     def __init__(self, case: Case, data: dict[str, Tensor]) -> None:
         self.case, self.data, self.out = case, data, torch.empty(0)
         T, D, B = case.tables, case.dim, case.batch
-        self.tables = [torch.empty(case.rows, D, dtype=DTYPES[case.dtype]) for _ in range(T)]
+        self.tables = flat_memory([(case.rows, D)] * T, DTYPES[case.dtype], "cpu")  # as a collection's
         for t, table in enumerate(self.tables):
             fill_table(table, t)
         self.order, self.steps = list(range(T)), [0] * T
@@ -164,13 +167,12 @@ def oracle(case: Case, data: dict[str, Any]) -> list[Tensor]:
     T, B, L, D = case.tables, case.batch, case.length, case.dim
     outs, updated = [], []
     for t, (ids, rows) in enumerate(zip(data["ids"].chunk(T), data["rows"], strict=True)):
-        table = torch.empty(case.rows, D, dtype=DTYPES[case.dtype])
-        fill_table(table, t)
-        looked = table[ids].double()
+        values, columns = table_values(t, DTYPES[case.dtype]), torch.arange(D)
+        looked = values[(ids[:, None] * D + columns) % PERIOD].double()
         outs.append(looked.view(B, L, D).sum(1) if case.pooled else looked)
         if not case.train:
             continue
-        w = table[rows].double()
+        w = values[(rows[:, None] * D + columns) % PERIOD].double()
         grad = data["grad"]
         each = grad[:, t * D : (t + 1) * D].repeat_interleave(L, 0) if case.pooled else grad.chunk(T)[t]
         g = torch.zeros_like(w).index_add_(0, torch.searchsorted(rows, ids), each.double())

@@ -48,15 +48,25 @@ class Case:
         return self.kind.endswith("train")
 
 
+PERIOD = 65521  # a prime, so rows of any width all differ
+
+
+def table_values(number: int, dtype: torch.dtype) -> Tensor:
+    """A table's elements repeat these, row after row: multiples of 1/65521 in [-0.5, 0.5), by a linear congruence."""
+    at = torch.arange(PERIOD, dtype=torch.int64)
+    return (((at * 48271 + number * 7919) % PERIOD).float() / PERIOD - 0.5).to(dtype)
+
+
 def fill_table(table: Tensor, number: int) -> None:
-    """The same values in every process and version: multiples of 1/65521 in [-0.5, 0.5), by a linear congruence."""
+    """The same values in every process and version."""
     flat = table.detach().view(-1)
-    step = 1 << 22
-    for start in range(0, flat.numel(), step):
-        at = torch.arange(start, min(start + step, flat.numel()), dtype=torch.int64)
-        flat[start : start + at.numel()] = (((at * 48271 + number * 7919) % 65521).float() / 65521 - 0.5).to(
-            flat.dtype
-        )
+    values = table_values(number, table.dtype)
+    filled = min(PERIOD, flat.numel())
+    flat[:filled] = values[:filled]
+    while filled < flat.numel():  # `filled` is a multiple of the period
+        more = min(filled, flat.numel() - filled)
+        flat[filled : filled + more] = flat[:more]
+        filled += more
 
 
 def timed(stages: list[Callable[[], Any]], repeats: int) -> list[float]:

@@ -17,7 +17,6 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 
-
 def batch(size: int, seed: int, weighted: bool = False) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (3 * size,), generator=generator)
@@ -91,7 +90,9 @@ def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(
 
 def test_a_compiled_module_called_twice_in_a_step_updates_once(compile_backend: str) -> None:
     if compile_backend == "aot_eager":
-        pytest.skip("aot_eager checks the version of sinks, which the other call's backward declares as changed")
+        pytest.skip(
+            "aot_eager checks the version of sinks, which the other call's backward declares as changed"
+        )
     torch._dynamo.reset()
     eager = Pooled()
     apply_optimizer_in_backward(torch.optim.Adagrad, eager.parameters(), {"lr": 0.1})
@@ -114,7 +115,9 @@ def test_plain_gradients_compile_too(compile_backend: str) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_a_compiled_functional_call_gives_the_gradient_to_the_tensor_it_was_given(compile_backend: str) -> None:
+def test_a_compiled_functional_call_gives_the_gradient_to_the_tensor_it_was_given(
+    compile_backend: str,
+) -> None:
     torch._dynamo.reset()
     model = Pooled()
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})

@@ -614,3 +614,21 @@ def test_a_variable_batch_is_expanded_by_its_inverse_indices() -> None:
     torch.testing.assert_close(out["friend"], weights["user"][[4, 4, 5]])
     out.values().sum().backward()
     assert weights["item"].grad[1, 0] == 3
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_variable_batch_of_one_key_is_expanded_too(readers: int) -> None:
+    configs = [
+        EmbeddingBagConfig(5, 3, "a", feature_names=["item"]),
+        EmbeddingBagConfig(9, 2, "b", feature_names=["item"]),
+    ]
+    ebc = EmbeddingBagCollection(configs[:readers])
+    kjt = KeyedJaggedTensor(
+        ["item"],
+        torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([2, 1]),
+        stride_per_key_per_rank=[[2]],
+        inverse_indices=(["item"], torch.tensor([[0, 1, 1, 0]])),
+    )
+    plain = KeyedJaggedTensor(["item"], torch.tensor([1, 2, 3, 3, 1, 2]), lengths=torch.tensor([2, 1, 1, 2]))
+    assert torch.equal(ebc(kjt).values(), ebc(plain).values())

@@ -109,6 +109,11 @@ class EmbeddingBagCollection(TableCollection):
             )
         inverse_keys, inverse_FB = inverse
         row = {key: i for i, key in enumerate(inverse_keys)}
+        if len(batches) == 1:  # of one key: the op saw a batch like any other
+            return [
+                part[inverse_FB[row[self._slots[s].feature]]]
+                for part, s in zip(out.split(dims, dim=1), lookup.slots, strict=True)
+            ]
         parts = out.split([batches[k] * dim for k, dim in zip(lookup.keys, dims, strict=True)])
         return [
             part.view(batches[k], dim)[inverse_FB[row[self._slots[s].feature]]]

@@ -323,6 +323,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             list(own), [int(slot.mean) for slot in self._slots], batches, self._wide(),
             ",".join(f"{slot.feature}@{slot.table}" for slot in self._slots),
         )  # fmt: skip
+        if variable and len(batches) == 1:  # of one key: the op saw a batch like any other
+            out = torch.cat([part.reshape(-1) for part in out.split(self._dims, dim=1)])
         return out.reshape(-1)
 
 
