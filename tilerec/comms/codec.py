@@ -129,7 +129,8 @@ class _Int8(Codec):
 
     @staticmethod
     def _decode_rows(wire_Rk: Tensor) -> Tensor:
-        scale_R1 = wire_Rk[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+        # Flat first: of a single row, `contiguous` keeps a stride that the view would not take.
+        scale_R1 = wire_Rk[:, :_SCALE_BYTES].contiguous().view(-1).view(torch.float32)[:, None]
         return wire_Rk[:, _SCALE_BYTES:].float() * scale_R1
 
 

@@ -24,6 +24,7 @@ from tilerec.comms.group import Group, Handle
 from tilerec.ops.gradient import GradientRecord, next_serial
 from tilerec.sharding.layout import Layout, OwnerSegment
 from tilerec.sharding.route import Routed
+from tilerec.sharding.wire import RowWire
 
 
 class Place(NamedTuple):
@@ -39,7 +40,6 @@ class Looked:
 
     routed: Routed
     handle: Handle
-    splits: list[int]  # elements from each owner
 
 
 class Segments(NamedTuple):
@@ -56,6 +56,34 @@ class Segments(NamedTuple):
 def sizes_per_peer(segments: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[int]:
     """Elements of each peer's segments."""
     return [sum(counts[s.count] * s.width for s in own) for own in segments]
+
+
+class Rows(NamedTuple):
+    """Segments of rows between this rank and every other, in the order in which they lie."""
+
+    counts: list[int]
+    widths: list[int]
+    per_peer: list[int]  # how many of them are each peer's
+
+    def sums(self, sizes: Sequence[int]) -> list[int]:
+        """Sizes of segments, added up per peer."""
+        ends = list(itertools.accumulate(self.per_peer, initial=0))
+        return [sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+@dataclass
+class _Decoded:
+    """Rows that came in another number format."""
+
+    handle: Handle
+    decoder: RowWire
+    rows: Rows
+    decoded: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.decoded is None:
+            self.decoded = self.decoder.decode(self.handle.wait(), self.rows.counts, self.rows.widths)
+        return self.decoded
 
 
 class Combiner:
@@ -76,12 +104,35 @@ class Combiner:
         # Leaf of each feature of a record.
         self.leaf_order = [self._looked_up[i].leaf for i in self._order]
         self._home = [s for own in layout.home for s in own]
+        self._home_widths = [s.width for s in self._home]
         merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
         self._merge_units = [
             (m, h, unit.width)
             for m, (h, merge) in enumerate(merges)
             for unit in layout.parts[merge.parts[0]].units
         ]
+        # Tables of the segments at either end of the exchange between owners (or proxies) and homes.
+        table_of = [slot.table for slot in layout.slots]
+        at_home = [table_of[s.slot] for s in self._home]
+        at_owner: list[int] = []
+        self._merged: list[list[tuple[int, int]]] = []  # per home: (merge, width) of the merged rows it gets
+        for home, own in enumerate(layout.direct):
+            at_owner.extend(table_of[s.slot] for s in own)
+            merged = [(m, width) for m, h, width in self._merge_units if h == home]
+            at_owner.extend(table_of[layout.parts[merges[m][1].parts[0]].slot] for m, _ in merged)
+            self._merged.append(merged)
+        self._owner_segments = [len(a) + len(b) for a, b in zip(layout.direct, self._merged, strict=True)]
+        self._owner_widths = [
+            width
+            for own, merged in zip(layout.direct, self._merged, strict=True)
+            for width in [*(s.width for s in own), *(w for _, w in merged)]
+        ]
+        forward = [table.wire.forward for table in layout.tables]
+        backward = [table.wire.backward for table in layout.tables]
+        self._rows_out = RowWire([forward[t] for t in at_owner], forward, wide)
+        self._rows_in = RowWire([forward[t] for t in at_home], forward, wide)
+        self._grads_out = RowWire([backward[t] for t in at_home], backward, wide)
+        self._grads_in = RowWire([backward[t] for t in at_owner], backward, wide)
         self._names = ",".join(
             f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
             for s in self._looked_up
@@ -94,7 +145,6 @@ class Combiner:
         """Read the rows that other ranks' (and my own) bags ask for, and send them home."""
         routed.wait()
         layout = self.layout
-        out_splits = sizes_per_peer(layout.direct, routed.present)
         if self._looked_up:
             rows, _ = torch.ops.tilerec.pooled_lookup(
                 list(leaves), torch.empty(0, dtype=torch.int64), routed.ids, routed.offsets, routed.sample_weights,
@@ -103,10 +153,38 @@ class Combiner:
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
         if layout.hierarchical:
-            rows, out_splits = self._merge(routed, rows, out_splits)
-        splits = sizes_per_peer(layout.home, routed.counts)
-        into = torch.empty(sum(splits), dtype=self.wide, device=rows.device)
-        return Looked(routed, self.group.all_to_all("rows", into, rows, splits, out_splits), splits)
+            rows = self._merge(routed, rows)
+        return Looked(
+            routed,
+            self._send(
+                "rows", rows, self._owner_rows(routed), self._home_rows(routed), self._rows_out, self._rows_in
+            ),
+        )
+
+    def _send(
+        self, name: str, rows: Tensor, sent: Rows, received: Rows, encoder: RowWire, decoder: RowWire
+    ) -> Handle:
+        """Rows to their homes, or gradients to their owners, in their number formats."""
+        out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
+        in_splits = received.sums(decoder.sizes(received.counts, received.widths))
+        wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
+        into = torch.empty(sum(in_splits), dtype=decoder.wire_dtype, device=rows.device)
+        handle = self.group.all_to_all(name, into, wire, in_splits, out_splits)
+        return handle if decoder.plain else _Decoded(handle, decoder, received)
+
+    def _home_rows(self, routed: Routed) -> Rows:
+        return Rows(
+            [routed.counts[s.count] for s in self._home],
+            self._home_widths,
+            [len(s) for s in self.layout.home],
+        )
+
+    def _owner_rows(self, routed: Routed) -> Rows:
+        counts: list[int] = []
+        for own, merged in zip(self.layout.direct, self._merged, strict=True):
+            counts.extend([routed.present[s.count] for s in own])
+            counts.extend([routed.unions[m] for m, _ in merged])
+        return Rows(counts, self._owner_widths, self._owner_segments)
 
     def combine(self, looked: Looked, places: Sequence[Place], size: int) -> Tensor:
         """Put the rows into a flat output of `size` elements; `places`: per slot."""
@@ -123,7 +201,7 @@ class Combiner:
         starts = [routed.slot_starts[s.count] for s in self._home]
         segments = Segments(
             counts,
-            [s.width for s in self._home],
+            self._home_widths,
             starts,
             [places[s.slot].base + s.c0 for s in self._home],
             [places[s.slot].stride for s in self._home],
@@ -166,8 +244,9 @@ class Combiner:
             per_home,
         )
 
-    def _merge(self, routed: Routed, rows: Tensor, direct: list[int]) -> tuple[Tensor, list[int]]:
+    def _merge(self, routed: Routed, rows: Tensor) -> Tensor:
         """Send rows to their proxies, add what siblings send; rows for homes: direct ones, then merged ones."""
+        direct = sizes_per_peer(self.layout.direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         cut = sum(direct)
         into = torch.empty(sum(from_siblings), dtype=rows.dtype, device=rows.device)
@@ -180,10 +259,11 @@ class Combiner:
             for pair in zip(rows[:cut].split(direct), merged.split(per_home), strict=True)
             for piece in pair
         ]
-        return torch.cat(pieces), [a + b for a, b in zip(direct, per_home, strict=True)]
+        return torch.cat(pieces)
 
-    def _unmerge(self, routed: Routed, grads: Tensor, direct: list[int]) -> Tensor:
+    def _unmerge(self, routed: Routed, grads: Tensor) -> Tensor:
         """The transpose of `_merge`: gradients of merged rows go to every sibling that fed them."""
+        direct = sizes_per_peer(self.layout.direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         segments, per_home = self._merge_segments(routed)
         pieces = grads.split([size for pair in zip(direct, per_home, strict=True) for size in pair])
@@ -200,13 +280,15 @@ class Combiner:
         routed, layout = looked.routed, self.layout
         segments, _ = self._home_segments(routed, places)
         out = torch.ops.tilerec.pick_rows(grad, routed.slots, *segments[:-1])
-        direct = sizes_per_peer(layout.direct, routed.present)
-        splits = direct
-        if layout.hierarchical:
-            splits = [a + b for a, b in zip(direct, self._merge_segments(routed)[1], strict=True)]
-        into = torch.empty(sum(splits), dtype=grad.dtype, device=grad.device)
-        rows = self.group.all_to_all("gradients", into, out, splits, looked.splits).wait()
-        return self._unmerge(routed, rows, direct) if layout.hierarchical else rows
+        rows = self._send(
+            "gradients",
+            out,
+            self._home_rows(routed),
+            self._owner_rows(routed),
+            self._grads_out,
+            self._grads_in,
+        ).wait()
+        return self._unmerge(routed, rows) if layout.hierarchical else rows
 
     def record(self, routed: Routed, grads: Tensor, sinks: Sequence[int]) -> GradientRecord:
         """The gradients as row gradients of my leaves; `sinks`: handle per leaf."""

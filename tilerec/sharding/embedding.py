@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.comms.group import Group
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -33,6 +33,7 @@ from tilerec.sharding.table import ShardedTable, shard_table
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
@@ -364,6 +365,7 @@ def _wide_of(leaf: Tensor) -> torch.dtype:
 def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
+    wires: Mapping[str, Wire] | None = None,
 ) -> None:  # fmt: skip
     """Make a collection into this rank's part of a sharded one, in place.
 
@@ -373,10 +375,24 @@ def shard_collection(
         device: where tiles of tables on meta get their memory; others stay where they are. None: CPU.
         exact: pool at home and sum in fixed blocks, so that no bit depends on the tiling; costs bytes.
         fan_in: expected ids per bag of tables, where known: says whether sums inside a host save anything.
+        wires: number formats in which tables' rows and gradients travel; default: as they are summed. Sums inside a
+            host always travel as they are.
+
+    Raises:
+        ConfigError: `exact` with a wire that rounds.
     """
     tables = module._tables
     names = list(tables)
-    layouts = [TableLayout(name, tilings[name], (fan_in or {}).get(name, 2.0)) for name in names]
+    for name, wire in (wires or {}).items():
+        if exact and wire != Wire():
+            raise ConfigError(
+                f"Table '{name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; leave "
+                "out one of them."
+            )
+    layouts = [
+        TableLayout(name, tilings[name], (fan_in or {}).get(name, 2.0), (wires or {}).get(name, Wire()))
+        for name in names
+    ]
     each_id = isinstance(module, EmbeddingCollection)
     exchange = Exchange(
         group, route_group, topology, layouts,

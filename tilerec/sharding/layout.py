@@ -22,21 +22,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """A table as routing sees it. `fan_in`: expected ids per bag; 1 or less: sums inside a host save nothing."""
+    """A table as the exchange sees it. `fan_in`: expected ids per bag; 1 or less: sums inside a host save nothing."""
 
     name: str
     tiling: Tiling
     fan_in: float = 2.0
+    wire: Wire = field(default_factory=Wire)
 
 
 class SlotRead(NamedTuple):
