@@ -136,12 +136,13 @@ def shard_table(
         table: whole, real or on meta.
         memory: for each of this rank's rectangles of the tiling its memory, `[rows, width]`, not written yet; one empty
             `[0, dim]` where there is none.
+
+    Tables tied to it (another collection's, with the same rows) become the same tiles with it.
     """
     whole, old = table.weight, table.rows
     tiles = tuple(tile for tile in rectangles(tiling) if group.rank in tile.owners)
     places = tiles or (Tile(0, 0, 0, tiling.dim, (group.rank,)),)
     made: list[TileRows] = []
-    table._parameters.pop("weight")
     for i, (tile, own) in enumerate(zip(places, memory, strict=True)):
         if not own.is_meta and own.numel():
             if whole.is_meta:
@@ -160,13 +161,17 @@ def shard_table(
         if old.spec is not None and old.group is not None:
             rows.attach(old.spec, old.group)
             _copy_state(old, rows, tile)
-        table._parameters[leaf_name(i)] = leaf
         made.append(rows)
-    table.__class__ = ShardedTable
-    sharded = cast(ShardedTable, table)
-    sharded.tiling, sharded.tiles, sharded.tile_rows = tiling, tiles, made
-    sharded.rows = made[0]
-    sharded._bind()
+    for holder in list(old.holders):  # all tables that share these rows
+        assert isinstance(holder, Table)
+        holder.__class__ = ShardedTable
+        sharded = cast(ShardedTable, holder)
+        sharded._parameters.pop("weight", None)
+        for i, rows in enumerate(made):
+            sharded._parameters[leaf_name(i)] = rows.leaf
+        sharded.tiling, sharded.tiles, sharded.tile_rows = tiling, tiles, list(made)
+        sharded.rows = made[0]
+        sharded._bind()
 
 
 def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:

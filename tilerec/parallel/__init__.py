@@ -1,0 +1,1 @@
+"""A model on many ranks: `shard` in place, or `DistributedModelParallel` around it."""

@@ -1,0 +1,125 @@
+"""`shard`: a model's tables become this rank's tiles of them, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilerec.comms.agree import agree
+from tilerec.comms.group import Group
+from tilerec.comms.mesh import group_of
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table
+from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
+from tilerec.parallel.values import take_from_rank_0
+from tilerec.sharding.embedding import shard_collection
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+
+def shard(
+    module: nn.Module,
+    *,
+    plan: AnyPlan | None = None,
+    mesh: Group | DeviceMesh | dist.ProcessGroup | None = None,
+    topology: Topology | None = None,
+    device: torch.device | str | None = None,
+    exact: bool = False,
+) -> nn.Module:
+    """Shard every embedding collection below a module (and the module itself, if it is one), in place.
+
+    Names of modules, parameters and state stay; values and optimizer state that are there survive, cut to this rank's
+    tiles. Where ranks hold different values, rank 0's count. Every rank calls it, with the same model and plan: one
+    small collective checks that.
+
+    Args:
+        module: the model.
+        plan: a `ShardingPlan`, the path of its JSON file, or `{module path: {table: ParameterSharding or Tiling}}`
+            (`{table: …}` where the module is a collection). Tilings that it does not say are made from its sharding
+            types and ranks. None: `EmbeddingShardingPlanner(topology=…)` makes one.
+        mesh: which ranks: a `DeviceMesh` of one axis, a process group, a `Group`; None is the default process group.
+        topology: which ranks share a host, and memory for the planner. None: the plan's hosts, else those of
+            the launcher (LOCAL_WORLD_SIZE), else one host.
+        device: where tiles of tables on meta get their memory; tables with values stay where they are. None: CPU.
+        exact: the same bits under every plan, at the price of bytes on the wire.
+
+    Returns:
+        The module, with the whole plan at `.plan` (printable).
+
+    Raises:
+        ConfigError: the plan is not for this model or this world, forgets a table, or differs between ranks; a
+            collection is sharded already; tied tables have different tilings.
+    """
+    collections = collections_of(module)
+    ties = ties_of(collections)
+    group = group_of(mesh)
+    kind = torch.device(device).type if device is not None else _device_type(collections)
+    given = None if plan is None else read_plan(plan, collections)
+    topology = topology_of(group, topology, None if given is None else given.hosts, kind)
+    if given is None:
+        given = _tied_alike(_planned(module, topology) if collections else ShardingPlan({}), ties)
+    whole = completed(given, collections, topology)
+    whole.check(sizes_of(collections), group.size)
+    tilings = {(path, table): cast(Tiling, sharding.tiling) for path, table, sharding in whole.tables()}
+    _check_ties(ties, tilings)
+    agree(
+        group,
+        "the model to shard",
+        {"plan": whole.to_json(), "modules": described(collections), "exact": exact},
+    )
+    take_from_rank_0(group, collections, [next(iter(names.values())) for names in ties])
+    if collections:
+        # Channels of their own: other calls of the model's ranks may come between theirs.
+        rows, route = group.split("rows"), group.split("route")
+        for path, part in collections.items():
+            own = {name: tilings[(path, name)] for name in part._tables}
+            wires = {name: whole.plan[path][name].wire for name in part._tables}
+            shard_collection(part, own, rows, route, topology, device=device, exact=exact, wires=wires)
+    module.plan = whole  # type: ignore[assignment]
+    return module
+
+
+def _device_type(collections: Mapping[str, TableCollection]) -> str:
+    types = [part.device.type for part in collections.values()]
+    return next((kind for kind in types if kind != "meta"), "cpu")
+
+
+def _planned(module: nn.Module, topology: Topology) -> ShardingPlan:
+    from tilerec.planner.planner import EmbeddingShardingPlanner
+
+    return EmbeddingShardingPlanner(topology=topology).plan(module)
+
+
+def _tied_alike(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
+    """A plan of the planner's own, in which tied tables lie where the first of them does."""
+    for names in ties:
+        (path, table), *others = names
+        first = plan.plan[path][table]
+        for other_path, other in others:
+            sharding = plan.plan[other_path][other]
+            changed = replace(
+                sharding, sharding_type=first.sharding_type, ranks=first.ranks, tiling=first.tiling
+            )
+            plan = plan.replaced(other_path, other, changed)
+    return plan
+
+
+def _check_ties(ties: list[dict[Name, Table]], tilings: Mapping[Name, Tiling]) -> None:
+    for names in ties:
+        first, *others = names
+        for other in others:
+            if tilings[first] != tilings[other]:
+                raise ConfigError(
+                    f"shard: table '{other[1]}' of module '{other[0]}' is the same table as '{first[1]}' of "
+                    f"'{first[0]}', but the plan cuts them differently; give both the same tiling."
+                )

@@ -1,0 +1,104 @@
+"""The tables of a model: which collections it has, under which paths, and which of their tables are one.
+
+Nouns
+  path  of a collection, as `named_modules` gives it ("" for the model itself)
+  tie   tables of several collections that share their rows: one table with one state, under several names
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.spec.table import AnyTableConfig
+
+Name = tuple[str, str]
+"""Path of a collection, name of a table."""
+
+
+def collections_of(module: nn.Module) -> dict[str, TableCollection]:
+    """Every collection of tables in a model, by path, not sharded yet.
+
+    Raises:
+        ConfigError: one is sharded already.
+    """
+    found: dict[str, TableCollection] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, ShardedCollection):
+            raise ConfigError(
+                f"shard: module '{path}' is sharded already; shard a model once, as a whole, or shard its other parts "
+                "one by one."
+            )
+        if isinstance(part, TableCollection):
+            found[path] = part
+    return found
+
+
+def sizes_of(collections: Mapping[str, TableCollection]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Path -> table -> (rows, dim): what `ShardingPlan.check` compares with."""
+    return {
+        path: {config.name: (config.num_embeddings, config.embedding_dim) for config in part._configs}
+        for path, part in collections.items()
+    }
+
+
+def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table]]:
+    """The distinct tables, each under all its names, in the order of their first.
+
+    Raises:
+        ConfigError: a table also belongs to a collection outside.
+    """
+    ties: dict[int, dict[Name, Table]] = {}
+    for path, part in collections.items():
+        for name, table in part._tables.items():
+            ties.setdefault(id(table.rows), {})[(path, name)] = table
+    for names in ties.values():
+        inside = {id(table) for table in names.values()}
+        rows = next(iter(names.values())).rows
+        if any(id(holder) not in inside for holder in rows.holders):
+            gc.collect()  # a model that nobody uses any more does not count
+        if any(id(holder) not in inside for holder in rows.holders):
+            path, name = next(iter(names))
+            raise ConfigError(
+                f"shard: table '{name}' of module '{path}' is shared with a collection that is not below the module; "
+                "shard a module that holds both."
+            )
+    return list(ties.values())
+
+
+def described(collections: Mapping[str, TableCollection]) -> dict[str, Any]:
+    """What must be the same on every rank, in words and numbers."""
+    return {
+        path: {
+            "kind": type(part).__name__,
+            "weighted": getattr(part, "_is_weighted", False),
+            "tables": {name: _described(table.config, table) for name, table in part._tables.items()},
+        }
+        for path, part in collections.items()
+    }
+
+
+def _described(config: AnyTableConfig, table: Table) -> dict[str, Any]:
+    spec = table.rows.spec
+    return {
+        "rows": config.num_embeddings,
+        "dim": config.embedding_dim,
+        "dtype": str(table.weight.dtype),
+        "features": list(config.feature_names),
+        "pooling": str(getattr(config, "pooling", None)),
+        "init": (
+            config.weight_init_min,
+            config.weight_init_max,
+            getattr(config.init_fn, "__qualname__", None),
+        ),
+        "optimizer": None if spec is None else spec.to_json(),
+        "trained": table.weight.requires_grad,
+        "on meta": table.weight.is_meta,
+    }

@@ -1,0 +1,71 @@
+"""One model on all ranks: what rank 0 holds counts, as in torch's `DistributedDataParallel`.
+
+Ranks build the same model with generators seeded alike or not, and a pretrained table may have been read on rank 0
+only. Keys of the random initial values are always rank 0's, so that tables on meta need no bytes; values travel for
+the tables whose bits differ, and only for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table
+from tilerec.storage.table_rows import Place
+
+CHUNK = 1 << 24
+"""Bytes that travel at once."""
+
+
+@torch.no_grad()
+def take_from_rank_0(
+    group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]
+) -> None:
+    """Give all ranks rank 0's seeds, weights and optimizer state. Two small collectives where nothing differs."""
+    own = [(table.rows.place.key, [_digest(tensor) for tensor in _tensors(table)]) for table in tables]
+    seeds = {path: part.seed for path, part in collections.items()}
+    everyone = group.all_gather_object((seeds, own))
+    first_seeds, first = everyone[0]  # type: ignore[misc]
+    for path, part in collections.items():
+        part.seed = first_seeds[path]
+    for t, (table, (key, _)) in enumerate(zip(tables, first, strict=True)):
+        table.rows.place = Place(key, table.rows.place.row_offset, table.rows.place.column_offset)
+        differing = [facts[1][t][1] != first[t][1] for facts in everyone]  # type: ignore[index]
+        if any(differing):
+            for tensor in _tensors(table):
+                _send_from_rank_0(group, tensor)
+    for part in collections.values():
+        for table in part._tables.values():
+            table.seed = part.seed
+
+
+def _tensors(table: Table) -> list[Tensor]:
+    """Weight and state, in an order that is the same on all ranks."""
+    state = table.rows.state
+    tensors = [table.weight.detach(), *(state[name] for name in sorted(state))]
+    return [tensor for tensor in tensors if not tensor.is_meta]
+
+
+def _digest(tensor: Tensor) -> tuple[int, int]:
+    """Two sums over the bits, the second weighted by row."""
+    flat = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    sums = flat.contiguous().view(words).sum(dim=1, dtype=torch.int64)
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device) * 2654435761 | 1
+    return int(sums.sum()), int((sums * weights).sum())
+
+
+def _send_from_rank_0(group: Group, tensor: Tensor) -> None:
+    if not tensor.numel():
+        return
+    flat = tensor.view(-1)
+    assert flat.data_ptr() == tensor.data_ptr()
+    for part in flat.split(max(1, CHUNK // tensor.element_size())):
+        if group.rank:
+            group.exchange("initial values", {0: part}, {}).wait()
+        else:
+            group.exchange("initial values", {}, dict.fromkeys(range(1, group.size), part)).wait()
