@@ -2,6 +2,7 @@
 #
 #   make train      set up .venv and train the synthetic recipe (about a minute on 2 cores)
 #   make test       set up .venv and run lint, types, contracts and the tests
+#   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
@@ -108,6 +109,11 @@ contracts: setup
 pytest: setup
 	$(call say,tests)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+.PHONY: parity
+parity: setup
+	$(call say,parity: sharded equals unsharded$(comma) the whole product)
+	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q -m nightly tests/parity $(ARGS)
 
 .PHONY: bench
 bench: setup $(PEER)/.installed
