@@ -27,7 +27,7 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient import GradientRecord, GradientSink, concatenated, sum_rows
-from tilerec.ops.rules import add_blocks
+from tilerec.ops.rules import BLOCK, add_blocks, block_sums
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.table_rows import HyperGroup, Place, TableRows
 
@@ -51,6 +51,13 @@ class Peers:
     columns: tuple[tuple[int, int, int], ...] | None
     listeners: tuple[int, ...] = ()
     exact: bool = False
+
+    def sum_unit(self) -> int:
+        """Columns of each of the sums that column blocks tell each other; 0: one sum for a whole block."""
+        if not self.exact:
+            return 0
+        aligned = all(c0 % BLOCK == 0 and width % BLOCK == 0 for _, c0, width in self.columns or ())
+        return BLOCK if aligned else 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
         return self  # a copied module talks through the same group
@@ -132,25 +139,19 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
     hyper[1] *= first.divisor
     rows_U, grads = _summed([record for _, record in tiles])
     finite = [torch.isfinite(grads_UD).all(dim=1).to(grads_UD.dtype)[:, None, None] for grads_UD in grads]
-    everywhere = _sum_over_columns(tables, "finite", finite, spread=False)[0] == len(
-        first.peers.columns or ()
-    )
+    everywhere = _sum_over_columns(tables, "finite", finite, 0)[0] == len(first.peers.columns or ())
     bad = int((~everywhere).sum())
     first_bad = int(rows_U[~everywhere][0]) if bad else -1
     if bad:
         rows_U, grads = rows_U[everywhere], [grads_UD[everywhere] for grads_UD in grads]
     scalars_PU = grads[0].new_zeros((0, rows_U.numel()))
+    unit = first.peers.sum_unit()
     for phase in range(spec.phases):
         sums = [
-            torch.ops.tilerec.rule_partials(
-                table.leaf, table.slots, rows_U, grads_UD, scalars_PU, phase, table.dim, first.peers.exact,
-                table.place.column_offset, spec.rule, hyper, step,
-            )
+            _partials(table, rows_U, grads_UD, scalars_PU, phase, unit, spec, hyper)
             for table, grads_UD in zip(tables, grads, strict=True)
-        ]  # fmt: skip
-        scalars_PU = torch.cat(
-            (scalars_PU, _sum_over_columns(tables, "row sums", sums, spread=first.peers.exact))
-        )
+        ]
+        scalars_PU = torch.cat((scalars_PU, _sum_over_columns(tables, "row sums", sums, unit)))
     for table, grads_UD in zip(tables, grads, strict=True):
         torch.ops.tilerec.rule_apply_(
             table.leaf, table.slots, rows_U, grads_UD, scalars_PU, table.dim, spec.rule, hyper, step,
@@ -159,6 +160,31 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
         table.count_update(spec)
     if bad:
         first.report_skipped(spec, bad, first_bad)
+
+
+def _partials(
+    table: TileRows, rows_U: Tensor, grads_UD: Tensor, scalars_PU: Tensor, phase: int, unit: int,
+    spec: OptimizerSpec, hyper: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """A tile's share of a phase's row sums, `[U, K, units]`; for `unit` see `_sum_over_columns`."""
+    leaf, slots, step = table.leaf, table.slots, table.updates + 1
+    if unit != 1:
+        return torch.ops.tilerec.rule_partials(
+            leaf, slots, rows_U, grads_UD, scalars_PU, phase, table.dim, unit > 0, table.place.column_offset,
+            spec.rule, hyper, step,
+        )  # fmt: skip
+    # Single columns: each element as a row of one column, so the very kernel that sums also gives the terms.
+    distinct, width = grads_UD.shape
+    elements = [
+        slot[rows_U].reshape(-1, 1) if slot.dim() == 2 else slot[rows_U].repeat_interleave(width)
+        for slot in slots
+    ]
+    terms = torch.ops.tilerec.rule_partials(
+        leaf.detach()[rows_U].reshape(-1, 1), elements, torch.arange(distinct * width, device=leaf.device),
+        grads_UD.reshape(-1, 1), scalars_PU.repeat_interleave(width, dim=1), phase, table.dim, False, 0, spec.rule,
+        hyper, step,
+    )  # fmt: skip
+    return terms.view(distinct, width, -1).transpose(1, 2)
 
 
 def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
@@ -170,23 +196,19 @@ def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
     return sums[0][0], [grads for _, grads in sums]
 
 
-def _sum_over_columns(
-    tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], *, spread: bool
-) -> Tensor:
+def _sum_over_columns(tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], unit: int) -> Tensor:
     """`[K, U]`: each row's sums over all column blocks, added from left to right.
 
     Args:
-        tables: this rank's tiles of the rows; sums: theirs, `[U, K, blocks]`.
-        spread: the sums are per aligned block of 8 columns; they are put in place first, then added in order.
+        tables: this rank's tiles of the rows; sums: theirs, `[U, K, units]`.
+        unit: columns of each of the sums (8: aligned blocks, 1: single columns), which are put in place first and then
+            added in the order of a whole row; 0: one sum for each column block of the tiling.
     """
     distinct, kinds, _ = sums[0].shape
     peers, dim = tables[0].peers, tables[0].dim
     assert peers.columns is not None
     me = peers.group.rank
-    parts = [
-        (rank, c0 // 8, (c0 + width + 7) // 8 - c0 // 8) if spread else (rank, 0, 1)
-        for rank, c0, width in peers.columns
-    ]
+    parts = [(rank, c0 // unit, width // unit) if unit else (rank, 0, 1) for rank, c0, width in peers.columns]
     others = list(dict.fromkeys(rank for rank, _, _ in parts if rank != me))
     receives = {
         rank: sums[0].new_empty(distinct * kinds * sum(b for r, _, b in parts if r == rank))
@@ -204,8 +226,7 @@ def _sum_over_columns(
         for rank in listeners
     }
     peers.group.exchange(name, receives, sends).wait()
-    blocks = (dim + 7) // 8 if spread else 1
-    total = sums[0].new_zeros((distinct, kinds, blocks))
+    total = sums[0].new_zeros((distinct, kinds, dim // unit if unit else 1))
     at, own_at = dict.fromkeys(others, 0), 0
     for rank, begin, count in parts:
         if rank == me:
@@ -216,7 +237,8 @@ def _sum_over_columns(
             got = receives[rank][at[rank] : at[rank] + size].view(distinct, kinds, count)
             at[rank] += size
         total[:, :, begin : begin + count] += got
-    return add_blocks(total.view(distinct * kinds, blocks)).view(distinct, kinds).T.contiguous()
+    flat = total.view(distinct * kinds, total.shape[2])
+    return add_blocks(block_sums(flat, 0) if unit == 1 else flat).view(distinct, kinds).T.contiguous()
 
 
 def agree_on_gradients(peers: Peers, record: GradientRecord, handles: Sequence[int]) -> GradientRecord:
