@@ -48,13 +48,19 @@ class GradientRecord:
     grad_starts: tuple[int, ...]
     grad_strides: tuple[int, ...]
     means: tuple[int, ...]
+    # Place of each feature in the sum over all ranks, where a record is one rank's of several; empty: as they stand.
+    order: tuple[int, ...] = ()
 
     def only(self, features: Sequence[int]) -> GradientRecord:
         """The record of some of its features."""
         if len(features) == len(self.sinks):
             return self
-        names = ("sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means")
-        some: dict[str, Any] = {name: tuple(getattr(self, name)[f] for f in features) for name in names}
+        names = ["sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means"]
+        if self.order:
+            names.append("order")
+        some: dict[str, Any] = {
+            name: tuple([values[f] for f in features]) for name in names for values in [getattr(self, name)]
+        }
         return replace(self, **some)
 
 

@@ -309,6 +309,7 @@ class Combiner:
             grad_starts=tuple([grad_starts[i] for i in self._order]),
             grad_strides=tuple([s.width for s in own]),
             means=(0,) * len(own),
+            order=tuple([s.slot * self.layout.size + s.home for s in own]),
         )
 
     def sample_weight_grads(

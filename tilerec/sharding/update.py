@@ -7,9 +7,6 @@ Nouns
 
     G[row] = (sum over all homes) / W,  applied once per distinct row, on every owner alike
 
-Replicas exchange, per table and step, whichever moves fewer bytes (all of them see the same counts and choose alike):
-  bags     output gradients of bags, and the ids: 4 D P + 8 N bytes from each; sums run in unsharded order
-  rows     summed gradients of touched rows: at most (4 D + 8) N bytes from each
 Talk is point to point among the owners of a tile, so ranks that hold nothing of it take no part.
 
 Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the group.
@@ -26,8 +23,9 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient import GradientRecord, GradientSink, concatenated, sum_rows
+from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
 from tilerec.ops.rules import BLOCK, add_blocks, block_sums
+from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.table_rows import HyperGroup, Place, TableRows
 
@@ -99,7 +97,13 @@ class TileRows(TableRows):
             same, replicas = alone[mark], mark[1]
             own = _only(record, same)
             if len(replicas) > 1:
-                own = agree_on_gradients(same[0].peers, own, [table.handle for table in same])
+                own = agree_on_gradients(
+                    same[0].peers.group,
+                    replicas,
+                    own,
+                    [table._as_replica(own) for table in same],
+                    exact=same[0].peers.exact,
+                )
             whole = [table for table in same if not table._adds_over_columns()]
             if whole:
                 TableRows.take(whole[0], whole, _only(own, whole))
@@ -112,6 +116,10 @@ class TileRows(TableRows):
         for _, tables_of in sorted(split.items()):
             for _, tiles in sorted(tables_of.items()):
                 _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
+
+    def _as_replica(self, record: GradientRecord) -> ReplicaTable:
+        features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
+        return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
 
     def _adds_over_columns(self) -> bool:
         columns = self.peers.columns
@@ -239,120 +247,3 @@ def _sum_over_columns(tables: Sequence[TileRows], name: str, sums: Sequence[Tens
         total[:, :, begin : begin + count] += got
     flat = total.view(distinct * kinds, total.shape[2])
     return add_blocks(block_sums(flat, 0) if unit == 1 else flat).view(distinct, kinds).T.contiguous()
-
-
-def agree_on_gradients(peers: Peers, record: GradientRecord, handles: Sequence[int]) -> GradientRecord:
-    """The gradients of all replicas as one record, equal on all of them."""
-    me, group = peers.group.rank, peers.group
-    others = [rank for rank in peers.replicas if rank != me]
-    per_table = [
-        record.only([f for f, sink in enumerate(record.sinks) if sink == handle]) for handle in handles
-    ]
-    bounds = [_bounds(own) for own in per_table]
-    counts = [
-        [sum(own.bags), sum(e - b for b, e in where)] for own, where in zip(per_table, bounds, strict=True)
-    ]
-    features = [len(own.bags) for own in per_table]
-    device = record.grad.device
-    mine = torch.tensor([[*c, f] for c, f in zip(counts, features, strict=True)], device=device).view(-1)
-    heard = {rank: torch.empty_like(mine) for rank in others}
-    group.exchange("replica counts", heard, dict.fromkeys(others, mine)).wait()
-    heard[me] = mine
-    by_rank = {rank: heard[rank].view(-1, 3).tolist() for rank in peers.replicas}
-    merged: list[GradientRecord] = []
-    for t, own in enumerate(per_table):
-        bags = sum(by_rank[rank][t][0] for rank in peers.replicas)
-        ids = sum(by_rank[rank][t][1] for rank in peers.replicas)
-        as_bags = peers.exact or 2 * bags < ids or len({by_rank[rank][t][2] for rank in peers.replicas}) > 1
-        exchange = _exchange_bags if as_bags and record.sample_weights is None else _exchange_rows
-        merged.append(exchange(peers, own, bounds[t], {r: by_rank[r][t] for r in peers.replicas}))
-    return concatenated(merged)
-
-
-def _bounds(record: GradientRecord) -> list[tuple[int, int]]:
-    """Where each feature's ids lie in `record.ids`."""
-    if record.offsets is None:
-        return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
-    edges = [
-        edge
-        for start, count in zip(record.starts, record.bags, strict=True)
-        for edge in (start, start + count)
-    ]
-    at = record.offsets[torch.tensor(edges, dtype=torch.int64, device=record.offsets.device)].tolist()
-    return list(zip(at[0::2], at[1::2], strict=True))
-
-
-def _exchange_rows(
-    peers: Peers, own: GradientRecord, bounds: list[tuple[int, int]], counts: dict[int, list[int]]
-) -> GradientRecord:
-    """Summed gradients of touched rows, replica after replica."""
-    me, group, dim = peers.group.rank, peers.group, own.dims[0]
-    others = [rank for rank in peers.replicas if rank != me]
-    rows_U, grads_UD = sum_rows(own)
-    size = rows_U.new_tensor([rows_U.numel()])
-    sizes = {rank: torch.empty_like(size) for rank in others}
-    group.exchange("replica rows", sizes, dict.fromkeys(others, size)).wait()
-    theirs = {rank: int(sizes[rank]) for rank in others}
-    rows = {rank: rows_U.new_empty(n) for rank, n in theirs.items()}
-    grads = {rank: grads_UD.new_empty(n * dim) for rank, n in theirs.items()}
-    group.exchange("replica rows", rows, dict.fromkeys(others, rows_U)).wait()
-    group.exchange("replica gradients", grads, dict.fromkeys(others, grads_UD.view(-1))).wait()
-    rows[me], grads[me] = rows_U, grads_UD.view(-1)
-    ids_N = torch.cat([rows[rank] for rank in peers.replicas])
-    return GradientRecord(
-        own.serial, torch.cat([grads[rank] for rank in peers.replicas]), ids_N, None, None, (own.sinks[0],), (dim,),
-        (0,), (ids_N.numel(),), (0,), (dim,), (0,),
-    )  # fmt: skip
-
-
-def _exchange_bags(
-    peers: Peers, own: GradientRecord, bounds: list[tuple[int, int]], counts: dict[int, list[int]]
-) -> GradientRecord:
-    """Bags' gradients and ids: feature by feature and replica by replica, the order of the concatenated batches."""
-    me, group, dim = peers.group.rank, peers.group, own.dims[0]
-    others = [rank for rank in peers.replicas if rank != me]
-    device = own.grad.device
-    grads = torch.ops.tilerec.pick_rows(
-        own.grad.reshape(-1), torch.empty(0, dtype=torch.int32, device=device), own.bags, own.dims,
-        [-1] * len(own.bags), own.grad_starts, own.grad_strides,
-    )  # fmt: skip
-    ids = torch.cat([own.ids[begin:end].to(torch.int64) for begin, end in bounds])
-    if own.offsets is None:
-        lengths = torch.ones_like(ids)
-    else:
-        edges = [own.offsets[s : s + count + 1] for s, count in zip(own.starts, own.bags, strict=True)]
-        lengths = torch.cat([edge[1:] - edge[:-1] for edge in edges])
-    # Whole numbers of a bag's features, then lengths, then ids: one message of int64, one of gradients.
-    numbers = torch.cat((torch.tensor(own.bags, device=device), lengths, ids))
-    sizes = {rank: counts[rank][2] + counts[rank][0] + counts[rank][1] for rank in others}
-    heard = {rank: numbers.new_empty(size) for rank, size in sizes.items()}
-    rows = {rank: grads.new_empty(counts[rank][0] * dim) for rank in others}
-    group.exchange("replica ids", heard, dict.fromkeys(others, numbers)).wait()
-    group.exchange("replica gradients", rows, dict.fromkeys(others, grads)).wait()
-    heard[me], rows[me] = numbers, grads
-    all_ids, all_lengths, all_grads = [], [], []
-    bags_of: list[list[int]] = []
-    first_bag = bag_at = 0
-    starts: dict[tuple[int, int], int] = {}
-    for k, rank in enumerate(peers.replicas):
-        bags, _, features = counts[rank]
-        own_bags = heard[rank][:features].tolist()
-        all_lengths.append(heard[rank][features : features + bags])
-        all_ids.append(heard[rank][features + bags :])
-        all_grads.append(rows[rank])
-        bags_of.append(own_bags)
-        bag_at = first_bag
-        for f, count in enumerate(own_bags):
-            starts[(f, k)] = bag_at
-            bag_at += count
-        first_bag = bag_at
-    lengths_P = torch.cat(all_lengths)
-    offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=device)
-    torch.cumsum(lengths_P, 0, out=offsets[1:])
-    order = sorted(starts)
-    begin = [starts[mark] for mark in order]
-    return GradientRecord(
-        own.serial, torch.cat(all_grads), torch.cat(all_ids), offsets, None, (own.sinks[0],) * len(order),
-        (dim,) * len(order), tuple(begin), tuple([bags_of[k][f] for f, k in order]),
-        tuple([at * dim for at in begin]), (dim,) * len(order), (0,) * len(order),
-    )  # fmt: skip

@@ -1,0 +1,282 @@
+"""Replicas of a tile agree on its gradients: each has those of the homes that read from it, all apply those of all.
+
+Per table and step, whichever form moves fewer bytes (all replicas see the same counts and choose alike); D columns:
+  bags    output gradients of bags and the ids: 4 D P + 4 N bytes from each replica to each; sums keep unsharded order
+  rows    summed gradients of touched rows: at most (4 D + 4) N bytes from each to each
+  dense   one all-reduce of the whole gradient and of which rows were touched: 8 (D + 1) rows (W - 1) / W bytes from
+          each; where every rank of the group is a replica
+
+    G[row] = sum over features, then replicas, then occurrences      (bags: in that order; rows, dense: sums of sums)
+
+However many tables: one message with counts, one with numbers, one with gradients to every peer, and one all-reduce.
+
+Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R replicas, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.ops.gradient import GradientRecord, sum_rows
+
+
+class Form(Enum):
+    """How the gradients of a table travel."""
+
+    BAGS = "bags"
+    ROWS = "rows"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class ReplicaTable:
+    """One table's part in an agreement, the same on all replicas but for `features`."""
+
+    handle: int
+    rows: int
+    dim: int
+    features: list[int]  # of the record
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What one replica has of one table."""
+
+    features: int
+    bags: int
+    ids: int
+
+
+def choose_form(
+    rows: int, dim: int, counts: Sequence[tuple[int, int]], group_size: int, *, bags_can_travel: bool, exact: bool
+) -> Form:  # fmt: skip
+    """The cheapest form for one table.
+
+    Args:
+        counts: (bags, ids) of every replica.
+        bags_can_travel: whether the gradients of bags are all it takes (no sample weights).
+        exact: sums must run in unsharded order.
+
+    Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB, rows at most 0.26 MB (no
+    more rows than there are), dense 0.26 MB: rows.
+    """
+    if exact:
+        return Form.BAGS
+    others = len(counts) - 1
+    as_bags = others * sum(4 * dim * bags + 4 * ids for bags, ids in counts)
+    as_rows = others * sum((4 * dim + 4) * min(ids, rows) for _, ids in counts)
+    as_dense = 8 * (dim + 1) * rows * others if len(counts) == group_size else None
+    if as_dense is not None and as_dense < min(as_rows, as_bags):
+        return Form.DENSE
+    return Form.BAGS if bags_can_travel and as_bags < as_rows else Form.ROWS
+
+
+def agree_on_gradients(
+    group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
+) -> GradientRecord:  # fmt: skip
+    """The gradients of all replicas as one record, equal on all of them.
+
+    Args:
+        replicas: owners of the tables, this rank included, ascending; all of them call.
+        record: this rank's gradients of the tables.
+    """
+    me, others = group.rank, [rank for rank in replicas if rank != group.rank]
+    bounds = _bounds(record)
+    own = [
+        _Counts(
+            len(table.features),
+            sum(record.bags[f] for f in table.features),
+            sum(bounds[f][1] - bounds[f][0] for f in table.features),
+        )
+        for table in tables
+    ]
+    counts = _tell_counts(group, others, own)
+    forms = [
+        choose_form(
+            table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
+            bags_can_travel=record.sample_weights is None, exact=exact,
+        )
+        for t, table in enumerate(tables)
+    ]  # fmt: skip
+    as_bags = [t for t, form in enumerate(forms) if form is Form.BAGS]
+    as_rows = [t for t, form in enumerate(forms) if form is Form.ROWS]
+    as_dense = [t for t, form in enumerate(forms) if form is Form.DENSE]
+    sums = {t: sum_rows(record.only(tables[t].features)) for t in (*as_rows, *as_dense)}
+    distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
+
+    small = all(table.rows < 1 << 31 for table in tables)
+    numbers, gradients = _pack(record, bounds, tables, as_bags, [sums[t] for t in as_rows], small)
+    heard: dict[int, Tensor] = {me: numbers}
+    rows: dict[int, Tensor] = {me: gradients}
+    for rank in others:
+        bags = [counts[rank][t] for t in as_bags]
+        sizes = distinct.get(rank, [])
+        heard[rank] = numbers.new_empty(sum(2 * c.features + c.bags + c.ids for c in bags) + sum(sizes))
+        wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
+        wide += [tables[t].dim * size for t, size in zip(as_rows, sizes, strict=True)]
+        rows[rank] = gradients.new_empty(sum(wide))
+    if as_bags or as_rows:
+        told = group.exchange("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
+        sent = group.exchange(
+            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
+        )
+        told.wait()
+        sent.wait()
+    distinct[me] = [sums[t][0].numel() for t in as_rows]
+    unpacked = _Unpacked()
+    for rank in replicas:
+        unpacked.add(heard[rank], rows[rank], tables, as_bags, [counts[rank][t] for t in as_bags],
+                     as_rows, distinct.get(rank, []))  # fmt: skip
+    if as_dense:
+        unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
+    return unpacked.record(record, tables)
+
+
+def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
+    """As many whole numbers from every peer as this rank has."""
+    mine = torch.tensor(own, dtype=torch.int64, device=group.device)
+    heard = {rank: torch.empty_like(mine) for rank in others}
+    group.exchange(name, heard, dict.fromkeys(others, mine)).wait()
+    return {rank: tensor.tolist() for rank, tensor in heard.items()}
+
+
+def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
+    flat = [number for c in own for number in (c.features, c.bags, c.ids)]
+    heard = _tell(group, others, "replica counts", flat)
+    told = {
+        rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        for rank, numbers in heard.items()
+    }
+    return {**told, group.rank: list(own)}
+
+
+def _bounds(record: GradientRecord) -> list[tuple[int, int]]:
+    """Where each feature's ids lie in `record.ids`."""
+    if record.offsets is None:
+        return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
+    edges = [
+        edge
+        for start, count in zip(record.starts, record.bags, strict=True)
+        for edge in (start, start + count)
+    ]
+    at = record.offsets[torch.tensor(edges, dtype=torch.int64, device=record.offsets.device)].tolist()
+    return list(zip(at[0::2], at[1::2], strict=True))
+
+
+def _pack(
+    record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable],
+    as_bags: Sequence[int], sums: Sequence[tuple[Tensor, Tensor]], small: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What goes to every peer.
+
+    Numbers: (place in the sum, bags) of each feature, the bags' lengths, their ids, then touched rows. Gradients: of
+    bags, then of touched rows.
+    """
+    device = record.grad.device
+    features = [f for t in as_bags for f in tables[t].features]
+    about = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
+    ids = [record.ids[bounds[f][0] : bounds[f][1]] for f in features]
+    lengths: list[Tensor] = []
+    for f in features:
+        if record.offsets is None:
+            lengths.append(torch.ones(record.bags[f], dtype=torch.int64, device=device))
+        else:
+            edges = record.offsets[record.starts[f] : record.starts[f] + record.bags[f] + 1]
+            lengths.append(edges[1:] - edges[:-1])
+    dtype = torch.int32 if small else torch.int64
+    pieces = [torch.tensor(about, dtype=dtype, device=device)]
+    pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, [rows_U for rows_U, _ in sums]) if part]
+    grads = [grads_UD.reshape(-1) for _, grads_UD in sums]
+    if features:
+        bags = torch.ops.tilerec.pick_rows(
+            record.grad.reshape(-1), torch.empty(0, dtype=torch.int32, device=device),
+            [record.bags[f] for f in features], [record.dims[f] for f in features], [-1] * len(features),
+            [record.grad_starts[f] for f in features], [record.grad_strides[f] for f in features],
+        )  # fmt: skip
+        grads = [bags, *grads]
+    return torch.cat(pieces), torch.cat(grads) if grads else record.grad.new_empty(0)
+
+
+def _reduce_dense(
+    group: Group, tables: Sequence[ReplicaTable], sums: dict[int, tuple[Tensor, Tensor]]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Touched rows and their gradients, summed over all ranks; a last column counts who touched a row."""
+    sizes = [tables[t].rows * (tables[t].dim + 1) for t in sums]
+    first = next(iter(sums.values()))[1]
+    flat = first.new_zeros(sum(sizes))
+    blocks = dict(zip(sums, flat.split(sizes), strict=True))
+    for t, (rows_U, grads_UD) in sums.items():
+        block = blocks[t].view(tables[t].rows, tables[t].dim + 1)
+        block[rows_U, :-1] = grads_UD
+        block[rows_U, -1] = 1
+    group.all_reduce_("replica gradients, dense", flat).wait()
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for t, part in blocks.items():
+        block = part.view(tables[t].rows, tables[t].dim + 1)
+        rows_U = block[:, -1].nonzero()[:, 0]
+        found[t] = (rows_U, block[rows_U, :-1])
+    return found
+
+
+class _Unpacked:
+    """The replicas' messages, taken apart and laid one after the other."""
+
+    def __init__(self) -> None:
+        self.lengths: list[Tensor] = []
+        self.ids: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        # Per feature: (table, place in the sum, arrival), first bag, bags, first gradient.
+        self.features: list[tuple[tuple[int, int, int], int, int, int]] = []
+        self._bag = self._element = 0
+
+    def _take(self, t: int, order: int, bags: int, dim: int) -> None:
+        self.features.append(((t, order, len(self.features)), self._bag, bags, self._element))
+        self._bag += bags
+        self._element += bags * dim
+
+    def add(
+        self, numbers: Tensor, grads: Tensor, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+        counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
+    ) -> None:  # fmt: skip
+        """One replica's message."""
+        sizes = [2 * sum(c.features for c in counts), sum(c.bags for c in counts), sum(c.ids for c in counts)]
+        about, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
+        pairs = about.view(-1, 2).tolist()
+        at = 0
+        for t, c in zip(as_bags, counts, strict=True):
+            for order, bags in pairs[at : at + c.features]:
+                self._take(t, order, bags, tables[t].dim)
+            at += c.features
+        for t, size in zip(as_rows, distinct, strict=True):
+            self._take(t, 0, size, tables[t].dim)
+        self.lengths += [lengths, torch.ones_like(rows)]
+        self.ids += [ids, rows]
+        self.grads.append(grads)
+
+    def add_dense(self, found: dict[int, tuple[Tensor, Tensor]], tables: Sequence[ReplicaTable]) -> None:
+        """Rows that every replica has now."""
+        for t, (rows_U, grads_UD) in found.items():
+            self._take(t, 0, rows_U.numel(), tables[t].dim)
+            self.lengths.append(torch.ones_like(rows_U))
+            self.ids.append(rows_U)
+            self.grads.append(grads_UD.reshape(-1))
+
+    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
+        """One record; features of a table in the order of the sum."""
+        lengths_P = torch.cat(self.lengths)
+        offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
+        torch.cumsum(lengths_P, 0, out=offsets[1:])
+        features = sorted(self.features)
+        dims = tuple([tables[mark[0]].dim for mark, *_ in features])
+        return GradientRecord(
+            own.serial, torch.cat(self.grads), torch.cat(self.ids), offsets, None,
+            tuple([tables[mark[0]].handle for mark, *_ in features]), dims,
+            tuple([bag for _, bag, _, _ in features]), tuple([count for _, _, count, _ in features]),
+            tuple([element for _, _, _, element in features]), dims, (0,) * len(features),
+        )  # fmt: skip
