@@ -27,7 +27,8 @@ def apply_optimizer_in_backward(
     Args:
         optimizer_class: `torch.optim.SGD/Adagrad/Adam/AdamW`, one of `tilerec.optim`'s, or a ready spec
             (`tilerec.spec.optimizer`). Touched rows only: moments, momentum and decay of other rows stand still.
-        params: parameters of tables; others (dense layers) are given to torch's own in-backward optimizer.
+        params: parameters of tables; others (dense layers) are given to torch's own in-backward optimizer. A frozen
+            table (`requires_grad` False) gets no optimizer and no state: attach when it is thawed.
         optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec.
 
     Raises:
@@ -42,7 +43,7 @@ def apply_optimizer_in_backward(
         rows = rows_of(parameter)
         if rows is None:
             dense.append(parameter)
-        else:
+        elif parameter.requires_grad:
             tables[id(rows)] = rows
     several = isinstance(optimizer_class, Sequence) and not isinstance(optimizer_class, str)
     classes: Sequence[Any] = cast(Any, optimizer_class) if several else [optimizer_class]

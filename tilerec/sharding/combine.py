@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +133,15 @@ class Combiner:
         self._rows_in = RowWire([forward[t] for t in at_home], forward, wide)
         self._grads_out = RowWire([backward[t] for t in at_home], backward, wide)
         self._grads_in = RowWire([backward[t] for t in at_owner], backward, wide)
+        # Table of each of a `Routed`'s counts.
+        wire_tables = [0] * len(layout.parts)
+        for p, part in enumerate(layout.parts):
+            wire_tables[layout.wire[p]] = table_of[part.slot]
+        own_merges = [table_of[layout.parts[merge.parts[0]].slot] for merge in layout.own_merges]
+        self._table_of_count = wire_tables + own_merges
+        self._table_of_present = [table_of[layout.parts[p].slot] for parts in layout.received for p in parts]
+        self._table_of_union = [table_of[layout.parts[merge.parts[0]].slot] for _, merge in merges]
+        self._table_of_member = [table_of[layout.parts[p].slot] for _, merge in merges for p in merge.parts]
         self._names = ",".join(
             f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
             for s in self._looked_up
@@ -275,6 +284,24 @@ class Combiner:
 
     # ------------------------------------------------------------------------------------------------ backward
 
+    def thawed(self, looked: Looked, live: Sequence[bool]) -> Looked:
+        """As if the frozen tables had had no bags: nothing of theirs travels back. `live`: per table."""
+        if all(live):
+            return looked
+        routed = looked.routed
+
+        def kept(counts: Sequence[int], tables: Sequence[int]) -> list[int]:
+            return [count if live[t] else 0 for count, t in zip(counts, tables, strict=True)]
+
+        fewer = replace(
+            routed,
+            counts=kept(routed.counts, self._table_of_count),
+            present=kept(routed.present, self._table_of_present),
+            unions=kept(routed.unions, self._table_of_union),
+            member_counts=kept(routed.member_counts, self._table_of_member),
+        )
+        return Looked(fewer, looked.handle)
+
     def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
         """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
         routed, layout = looked.routed, self.layout
@@ -290,9 +317,16 @@ class Combiner:
         ).wait()
         return self._unmerge(routed, rows) if layout.hierarchical else rows
 
-    def record(self, routed: Routed, grads: Tensor, sinks: Sequence[int]) -> GradientRecord:
-        """The gradients as row gradients of my leaves; `sinks`: handle per leaf."""
-        bag_starts = list(itertools.accumulate(routed.present, initial=0))
+    def record(
+        self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]
+    ) -> GradientRecord:
+        """The gradients as row gradients of my leaves.
+
+        Args:
+            sinks: handle per leaf.
+            present: bags of each received part, of frozen tables too.
+        """
+        bag_starts = list(itertools.accumulate(present, initial=0))
         sizes = [routed.present[s.count] * s.width for s in self._looked_up]
         grad_starts = list(itertools.accumulate(sizes, initial=0))
         own = [self._looked_up[i] for i in self._order]

@@ -114,11 +114,11 @@ class ShardedCollection(TableCollection):
     def _lay_flat(self) -> None:
         """Tiles keep the memory that the conversion gave them."""
 
-    def _leaf_dtypes(self) -> list[Tensor]:
+    def _first_leaves(self) -> list[Tensor]:
         return [cast(Tensor, table._parameters["weight"]) for table in self._tables.values()]
 
     def _wide(self) -> torch.dtype:
-        dtypes = {leaf.dtype for leaf in self._leaf_dtypes()}
+        dtypes = {leaf.dtype for leaf in self._first_leaves()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -136,11 +136,6 @@ class ShardedCollection(TableCollection):
 
     def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
         every = self._checked(features)
-        if len(every) > 1:
-            raise InputError(
-                f"{type(self).__name__}: on_bad_id='clamp' with a feature that tables of different sizes read is not "
-                "supported in sharded modules; give those tables features of their own."
-            )
         keys = list(features.keys())
         position = {key: k for k, key in enumerate(keys)}
         for slot in self._slots:
@@ -158,8 +153,20 @@ class ShardedCollection(TableCollection):
             bags = [sizes[k] for k in own]
         else:
             bags = [batches[k] if variable else batches[0] for k in own]
-        batch = Batch(every[0], features.offsets(), weights, batches, bags)
-        return batch, [own[route.slot] for route in self.exchange.layout.routes]
+        ids, offsets = every[0], features.offsets()
+        at = [own[route.slot] for route in self.exchange.layout.routes]
+        if len(every) > 1:
+            # Clamped to tables of several sizes: the batch once per size, its keys one after the other.
+            count = ids.numel()
+            ids = torch.cat(every)
+            offsets = torch.cat([offsets[:1], *(offsets[1:] + i * count for i in range(len(every)))])
+            weights = None if weights is None else torch.cat([weights] * len(every))
+            batches = (batches if variable else batches * len(keys)) * len(every)
+            at = [
+                key + self._sizes[route.slot] * len(keys)
+                for key, route in zip(at, self.exchange.layout.routes, strict=True)
+            ]
+        return Batch(ids, offsets, weights, batches, bags), at
 
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
         """Read and pool the rows this rank holds, and send them home."""
@@ -188,14 +195,19 @@ class ShardedCollection(TableCollection):
             r.handle if r.takes_gradients and leaf.requires_grad else -1
             for r, leaf in zip(rows, leaves, strict=True)
         ]
-        wants = any(leaf.requires_grad for leaf in self._leaf_dtypes()) or batch.routed.weights_need_grad
+        wants = any(leaf.requires_grad for leaf in self._first_leaves()) or batch.routed.weights_need_grad
         travels = batch.stages.router.weighted
         combiner = batch.stages.combiner
         return combine(
             combiner,
             looked.looked,
             output,
-            Gradients(leaves, sinks, functools.partial(self._dense_grads, combiner, leaves, sinks)),
+            Gradients(
+                leaves,
+                sinks,
+                [leaf.requires_grad for leaf in self._first_leaves()],
+                functools.partial(self._dense_grads, combiner, leaves, sinks),
+            ),
             self.exchange.anchor if wants else None,
             batch.sample_weights if travels else None,
         )
@@ -205,6 +217,8 @@ class ShardedCollection(TableCollection):
     ) -> dict[int, Tensor]:
         """Dense gradients of the leaves that have no optimizer attached: summed over ranks, divided by their number."""
         wanted = [i for i, leaf in enumerate(leaves) if sinks[i] == -1 and leaf.requires_grad]
+        if not wanted:
+            return {}
         position = {i: k for k, i in enumerate(wanted)}
         features = [f for f, i in enumerate(combiner.leaf_order) if i in position]
         dense = [
@@ -249,7 +263,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     def combine(self, looked: LookedUp) -> KeyedTensor:
         """The unsharded module's output for this rank's batch."""
         features = looked.batch.features
-        dtype = self._dtype(self._leaf_dtypes())
+        dtype = self._dtype(self._first_leaves())
         variable = features.variable_stride_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
         own = [position[slot.feature] for slot in self._slots]
@@ -314,13 +328,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
                 strict=True,
             )
         ]
+        weights = features.weights() if self._is_weighted else None
         starts = key_starts(features)
         ids = torch.arange(features.values().shape[0], device=flat.device)
         key_N = torch.ops.tilerec.segment_ids(starts, ids.shape[0])
         slots = list(range(len(own)))
         batches = features.stride_per_key() if variable else [features.stride()]
         out, _ = torch.ops.tilerec.pooled_lookup(
-            rows, self._no_sinks, ids - starts[key_N], features.offsets(), looked.batch.sample_weights, slots,
+            rows, self._no_sinks, ids - starts[key_N], features.offsets(), weights, slots,
             list(own), [int(slot.mean) for slot in self._slots], batches, self._wide(),
             ",".join(f"{slot.feature}@{slot.table}" for slot in self._slots),
         )  # fmt: skip
@@ -344,7 +359,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         position = {key: k for k, key in enumerate(features.keys())}
         counts = [sizes[position[slot.feature]] for slot in self._slots]
         output = pooled_output(self._dims, counts, False, [None] * len(counts))
-        flat = self._flat(looked, output).to(self._dtype(self._leaf_dtypes()))
+        flat = self._flat(looked, output).to(self._dtype(self._first_leaves()))
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
         results = {}
         for slot, part, count in zip(self._slots, parts, counts, strict=True):

@@ -60,7 +60,8 @@ class Gradients:
     """How the leaves of a rank take their gradients."""
 
     leaves: list[nn.Parameter]
-    sinks: list[int]  # handle per leaf; -1: a dense `.grad`
+    sinks: list[int]  # handle per leaf; -1: a dense `.grad`, or none
+    trained: list[bool]  # per table; the same on every rank
     dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
 
 
@@ -86,13 +87,16 @@ class _Combine(torch.autograd.Function):
         ctx.spent = True
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
             grad = ctx.output.divide_(grad.clone())
-        rows = combiner.send_back(ctx.looked, grad.contiguous(), ctx.output.places)
+        # Gradients of sample weights need those of all rows.
+        live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
+        looked = combiner.thawed(ctx.looked, live)
+        rows = combiner.send_back(looked, grad.contiguous(), ctx.output.places)
         sample_grad = None
         if routed.weights_need_grad:  # of any rank: a collective
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(routed, rows, gradients.leaves, count)
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
-        record = combiner.record(routed, rows, gradients.sinks)
+        record = combiner.record(looked.routed, rows, gradients.sinks, routed.present)
         submit(record)
         dense = gradients.dense(record) if -1 in gradients.sinks else {}
         return (
