@@ -8,6 +8,7 @@ the tables whose bits differ, and only for those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +29,13 @@ def take_from_rank_0(
     """Give all ranks rank 0's seeds, weights and optimizer state. Two small collectives where nothing differs."""
     own = [(table.rows.place.key, [_digest(tensor) for tensor in _tensors(table)]) for table in tables]
     seeds = {path: part.seed for path, part in collections.items()}
-    everyone = group.all_gather_object((seeds, own))
-    first_seeds, first = everyone[0]  # type: ignore[misc]
+    everyone = cast("list[tuple[dict[str, int], list[Any]]]", group.all_gather_object((seeds, own)))
+    first_seeds, first = everyone[0]
     for path, part in collections.items():
         part.seed = first_seeds[path]
     for t, (table, (key, _)) in enumerate(zip(tables, first, strict=True)):
         table.rows.place = Place(key, table.rows.place.row_offset, table.rows.place.column_offset)
-        differing = [facts[1][t][1] != first[t][1] for facts in everyone]  # type: ignore[index]
+        differing = [facts[1][t][1] != first[t][1] for facts in everyone]
         if any(differing):
             for tensor in _tensors(table):
                 _send_from_rank_0(group, tensor)

@@ -8,9 +8,11 @@ Nouns
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,12 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.table import INIT_BLOCK, Table
 from tilerec.sharding.layout import reader, rectangles
+from tilerec.sharding.state import Cover, Logical, Piece, size_mismatch
+from tilerec.sharding.tiled_tensor import load, shown
 from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.table_rows import Place, TableRows
+from tilerec.storage.table_rows import Place, TableRows, rows_of
 
 
 class ShardedTable(Table):
@@ -57,9 +61,32 @@ class ShardedTable(Table):
             )
 
     def _bind(self) -> None:
-        for rows, leaf in zip(self.tile_rows, self.leaves(), strict=True):
+        """Make the rows those of the leaves that are here now; a leaf of another table's brings its rows along."""
+        for i, leaf in enumerate(self.leaves()):
+            theirs = rows_of(leaf)
+            if isinstance(theirs, TileRows) and theirs is not self.tile_rows[i]:
+                self._check_tie(theirs, i)
+                self.tile_rows[i].holders.discard(self)
+                self.tile_rows[i] = theirs
+                self.tied = True
+            rows = self.tile_rows[i]
             rows.holders.add(self)
+            for holder in rows.holders:
+                holder._parameters[leaf_name(i)] = leaf
             rows.bind(leaf)
+        self.rows = self.tile_rows[0]
+
+    def _check_tie(self, theirs: TileRows, i: int) -> None:
+        other = next(iter(theirs.holders))
+        if (
+            not isinstance(other, ShardedTable)
+            or other.tiling != self.tiling
+            or other.leaves()[i] is not theirs.leaf
+        ):
+            raise ConfigError(
+                f"Table '{self.config.name}': got a tile of table '{theirs.name}', which is cut differently; tie "
+                "tables before sharding them, or give both the same tiling."
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedTable:
         leaves = self.leaves()
@@ -74,6 +101,74 @@ class ShardedTable(Table):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
         self._bind()
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def weight_of(self) -> Logical:
+        """The weight as a logical tensor."""
+        return self._logical([leaf.detach() for leaf in self.leaves()])
+
+    def state_of(self, name: str) -> Logical:
+        """One slot of the attached optimizer's state (or its update count) as a logical tensor."""
+        return self._logical([rows.state[name] for rows in self.tile_rows])
+
+    def _logical(self, parts: Sequence[Tensor]) -> Logical:
+        """Args: parts: one per leaf, each of as many dimensions as the whole has."""
+        tiles, like = rectangles(self.tiling), parts[0].new_empty(0)
+        if parts[0].dim() == 2:
+            cover = Cover.of_cells((self.tiling.rows, self.tiling.dim), tiles)
+        else:
+            cover = Cover.of_rows(self.tiling.rows, tiles) if parts[0].dim() else Cover.of_one(tiles)
+        place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
+        pieces = []
+        for tile, part in zip(self.tiles, parts, strict=False):
+            key = (tile.r0, tile.r1, tile.c0 if part.dim() == 2 else 0) if part.dim() else (0, 1, 0)
+            pieces.append(Piece(place[key], part))
+        return Logical(cover, tuple(pieces), self.tile_rows[0].peers.group, like)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        whole = self.weight_of()
+        kept = keep_vars and whole.cover.whole_on(whole.group.size)
+        destination[f"{prefix}weight"] = self.weight if kept else shown(whole)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """One key of logical shape, in whatever form: whole, a DTensor, tiles of another cut. Values are copied in,
+        with `assign=True`, too."""
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        key = f"{prefix}weight"
+        if strict:
+            unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name != key)
+        value = state_dict.get(key)
+        if value is None:
+            if strict:
+                missing_keys.append(key)
+            return
+        want = (self.config.num_embeddings, self.config.embedding_dim)
+        if not isinstance(value, Tensor):
+            error_msgs.append(
+                f"While copying the parameter named {key!r}, expected a tensor, got {type(value)}."
+            )
+        elif tuple(value.shape) != want:
+            error_msgs.append(size_mismatch(key, value.shape, want))
+        else:
+            load(self.weight_of(), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError(
+            f"Table '{self.config.name}' is sharded: a pickled module would hold this rank's tiles only, and no way "
+            "to the others. Save module.state_dict() with torch.distributed.checkpoint, or "
+            "tilerec.parallel.full_state_dict(module) with torch.save; load it into a module that was built and "
+            "sharded anew."
+        )
 
     def extra_repr(self) -> str:
         held = ", ".join(str(tile.rectangle) for tile in self.tiles) or "nothing"
@@ -143,7 +238,7 @@ def shard_table(
     tiles = tuple(tile for tile in rectangles(tiling) if group.rank in tile.owners)
     places = tiles or (Tile(0, 0, 0, tiling.dim, (group.rank,)),)
     made: list[TileRows] = []
-    for i, (tile, own) in enumerate(zip(places, memory, strict=True)):
+    for tile, own in zip(places, memory, strict=True):
         if not own.is_meta and own.numel():
             if whole.is_meta:
                 fill_tile(table, own, tile)

@@ -1,0 +1,281 @@
+"""Logical tensors as torch sees them: plain tensors, DTensors, and a DTensor of our own for every other tiling.
+
+    whole everywhere                                     -> a plain tensor
+    rows or columns cut as torch cuts them (ceil chunks
+    over all ranks in order)                             -> a plain DTensor, Shard(0) or Shard(1)
+    anything else                                        -> `TiledTensor`
+
+`TiledTensor` is a DTensor by type, so that torch's checkpoints treat it as one; its placement is of its own kind, so
+that nothing reads it as a `Shard` that it is not.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from tilerec.comms.group import Group
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.errors import ConfigError
+from tilerec.sharding.state import Cover, Logical, Piece
+from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
+
+
+class Tiled(Placement):
+    """The placement of a `TiledTensor`: neither a shard that torch could read, nor a replica."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tiled)
+
+    def __hash__(self) -> int:
+        return hash(Tiled)
+
+    def __repr__(self) -> str:
+        return "Tiled()"
+
+
+@final
+class TiledTensor(DTensor):
+    """A logical tensor whose cells lie on ranks in a way that torch's placements do not say.
+
+    `full_tensor()` gives the whole on every rank; `pieces()` what this rank holds; `torch.distributed.checkpoint` saves
+    and loads it under any other tiling, placement or world size. Arithmetic is for `full_tensor()`: of operators it
+    knows copies, conversions and fills.
+    """
+
+    logical: Logical
+
+    def __new__(cls, logical: Logical, mesh: DeviceMesh) -> TiledTensor:
+        shape = logical.cover.shape
+        local = logical.pieces[0].memory if logical.pieces else logical.like.new_empty((0, *shape[1:]))
+        meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
+        spec = DTensorSpec(mesh, (Tiled(),), tensor_meta=meta)
+        made = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
+        made.logical = logical
+        return made
+
+    def __init__(self, logical: Logical, mesh: DeviceMesh) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = ", ".join(str(rectangle) for rectangle, _ in self.pieces()) or "nothing"
+        return f"TiledTensor(shape={tuple(self.shape)}, dtype={self.dtype}, here: {held})"
+
+    def pieces(self) -> list[tuple[Rectangle, Tensor]]:
+        """What this rank holds: rectangles, and views of their memory."""
+        return [(self.logical.cover.tiles[t].rectangle, memory) for t, memory in self.logical.pieces]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, on every rank; all ranks call it. It carries no gradient."""
+        return self.logical.full()
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's rectangle; of no rows if it holds nothing.
+
+        Raises:
+            ConfigError: it holds several; see `pieces`.
+        """
+        if len(self.logical.pieces) > 1:
+            raise ConfigError(
+                f"{self!r}: this rank holds {len(self.logical.pieces)} rectangles, which are not one tensor; use "
+                ".pieces(), or .full_tensor()."
+            )
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """As a plain DTensor of torch's placements: every rank gathers the whole and keeps its part."""
+        mesh = device_mesh or self.device_mesh
+        wanted = tuple(placements or (Replicate(),) * mesh.ndim)
+        local = self.full_tensor()
+        for axis, placement in enumerate(wanted):
+            if isinstance(placement, Shard):
+                own = mesh.get_local_rank(axis)
+                parts = local.chunk(mesh.size(axis), placement.dim)
+                empty = local.narrow(placement.dim, 0, 0)
+                local = parts[own] if own < len(parts) else empty
+            elif not isinstance(placement, Replicate):
+                raise ConfigError(f"{self!r}: cannot become {placement}; wanted Shard or Replicate.")
+        return DTensor.from_local(
+            local.contiguous(), mesh, wanted, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    # ------------------------------------------------------------------------------------ torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        cover, me = self.logical.cover, self.logical.group.rank
+        items, seen = [], set()
+        for t, memory in self.logical.pieces:
+            tile = cover.tiles[t]
+            if tile.owners[0] != me or t not in cover.written or t in seen:
+                continue
+            seen.add(t)
+            offsets, sizes = torch.Size(cover.offsets(tile)), torch.Size(cover.extent(tile))
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(fqn, offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                        properties=TensorProperties.create_from_tensor(memory),
+                        size=self.size(),
+                    ),
+                )
+            )
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        cover = self.logical.cover
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size(cover.offsets(cover.tiles[t])),
+                sizes=torch.Size(cover.extent(cover.tiles[t])),
+            )
+            for t, _ in self.logical.pieces
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        cover, pieces = self.logical.cover, self.logical.pieces
+        if index.index is not None and index.index < len(pieces):
+            t, memory = pieces[index.index]
+            if index.offset is None or tuple(index.offset) == cover.offsets(cover.tiles[t]):
+                return memory
+        for t, memory in pieces:
+            if index.offset is not None and tuple(index.offset) == cover.offsets(cover.tiles[t]):
+                return memory
+        raise ValueError(f"{index.fqn}: {self!r} has nothing at {index.offset}.")
+
+    # ---------------------------------------------------------------------------------------------------- operators
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], TiledTensor) else None
+        if own is not None and func in _PIECE_BY_PIECE:
+            logical = own.logical.mapped(lambda memory: func(memory, *args[1:], **kwargs))
+            return TiledTensor(logical, own.device_mesh)
+        if own is not None and func in _IN_PLACE:
+            for _, memory in own.logical.pieces:
+                func(memory, *args[1:], **kwargs)
+            return own
+        if own is not None and func is torch.ops.aten.copy_.default:
+            load(own.logical, args[1])
+            return own
+        if own is not None and func is torch.ops.aten._local_scalar_dense.default and own.logical.pieces:
+            return func(own.logical.pieces[0].memory)
+        return _refuse(func, own if own is not None else next(a for a in args if isinstance(a, TiledTensor)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiledTensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError(
+            f"{self!r}: a file written by pickle or torch.save would hold this rank's part only; save with "
+            "torch.distributed.checkpoint, or whole with torch.save(tilerec.parallel.full_state_dict(module))."
+        )
+
+
+def _refuse(func: Any, tensor: TiledTensor) -> NoReturn:
+    raise ConfigError(
+        f"{tensor!r}: {func} is not for tensors in tiles; take .full_tensor() (on all ranks) or .pieces() first."
+    )
+
+
+_aten = torch.ops.aten
+_PIECE_BY_PIECE = (
+    _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.zeros_like.default,
+    _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default,
+)  # fmt: skip
+_IN_PLACE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
+
+
+def shown(logical: Logical) -> Tensor:
+    """A logical tensor, as plain as it can be said (see the head of this file); it shares the pieces' memory.
+
+    Raises:
+        ConfigError: it is spread over ranks that are threads, for which torch has no DTensors.
+    """
+    group, cover = logical.group, logical.cover
+    if cover.whole_on(group.size):
+        return logical.pieces[0].memory
+    if not isinstance(group, ProcessGroupComms):
+        raise ConfigError(
+            "state_dict: ranks that are threads have no DTensors, and this table lies on several; gather whole "
+            "tensors with tilerec.parallel.full_state_dict(module), or run the ranks as processes (run_ranks)."
+        )
+    mesh = DeviceMesh.from_group(group.process_group, logical.like.device.type)
+    dim = cover.shard_dim(group.size)
+    if dim is None:
+        return TiledTensor(logical, mesh)
+    local = logical.pieces[0].memory if logical.pieces else logical.like.new_empty((0, *cover.shape[1:]))
+    return DTensor.from_local(
+        local,
+        mesh,
+        (Shard(dim),),
+        run_check=False,
+        shape=torch.Size(cover.shape),
+        stride=_strides(cover.shape),
+    )
+
+
+def load(logical: Logical, value: Tensor) -> None:
+    """Write a value of the same shape: a whole tensor, a DTensor of any placement, or a `TiledTensor` of any tiling.
+
+    All ranks call it where the value is spread over ranks.
+    """
+    if isinstance(value, TiledTensor) and _same_ranks(value.device_mesh, logical.group):
+        logical.load(value.logical)
+        return
+    if isinstance(value, DTensor):
+        source = _in_tiles(value, logical.group)
+        if source is not None:
+            logical.load(source)
+            return
+        value = value.full_tensor()
+    logical.load_whole(value)
+
+
+def _same_ranks(mesh: DeviceMesh, group: Group) -> bool:
+    return isinstance(group, ProcessGroupComms) and mesh.mesh.tolist() == dist.get_process_group_ranks(
+        group.process_group
+    )
+
+
+def _in_tiles(value: DTensor, group: Group) -> Logical | None:
+    """A plain DTensor that is cut along one dimension over the same ranks; None for any other."""
+    if len(value.placements) != 1 or not _same_ranks(value.device_mesh, group):
+        return None
+    placement = value.placements[0]
+    if type(placement) is not Shard:
+        return None
+    shape = tuple(value.shape)
+    columns = shape[1] if len(shape) == 2 else 1
+    tiles = [
+        Tile(*((r0, r1, 0, columns) if placement.dim == 0 else (0, shape[0], r0, r1)), (rank,))
+        for rank, (r0, r1) in enumerate(pairwise(ceil_chunks(shape[placement.dim], group.size)))
+    ]
+    local = value.to_local()
+    pieces = (Piece(group.rank, local),) if group.rank < len(tiles) else ()
+    return Logical(Cover(shape, tuple(tiles), tuple(range(len(tiles)))), pieces, group, local.new_empty(0))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
