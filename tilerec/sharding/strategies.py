@@ -1,0 +1,313 @@
+"""Strategies: from a sharding type and ranks to a tiling. Nothing below reads a strategy's name again.
+
+Nouns
+  ranks    those that take part, in the order of their pieces; None: what goes without saying for that strategy
+  sizes    rows of each rank's piece; None: ceil(rows / ranks) each and the rest on the last, as `torch.chunk`
+  widths   columns of each block; None: equal ones
+
+    strategy(name, rows, dim, ranks, topology) -> Tiling
+
+  data_parallel       one tile, a copy on every rank
+  table_wise          one tile on one rank
+  column_wise         block i of the columns on ranks[i]; a rank may come more than once
+  table_column_wise   the same, on ranks of one host
+  row_wise            rows in ranges, range i on ranks[i]
+  table_row_wise      the same, on ranks of one host
+  grid                a block of columns for each run of ranks of one host, its rows in ranges over that run
+
+Grid on hosts (0, 1) and (2, 3), a table of 10 x 8, ranks (0, 1, 2, 3): columns [0, 4) lie on ranks 0 and 1 and columns
+[4, 8) on ranks 2 and 3, rows [0, 5) and [5, 10) each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+from types import MappingProxyType
+
+from tilerec.errors import ConfigError
+from tilerec.spec.plan import ParameterSharding, ShardingType
+from tilerec.spec.ranks import ranks_to_text
+from tilerec.spec.tile import Tiling, ceil_chunks
+from tilerec.spec.topology import Topology
+
+Strategy = Callable[[str, int, int, "Sequence[int] | None", Topology], Tiling]
+
+# Narrower blocks of columns cost more in ids and messages than they balance.
+MIN_WIDTH = 4
+
+
+def data_parallel(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
+    """The whole table on each of `ranks` (None: all)."""
+    owners = _distinct(name, "data_parallel", _all_if_none(ranks, topology))
+    return Tiling.of(name, rows, dim, [(0, rows, 0, dim, owners)])
+
+
+def table_wise(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
+    """The whole table on one rank (None: rank 0 of a world of one)."""
+    if ranks is None and topology.world_size == 1:
+        ranks = (0,)
+    if ranks is None or len(ranks) != 1:
+        raise ConfigError(
+            f"Table '{name}': table_wise got ranks {None if ranks is None else list(ranks)}, wanted one; name the rank "
+            "it lies on."
+        )
+    return Tiling.of(name, rows, dim, [(0, rows, 0, dim, ranks[0])])
+
+
+def column_wise(
+    name: str,
+    rows: int,
+    dim: int,
+    ranks: Sequence[int] | None,
+    topology: Topology,
+    *,
+    widths: Sequence[int] | None = None,
+) -> Tiling:
+    """Blocks of columns, block i on `ranks[i]` (None: on the first ranks, as many as cut the columns evenly)."""
+    if ranks is None:
+        everyone = _everyone(topology)
+        ranks = everyone[: column_pieces(dim, len(everyone)) if widths is None else len(widths)]
+    cuts = _column_cuts(name, "column_wise", dim, len(ranks), widths)
+    return Tiling.of(name, rows, dim, _columns(rows, cuts, ranks))
+
+
+def table_column_wise(
+    name: str,
+    rows: int,
+    dim: int,
+    ranks: Sequence[int] | None,
+    topology: Topology,
+    *,
+    widths: Sequence[int] | None = None,
+) -> Tiling:
+    """`column_wise` on ranks of one host (None: where there is one host)."""
+    own = _on_one_host(name, "table_column_wise", ranks, topology)
+    if ranks is None:
+        own = own[: column_pieces(dim, len(own)) if widths is None else len(widths)]
+    cuts = _column_cuts(name, "table_column_wise", dim, len(own), widths)
+    return Tiling.of(name, rows, dim, _columns(rows, cuts, own))
+
+
+def row_wise(
+    name: str,
+    rows: int,
+    dim: int,
+    ranks: Sequence[int] | None,
+    topology: Topology,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tiling:
+    """Ranges of rows, range i on `ranks[i]` (None: on all). Ranks that no row is left for hold nothing."""
+    own = tuple(_all_if_none(ranks, topology))
+    return Tiling.of(name, rows, dim, _rows(name, "row_wise", rows, (0, dim), own, sizes))
+
+
+def table_row_wise(
+    name: str,
+    rows: int,
+    dim: int,
+    ranks: Sequence[int] | None,
+    topology: Topology,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tiling:
+    """`row_wise` on ranks of one host (None: where there is one host)."""
+    own = _on_one_host(name, "table_row_wise", ranks, topology)
+    return Tiling.of(name, rows, dim, _rows(name, "table_row_wise", rows, (0, dim), own, sizes))
+
+
+def grid(
+    name: str,
+    rows: int,
+    dim: int,
+    ranks: Sequence[int] | None,
+    topology: Topology,
+    *,
+    widths: Sequence[int] | None = None,
+) -> Tiling:
+    """A block of columns for each run of ranks of one host, its rows in ranges over that run.
+
+    `ranks` (None: all, host after host) may come back to a host: each time it holds a further block.
+    """
+    own = [r for host in topology.host_ranks for r in host] if ranks is None else list(ranks)
+    if not own:
+        raise ConfigError(f"Table '{name}': grid_shard got no ranks; name those of one or more hosts.")
+    runs = _host_runs(own, topology)
+    if ranks is None and widths is None:
+        runs = runs[: column_pieces(dim, len(runs))]
+    cuts = _column_cuts(name, "grid_shard", dim, len(runs), widths, "hosts")
+    tiles: list[tuple[int, int, int, int, int]] = []
+    for run, c0, c1 in zip(runs, cuts, cuts[1:], strict=False):
+        tiles += _rows(name, "grid_shard", rows, (c0, c1), run, None)
+    return Tiling.of(name, rows, dim, tiles)
+
+
+STRATEGIES: Mapping[ShardingType, Strategy] = MappingProxyType(
+    {
+        ShardingType.DATA_PARALLEL: data_parallel,
+        ShardingType.TABLE_WISE: table_wise,
+        ShardingType.COLUMN_WISE: column_wise,
+        ShardingType.ROW_WISE: row_wise,
+        ShardingType.TABLE_ROW_WISE: table_row_wise,
+        ShardingType.TABLE_COLUMN_WISE: table_column_wise,
+        ShardingType.GRID_SHARD: grid,
+    }
+)
+
+
+def complete(
+    sharding: ParameterSharding | Tiling, name: str, rows: int, dim: int, topology: Topology
+) -> ParameterSharding:
+    """One table's sharding with its tiling filled in from sharding type and ranks.
+
+    Args:
+        sharding: a tiling that is there stays; a bare `Tiling` is an explicit sharding.
+        name, rows, dim: the table's.
+        topology: the world; which ranks share a host.
+
+    Raises:
+        ConfigError: ranks are missing, are too many or do not fit the sharding type, columns do not divide, a rank is
+            outside the world, or a tiling is for a table of another size.
+    """
+    if isinstance(sharding, Tiling):
+        sharding = ParameterSharding(ShardingType.EXPLICIT, tiling=sharding)
+    if sharding.tiling is None:
+        if sharding.kind is ShardingType.EXPLICIT:
+            raise ConfigError(
+                f"Table '{name}': sharding_type explicit comes without a tiling; give one with tiling=, or name "
+                "another sharding type."
+            )
+        _check_ranks(name, sharding.ranks, topology)
+        made = STRATEGIES[sharding.kind](name, rows, dim, sharding.ranks, topology)
+        # Ranks that were given stay, in the order of their pieces; else they are those of the tiling.
+        sharding = replace(sharding, tiling=made)
+    tiling = sharding.tiling
+    assert tiling is not None
+    if (tiling.rows, tiling.dim) != (rows, dim):
+        raise ConfigError(
+            f"Table '{name}': its tiling is of {tiling.rows} x {tiling.dim} cells and the table has {rows} x {dim}; "
+            "plan again, or leave the tiling out to have it made from sharding_type and ranks."
+        )
+    tiling.check(name, topology.world_size)
+    return sharding
+
+
+def column_pieces(dim: int, most: int, min_width: int = MIN_WIDTH) -> int:
+    """The most equal blocks of columns, up to `most`, that are at least `min_width` wide; 1 if there are none.
+
+    `column_pieces(64, 6) == 4`: 5 and 6 do not divide 64.
+    """
+    return next(k for k in range(max(1, most), 0, -1) if k == 1 or (dim % k == 0 and dim // k >= min_width))
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+def _everyone(topology: Topology) -> tuple[int, ...]:
+    return tuple(range(topology.world_size))
+
+
+def _all_if_none(ranks: Sequence[int] | None, topology: Topology) -> Sequence[int]:
+    return _everyone(topology) if ranks is None else ranks
+
+
+def _check_ranks(name: str, ranks: Sequence[int] | None, topology: Topology) -> None:
+    if ranks is None:
+        return
+    stray = [rank for rank in ranks if rank >= topology.world_size]
+    if stray or not ranks:
+        raise ConfigError(
+            f"Table '{name}': ranks "
+            + (f"name {ranks_to_text(stray)}" if stray else "name nobody")
+            + f"; the world has ranks 0 to {topology.world_size - 1}."
+        )
+
+
+def _distinct(name: str, kind: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"Table '{name}': {kind} got ranks {list(ranks)}; name one or more, each of them once."
+        )
+    return tuple(ranks)
+
+
+def _on_one_host(name: str, kind: str, ranks: Sequence[int] | None, topology: Topology) -> tuple[int, ...]:
+    if ranks is None:
+        if topology.host_count == 1:
+            return topology.ranks_of(0)
+        raise ConfigError(
+            f"Table '{name}': {kind} got no ranks and there are {topology.host_count} hosts; name the ranks of one of "
+            "them."
+        )
+    hosts = sorted({topology.host_of(rank) for rank in ranks})
+    if len(hosts) != 1:
+        other = kind.removeprefix("table_")
+        raise ConfigError(
+            f"Table '{name}': {kind} got ranks {ranks_to_text(ranks)} of hosts {hosts}, wanted ranks of one host "
+            f"(host 0 has {ranks_to_text(topology.ranks_of(0))}); name those, or use {other}."
+        )
+    return tuple(ranks)
+
+
+def _host_runs(ranks: Sequence[int], topology: Topology) -> list[tuple[int, ...]]:
+    """Runs of ranks of one host; a host whose ranks begin anew begins a new run: (0, 1, 0, 1) is two."""
+    runs: list[tuple[int, ...]] = []
+    for _, same in groupby(ranks, topology.host_of):
+        run: list[int] = []
+        for rank in same:
+            if rank in run:
+                runs.append(tuple(run))
+                run = []
+            run.append(rank)
+        runs.append(tuple(run))
+    return runs
+
+
+# ---------------------------------------------------------------------------------------------------------- cuts
+
+
+def _rows(
+    name: str,
+    kind: str,
+    rows: int,
+    columns: tuple[int, int],
+    ranks: Sequence[int],
+    sizes: Sequence[int] | None,
+) -> list[tuple[int, int, int, int, int]]:
+    own = _distinct(name, kind, ranks) if sizes is None else tuple(ranks)
+    if sizes is None:
+        cuts = ceil_chunks(rows, len(own))
+    else:
+        cuts = _given_cuts(name, kind, "sizes", "rows", rows, len(own), sizes)
+    return [(r0, r1, *columns, rank) for r0, r1, rank in zip(cuts, cuts[1:], own, strict=False)]
+
+
+def _columns(rows: int, cuts: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
+    return [(0, rows, c0, c1, rank) for c0, c1, rank in zip(cuts, cuts[1:], ranks, strict=False)]
+
+
+def _column_cuts(
+    name: str, kind: str, dim: int, pieces: int, widths: Sequence[int] | None, unit: str = "ranks"
+) -> tuple[int, ...]:
+    if widths is not None:
+        return _given_cuts(name, kind, "widths", "columns", dim, pieces, widths)
+    if pieces < 1 or dim % pieces:
+        fitting = [k for k in range(1, dim + 1) if dim % k == 0][:6]
+        raise ConfigError(
+            f"Table '{name}': {kind} got {pieces} {unit}, and {pieces} column tiles do not divide embedding_dim {dim}; "
+            f"use {', '.join(map(str, fitting))} {unit}, or say how wide each tile is (widths=, size_per_rank=)."
+        )
+    return tuple(range(0, dim + 1, dim // pieces))
+
+
+def _given_cuts(
+    name: str, kind: str, field: str, what: str, total: int, pieces: int, sizes: Sequence[int]
+) -> tuple[int, ...]:
+    if len(sizes) != pieces or sum(sizes) != total or min(sizes, default=0) < (what == "columns"):
+        raise ConfigError(
+            f"Table '{name}': {kind} got {field} {list(sizes)} for {pieces} pieces of {total} {what}; give one for "
+            f"each piece, {'above 0' if what == 'columns' else 'from 0'}, that sum to {total}."
+        )
+    return tuple(accumulate(sizes, initial=0))
