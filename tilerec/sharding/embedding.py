@@ -24,7 +24,9 @@ from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient import GradientRecord
+from tilerec.optim.fused import FusedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
+from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.layout import Layout, SlotRead
 from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
@@ -110,6 +112,11 @@ class ShardedCollection(TableCollection):
     @property
     def _sharded_tables(self) -> list[ShardedTable]:
         return [cast(ShardedTable, table) for table in self._tables.values()]
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The `torch.optim.Optimizer` face of the attached optimizers, its state that of the whole tables."""
+        return ShardedFusedOptimizer(self)
 
     def _lay_flat(self) -> None:
         """Tiles keep the memory that the conversion gave them."""
@@ -418,6 +425,11 @@ def shard_collection(
     for name, table in tables.items():
         if not isinstance(table, ShardedTable):
             shard_table(table, tilings[name], group, topology, memory[name], exact)
+        elif table.tiling != tilings[name]:
+            raise ConfigError(
+                f"Table '{name}' is sharded already, with another collection that it is tied to, and another tiling; give "
+                "both the same."
+            )
     module.__class__ = ShardedEmbeddingCollection if each_id else ShardedEmbeddingBagCollection
     cast(ShardedCollection, module).exchange = exchange
     module._renew_sinks()
@@ -433,6 +445,8 @@ def _memory(
         t, tile = layout.rectangles[r]
         held.setdefault(t, []).append((tile.r1 - tile.r0, tile.c1 - tile.c0))
     for t, (name, table) in enumerate(module._tables.items()):
+        if isinstance(table, ShardedTable):  # by another collection, which it is tied to
+            continue
         weight = table.weight
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
         own = held.get(t, [(0, layout.tables[t].tiling.dim)])
