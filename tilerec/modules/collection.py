@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.table import Table, Tables
 from tilerec.optim.fused import FusedOptimizer
+from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.flat import flat_memory, lay_flat
@@ -169,7 +170,7 @@ class TableCollection(nn.Module):
         return next(iter(self.parameters())).device
 
     @property
-    def fused_optimizer(self) -> FusedOptimizer:
+    def fused_optimizer(self) -> KeyedOptimizer:
         """The `torch.optim.Optimizer` face of the attached optimizers (empty if none is attached)."""
         return FusedOptimizer(self)
 

@@ -24,7 +24,7 @@ from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient import GradientRecord
-from tilerec.optim.fused import FusedOptimizer
+from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.layout import Layout, SlotRead
@@ -114,7 +114,7 @@ class ShardedCollection(TableCollection):
         return [cast(ShardedTable, table) for table in self._tables.values()]
 
     @property
-    def fused_optimizer(self) -> FusedOptimizer:
+    def fused_optimizer(self) -> KeyedOptimizer:
         """The `torch.optim.Optimizer` face of the attached optimizers, its state that of the whole tables."""
         return ShardedFusedOptimizer(self)
 
@@ -427,8 +427,8 @@ def shard_collection(
             shard_table(table, tilings[name], group, topology, memory[name], exact)
         elif table.tiling != tilings[name]:
             raise ConfigError(
-                f"Table '{name}' is sharded already, with another collection that it is tied to, and another tiling; give "
-                "both the same."
+                f"Table '{name}' is sharded already, with another collection that it is tied to, and another "
+                "tiling; give both the same."
             )
     module.__class__ = ShardedEmbeddingCollection if each_id else ShardedEmbeddingBagCollection
     cast(ShardedCollection, module).exchange = exchange
