@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tile, Tiling
+from tilerec.spec.tile import rectangles as rectangles
 from tilerec.spec.topology import Topology
 
 
@@ -80,24 +81,6 @@ class Merge(NamedTuple):
 
     proxy: int
     parts: tuple[int, ...]  # in canonical order, which is the order of the sum
-
-
-def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
-    """The tiles of a tiling, equal rows and owners of neighbouring column blocks merged; column-then-row order."""
-    merged: list[Tile] = []
-    growing: dict[tuple[int, int, tuple[int, ...]], int] = {}
-    for block in tiling.blocks:
-        grown: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
-            at = growing.get((r0, r1, owners))
-            if at is None:
-                at = len(merged)
-                merged.append(Tile(r0, r1, block.c0, block.c1, owners))
-            else:
-                merged[at] = merged[at]._replace(c1=block.c1)
-            grown[(r0, r1, owners)] = at
-        growing = grown
-    return tuple(merged)
 
 
 def reader(owners: tuple[int, ...], home: int, topology: Topology) -> int:

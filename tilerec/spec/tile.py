@@ -153,8 +153,7 @@ class Tiling:
     def tiles_of(self, rank: int) -> tuple[Rectangle, ...]:
         """What a rank holds, in column-then-row order: the rectangles of `<table>.weight`, `<table>.weight.1`, ….
 
-        Neighbours merge: first along rows within a block, then equal row ranges of neighbouring blocks. Empty for a
-        rank that holds nothing.
+        They are the rank's part of `rectangles(tiling)`. Empty for a rank that holds nothing.
         """
         return self._held.get(rank, ())
 
@@ -177,33 +176,31 @@ class Tiling:
         return any(len(owners) > 1 for block in self.blocks for owners in block.owners)
 
     @cached_property
+    def _merged(self) -> tuple[Tile, ...]:
+        merged: list[Tile] = []
+        # Rectangles that end at the current block's left edge: what may grow to the right.
+        growing: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        for block in self.blocks:
+            grown: dict[tuple[int, int, tuple[int, ...]], int] = {}
+            for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
+                at = growing.get((r0, r1, owners))
+                if at is None:
+                    at = len(merged)
+                    merged.append(Tile(r0, r1, block.c0, block.c1, owners))
+                else:
+                    merged[at] = merged[at]._replace(c1=block.c1)
+                grown[(r0, r1, owners)] = at
+            growing = grown
+        # A rectangle is appended at its left edge, in row order: the list is in column-then-row order already.
+        return tuple(merged)
+
+    @cached_property
     def _held(self) -> dict[int, tuple[Rectangle, ...]]:
         held: dict[int, list[Rectangle]] = {}
-        # Per rank, rectangles that end at the current block's left edge, by row range: what may grow to the right.
-        growing: dict[int, dict[tuple[int, int], int]] = {}
-        for block in self.blocks:
-            runs: dict[int, list[list[int]]] = {}
-            for (r0, r1), owners in zip(pairwise(block.cuts), block.owners, strict=True):
-                for rank in owners:
-                    mine = runs.setdefault(rank, [])
-                    if mine and mine[-1][1] == r0:
-                        mine[-1][1] = r1
-                    else:
-                        mine.append([r0, r1])
-            grown: dict[int, dict[tuple[int, int], int]] = {}
-            for rank, mine in runs.items():
-                rectangles = held.setdefault(rank, [])
-                for r0, r1 in mine:
-                    at = growing.get(rank, {}).get((r0, r1))
-                    if at is None:
-                        at = len(rectangles)
-                        rectangles.append(Rectangle(r0, r1, block.c0, block.c1))
-                    else:
-                        rectangles[at] = rectangles[at]._replace(c1=block.c1)
-                    grown.setdefault(rank, {})[(r0, r1)] = at
-            growing = grown
-        # A rectangle is appended at its left edge, in row order: the lists are in column-then-row order already.
-        return {rank: tuple(rectangles) for rank, rectangles in held.items()}
+        for tile in self._merged:
+            for rank in tile.owners:
+                held.setdefault(rank, []).append(tile.rectangle)
+        return {rank: tuple(own) for rank, own in held.items()}
 
     def check(self, name: str, world_size: int) -> None:
         """Refuse ranks that a world of `world_size` does not have.
@@ -264,6 +261,19 @@ class Tiling:
                 for (r0, r1), who in zip(pairwise(cuts), owners, strict=True)
             ]
         return Tiling.of(name, rows, dim, tiles)
+
+
+def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
+    """The tiles of a tiling, those of neighbouring blocks merged that have equal rows and owners.
+
+    In column-then-row order. Neighbours with other owners stay apart even where one rank holds both: ids travel by
+    (rows, owners), and a rectangle is what one set of ids reads.
+
+    Columns [0, 4) on rank 0 and [4, 8) in rows [0, 5) on rank 0 and [5, 9) on rank 1 are three rectangles; columns
+    [0, 4) and [4, 8), each cut at row 5 with rows [0, 5) on rank 0 and the rest on ranks 1 and 2, are three as well:
+    rows [0, 5) x columns [0, 8), and two of rows [5, 9).
+    """
+    return tiling._merged
 
 
 def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:
