@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tilerec.errors import ConfigError
+from tilerec.spec.plan_table import plan_table
 from tilerec.spec.ranks import ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Rectangle, Tiling
@@ -337,6 +338,9 @@ class ShardingPlan:
                     f"cells and has {size[0]} x {size[1]}; plan again."
                 )
             tiling.check(table, world_size)
+
+    def __str__(self) -> str:
+        return plan_table(self)
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values."""

@@ -1,0 +1,123 @@
+"""A plan as an aligned text table: how each table is cut, and what each rank holds.
+
+Lines of one table are its shares: ranks that hold as many rows and columns, and how many bytes each of them holds.
+
+    module  table  rows x dim  type      kernel  ranks  hosts  each holds  bytes each
+    ebc     user   7 x 4       row_wise  fused   0-2    0      2 x 4       32
+                                                 3      0      1 x 4       16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tilerec.spec.ranks import ranks_to_text
+from tilerec.spec.tile import Tiling, rectangles
+
+if TYPE_CHECKING:
+    from tilerec.spec.plan import ParameterSharding, ShardingPlan
+
+_SHARES = ("module", "table", "rows x dim", "type", "kernel", "ranks", "hosts", "each holds", "bytes each")
+_TOTALS = ("ranks", "hosts", "tables", "bytes each")
+_NUMBERS = ("rows x dim", "each holds", "bytes each", "tables")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def plan_table(plan: ShardingPlan) -> str:
+    """The text of `str(plan)`; ends without a newline."""
+    host_of = {rank: h for h, host in enumerate(plan.hosts or ()) for rank in host}
+    lines: list[tuple[str, ...]] = []
+    tables: dict[int, int] = {}
+    total: dict[int, int | None] = {}
+    for path, table, sharding in plan.tables():
+        first: tuple[str, ...] = (path, table, _size(sharding), sharding.kind.value, sharding.kernel.value)
+        if sharding.tiling is None:
+            ranks = () if sharding.ranks is None else sharding.ranks
+            lines.append((*first, ranks_to_text(ranks), _hosts(ranks, host_of), "not yet cut", ""))
+            continue
+        size = sharding.element_bytes
+        for ranks, shapes in _shares(sharding.tiling):
+            cells = sum(rows * width for rows, width in shapes)
+            held = None if size is None else cells * size
+            shape = " + ".join(f"{rows:,} x {width:,}" for rows, width in shapes)
+            lines.append((*first, _few(ranks), _hosts(ranks, host_of), shape, bytes_text(held)))
+            first = ("",) * 5
+            for rank in ranks:
+                tables[rank] = tables.get(rank, 0) + 1
+                before = total.get(rank, 0)
+                total[rank] = None if before is None or held is None else before + held
+    parts = [_head(plan), _aligned(_SHARES, lines)]
+    everyone = sorted(set(tables) | set(range(plan.world_size or 0)))
+    if everyone:
+        rows = [
+            (_few(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
+            for (count, held), ranks in _alike({r: (tables.get(r, 0), total.get(r, 0)) for r in everyone})
+        ]
+        parts.append("in all\n" + _aligned(_TOTALS, rows))
+    return "\n\n".join(parts)
+
+
+def bytes_text(count: int | None) -> str:
+    """`1536` -> `"1.5 KiB"`; `"?"` for None."""
+    if count is None:
+        return "?"
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} B" if not unit else f"{value:.1f} {_UNITS[unit]}"
+
+
+def _head(plan: ShardingPlan) -> str:
+    world = "an unknown number of" if plan.world_size is None else str(plan.world_size)
+    hosts = "" if plan.hosts is None else " on hosts " + " | ".join(ranks_to_text(h) for h in plan.hosts)
+    return f"plan for {world} rank{'s' * (plan.world_size != 1)}{hosts}"
+
+
+def _size(sharding: ParameterSharding) -> str:
+    tiling = sharding.tiling
+    return "?" if tiling is None else f"{tiling.rows:,} x {tiling.dim:,}"
+
+
+def _shares(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
+    """Ranks that hold rectangles of the same sizes, with these sizes."""
+    shapes: dict[int, list[tuple[int, int]]] = {}
+    for tile in rectangles(tiling):
+        for rank in tile.owners:
+            shapes.setdefault(rank, []).append((tile.r1 - tile.r0, tile.c1 - tile.c0))
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, own in sorted(shapes.items()):
+        alike.setdefault(tuple(own), []).append(rank)
+    return [(tuple(ranks), own) for own, ranks in alike.items()]
+
+
+def _alike(
+    held: Mapping[int, tuple[int, int | None]],
+) -> list[tuple[tuple[int, int | None], tuple[int, ...]]]:
+    """Runs of ranks that hold equally much."""
+    return [(key, tuple(rank for rank, _ in run)) for key, run in groupby(held.items(), lambda item: item[1])]
+
+
+def _few(ranks: Sequence[int], most: int = 8) -> str:
+    text = ranks_to_text(ranks)
+    parts = text.split(",")
+    return text if len(parts) <= most else f"{','.join(parts[:most])},… ({len(ranks)} ranks)"
+
+
+def _hosts(ranks: Iterable[int], host_of: Mapping[int, int]) -> str:
+    return _few(sorted({host_of[rank] for rank in ranks if rank in host_of}))
+
+
+def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest entry; those of numbers to the right, empty ones left out."""
+    kept = [i for i, name in enumerate(names) if name in ("table", "ranks") or any(row[i] for row in rows)]
+    widths = [max([len(names[i]), *(len(row[i]) for row in rows)]) for i in kept]
+    lines = []
+    for row in (names, *rows):
+        cells = [
+            f"{row[i]:>{width}}" if names[i] in _NUMBERS else f"{row[i]:<{width}}"
+            for i, width in zip(kept, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
