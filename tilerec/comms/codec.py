@@ -129,8 +129,9 @@ class _Int8(Codec):
 
     @staticmethod
     def _decode_rows(wire_Rk: Tensor) -> Tensor:
-        # Flat first: of a single row, `contiguous` keeps a stride that the view would not take.
-        scale_R1 = wire_Rk[:, :_SCALE_BYTES].contiguous().view(-1).view(torch.float32)[:, None]
+        # A copy even of a single row: fp32 lies at multiples of 4 bytes, a wire anywhere.
+        scale_bytes_R4 = wire_Rk[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+        scale_R1 = scale_bytes_R4.view(-1).view(torch.float32)[:, None]
         return wire_Rk[:, _SCALE_BYTES:].float() * scale_R1
 
 
