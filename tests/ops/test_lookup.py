@@ -305,3 +305,12 @@ def test_a_table_on_another_device_than_the_ids_is_named() -> None:
         )
     with pytest.raises(InputError, match=message):
         torch.ops.tilerec.sequence_lookup([table], no_sinks, ids, bounds, [0], torch.float32, "f@t")
+
+
+def test_gradients_of_sample_weights_keep_float64() -> None:
+    torch.manual_seed(0)
+    table, grad = torch.randn(5, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    ids, offsets = torch.tensor([4, 1, 1]), torch.tensor([0, 2, 3])
+    own = torch.ops.tilerec.sample_weight_grad([table], ids, offsets, grad, [0], [0], [0], [2])
+    assert own.dtype == torch.float64
+    torch.testing.assert_close(own, (table[ids] * grad[[0, 0, 1]]).sum(1), rtol=0, atol=1e-15)

@@ -145,6 +145,11 @@ def _sequence_lookup_reference(
     return torch.cat(rows), new_ticket()
 
 
+def _sum_dtype(weights: Sequence[Tensor]) -> torch.dtype:
+    """In which sums over several tables are given: fp64 as soon as one of them is."""
+    return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
+
+
 def _sample_weight_grad_reference(
     weights: Sequence[Tensor],
     ids: Tensor,
@@ -157,7 +162,7 @@ def _sample_weight_grad_reference(
 ) -> Tensor:
     starts, bags = bag_starts(keys, batches)
     blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, len(batches) == 1)
-    out_N = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
+    out_N = torch.zeros(ids.numel(), dtype=_sum_dtype(weights), device=ids.device)
     flat = grad.reshape(-1)
     for feature, table in enumerate(tables):
         weight = weights[table]
@@ -172,7 +177,7 @@ def _sample_weight_grad_reference(
             grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
         rows_nD = weight[ids[begin:end].to(torch.int64)].to(wide)
-        out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(torch.float32)
+        out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(out_N.dtype)
     return out_N
 
 
@@ -207,7 +212,7 @@ def _fake_sequence_lookup(
 def _fake_sample_weight_grad(
     weights: Any, ids: Any, offsets: Any, grad: Any, tables: Any, keys: Any, means: Any, batches: Any
 ) -> Tensor:
-    return ids.new_empty((ids.shape[0],), dtype=torch.float32)
+    return ids.new_empty((ids.shape[0],), dtype=_sum_dtype(weights))
 
 
 # Autograd. The leaves are plain attributes: an update between this forward and its backward is legal (two forwards,
