@@ -411,11 +411,14 @@ def shard_collection(
                 f"Table '{name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; leave "
                 "out one of them."
             )
+    each_id = isinstance(module, EmbeddingCollection)
+    # An id that is a bag of its own has one owner: there is nothing to add up inside a host.
+    bags = {} if each_id or exact else dict(fan_in or {})
+    likely = 1.0 if each_id or exact else 2.0
     layouts = [
-        TableLayout(name, tilings[name], (fan_in or {}).get(name, 2.0), (wires or {}).get(name, Wire()))
+        TableLayout(name, tilings[name], bags.get(name, likely), (wires or {}).get(name, Wire()))
         for name in names
     ]
-    each_id = isinstance(module, EmbeddingCollection)
     exchange = Exchange(
         group, route_group, topology, layouts,
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
