@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
@@ -22,7 +23,7 @@ from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
 from tilerec.parallel.values import take_from_rank_0
 from tilerec.sharding.embedding import shard_collection
-from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -60,15 +61,32 @@ def shard(
         ConfigError: the plan is not for this model or this world, forgets a table, or differs between ranks; a
             collection is sharded already; tied tables have different tilings.
     """
+    if not collections_of(module):
+        warnings.warn(
+            f"shard: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection; nothing to do.",
+            stacklevel=2,
+        )
+    return shard_tables(module, plan, group_of(mesh), topology, device, exact, {})
+
+
+def shard_tables(
+    module: nn.Module,
+    plan: AnyPlan | None,
+    group: Group,
+    topology: Topology | None,
+    device: torch.device | str | None,
+    exact: bool,
+    wires: Mapping[str, Wire],
+) -> nn.Module:
+    """`shard`, with a number format for the tables of each module (by path) whose plan names none."""
     collections = collections_of(module)
     ties = ties_of(collections)
-    group = group_of(mesh)
     kind = torch.device(device).type if device is not None else _device_type(collections)
     given = None if plan is None else read_plan(plan, collections)
     topology = topology_of(group, topology, None if given is None else given.hosts, kind)
     if given is None:
         given = _tied_alike(_planned(module, topology) if collections else ShardingPlan({}), ties)
-    whole = completed(given, collections, topology)
+    whole = _with_wires(completed(given, collections, topology), wires)
     whole.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, sharding.tiling) for path, table, sharding in whole.tables()}
     _check_ties(ties, tilings)
@@ -92,6 +110,13 @@ def shard(
 def _device_type(collections: Mapping[str, TableCollection]) -> str:
     types = [part.device.type for part in collections.values()]
     return next((kind for kind in types if kind != "meta"), "cpu")
+
+
+def _with_wires(plan: ShardingPlan, wires: Mapping[str, Wire]) -> ShardingPlan:
+    for path, table, sharding in list(plan.tables()):
+        if path in wires and sharding.wire == Wire():
+            plan = plan.replaced(path, table, replace(sharding, wire=wires[path]))
+    return plan
 
 
 def _planned(module: nn.Module, topology: Topology) -> ShardingPlan:

@@ -38,7 +38,7 @@ def take_from_rank_0(
         differing = [facts[1][t][1] != first[t][1] for facts in everyone]
         if any(differing):
             for tensor in _tensors(table):
-                _send_from_rank_0(group, tensor)
+                send_from_rank_0(group, tensor)
     for part in collections.values():
         for table in part._tables.values():
             table.seed = part.seed
@@ -60,13 +60,16 @@ def _digest(tensor: Tensor) -> tuple[int, int]:
     return int(sums.sum()), int((sums * weights).sum())
 
 
-def _send_from_rank_0(group: Group, tensor: Tensor) -> None:
+@torch.no_grad()
+def send_from_rank_0(group: Group, tensor: Tensor) -> None:
+    """Overwrite a tensor by rank 0's. All ranks call it."""
     if not tensor.numel():
         return
-    flat = tensor.view(-1)
-    assert flat.data_ptr() == tensor.data_ptr()
+    flat = tensor.detach().contiguous().view(-1)
     for part in flat.split(max(1, CHUNK // tensor.element_size())):
         if group.rank:
             group.exchange("initial values", {0: part}, {}).wait()
         else:
             group.exchange("initial values", {}, dict.fromkeys(range(1, group.size), part)).wait()
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -74,6 +74,9 @@ class ShardedTable(Table):
             for holder in rows.holders:
                 holder._parameters[leaf_name(i)] = leaf
             rows.bind(leaf)
+            if i:
+                # torch's checkpoint helpers follow a parameter's name from attribute to attribute.
+                setattr(self.weight, str(i), leaf)
         self.rows = self.tile_rows[0]
 
     def _check_tie(self, theirs: TileRows, i: int) -> None:

@@ -1,0 +1,101 @@
+"""What averages the gradients of dense parameters: torch's `DistributedDataParallel`, or a wrapper of the user's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tilerec.errors import ConfigError
+from tilerec.modules.table import Table
+from tilerec.parallel.env import ShardingEnv
+
+if TYPE_CHECKING:
+    from tilerec.parallel.model_parallel import DistributedModelParallel
+
+
+class DataParallelWrapper(ABC):
+    """Wraps what is dense in a sharded model."""
+
+    @abstractmethod
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Replace `dmp._dmp_wrapped_module` by a wrapped one; leave `table_parameters(dmp.module)` alone."""
+
+
+def table_parameters(module: nn.Module) -> set[str]:
+    """Names of the parameters of tables, sharded or not: their gradients are reduced with the lookups'."""
+    own = {id(p) for part in module.modules() if isinstance(part, Table) for p in part.parameters()}
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in own}
+
+
+@final
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """`DistributedDataParallel` over all parameters that belong to no table; nothing where none of them is trained.
+
+    Args:
+        bucket_cap_mb, static_graph, find_unused_parameters: as `DistributedDataParallel` takes them.
+        allreduce_comm_precision: "fp16" or "bf16" to send dense gradients in that format.
+        params_to_ignore: names of parameters that are not reduced either.
+        ddp_kwargs: further arguments of `DistributedDataParallel`. Unless they speak of buffers, each rank keeps its
+            own; unless they say otherwise, gradients are views of the buckets.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: Literal["fp16", "bf16"] | None = None,
+        params_to_ignore: Sequence[str] | None = None,
+        ddp_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if allreduce_comm_precision not in (None, "fp16", "bf16"):
+            raise ConfigError(
+                f"DefaultDataParallelWrapper: allreduce_comm_precision is {allreduce_comm_precision!r}; use 'fp16', "
+                "'bf16' or None."
+            )
+        self._options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": True,
+            **(ddp_kwargs or {}),
+        }
+        self._keeps_buffers = not any("buffers" in key for key in ddp_kwargs or ())
+        self._precision = allreduce_comm_precision
+        self._ignored = set(params_to_ignore or ())
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """See `DataParallelWrapper`."""
+        module = dmp.module
+        names = dict(module.named_parameters(remove_duplicate=False))
+        unknown = sorted(self._ignored - set(names))
+        if unknown:
+            raise ConfigError(
+                f"DefaultDataParallelWrapper: params_to_ignore has {unknown}, which the model lacks; it has "
+                f"{sorted(names)[:8]}."
+            )
+        ignored = table_parameters(module) | self._ignored
+        if not any(p.requires_grad for name, p in names.items() if name not in ignored):
+            return
+        if env.pg is None:
+            return  # a world of one
+        if self._keeps_buffers:
+            ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=env.pg,
+            **self._options,
+        )
+        if self._precision is not None:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+            wrapped.register_comm_hook(env.pg, hooks[self._precision])
+        dmp._dmp_wrapped_module = wrapped

@@ -1,0 +1,207 @@
+"""`fused_params`: an optimizer in the words of FBGEMM's table batches, as TorchRec's sharders take it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from enum import Enum, unique
+from typing import Any
+
+from tilerec.errors import ConfigError
+from tilerec.spec.optimizer import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    LarsSGD,
+    OptimizerSpec,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
+from tilerec.spec.plan import to_enum
+
+
+@unique
+class EmbOptimType(Enum):
+    """Optimizers by FBGEMM's names."""
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    LAMB = "lamb"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    ROWWISE_ADAGRAD = "row_wise_adagrad"
+    NONE = "none"
+
+
+_NUMBERS = {
+    "learning_rate": 0.01,
+    "eps": 1e-8,
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "eta": 0.001,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "max_norm": 0.0,
+    "initial_accumulator_value": 0.0,
+}
+"""Keys that hold numbers, with FBGEMM's defaults."""
+
+_READS: dict[EmbOptimType, tuple[str, ...]] = {
+    EmbOptimType.SGD: ("learning_rate",),
+    EmbOptimType.EXACT_SGD: ("learning_rate",),
+    EmbOptimType.EXACT_ADAGRAD: ("learning_rate", "eps", "weight_decay", "initial_accumulator_value"),
+    EmbOptimType.ROWWISE_ADAGRAD: (
+        "learning_rate",
+        "eps",
+        "weight_decay",
+        "weight_decay_mode",
+        "max_norm",
+        "initial_accumulator_value",
+    ),
+    EmbOptimType.ADAM: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
+    EmbOptimType.LAMB: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
+    EmbOptimType.LARS_SGD: ("learning_rate", "weight_decay", "momentum", "eta"),
+    EmbOptimType.NONE: (),
+}
+_READS[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _READS[EmbOptimType.ROWWISE_ADAGRAD]
+
+_WITHOUT_EFFECT = {
+    "bounds_check_mode": "ids are checked by the collection (on_bad_id=)",
+    "cache_algorithm": "tables lie in device memory",
+    "cache_load_factor": "tables lie in device memory",
+    "cache_precision": "tables lie in device memory",
+    "cache_reserved_memory": "tables lie in device memory",
+    "cache_sets": "tables lie in device memory",
+    "enforce_hbm": "tables lie in device memory",
+    "gather_uvm_cache_stats": "tables lie in device memory",
+    "prefetch_pipeline": "tables lie in device memory",
+    "record_cache_metrics": "tables lie in device memory",
+    "uvm_host_mapped": "tables lie in device memory",
+    "use_experimental_tbe": "there is one implementation",
+}
+"""Keys about how FBGEMM works inside, and why they say nothing here."""
+
+
+def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> OptimizerSpec | None:
+    """The optimizer that `fused_params` describe, or None if they describe none.
+
+    Args:
+        fused_params: `optimizer` (an `EmbOptimType`, FBGEMM's own member, or its value; `exact_sgd` if only numbers are
+            given), `learning_rate`, `eps`, `beta1`, `beta2`, `weight_decay`, `weight_decay_mode`, `momentum`, `eta`,
+            `max_norm`, `initial_accumulator_value`, `stochastic_rounding`. Defaults are FBGEMM's. ADAM's decay is
+            decoupled (AdamW), as FBGEMM's is.
+        who: the sharder, for messages.
+
+    Raises:
+        ConfigError: an optimizer that does not exist here, or a key that is not known.
+
+    Warns of keys that have no effect, or none with this optimizer.
+    """
+    given = dict(fused_params or {})
+    for key in [key for key in given if key in _WITHOUT_EFFECT]:
+        del given[key]
+        warnings.warn(f"{who}: fused_params['{key}'] has no effect: {_WITHOUT_EFFECT[key]}.", stacklevel=4)
+    known = {"optimizer", "weight_decay_mode", "stochastic_rounding", *_NUMBERS}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigError(
+            f"{who}: fused_params has {unknown}, which say nothing here; the keys are {sorted(known)}. The dtype of "
+            "outputs is the collection's (output_dtype=), that of tables their config's (data_type=)."
+        )
+    if not given:
+        return None
+    kind = to_enum(
+        EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']"
+    )
+    rounding = given.pop("stochastic_rounding", True)
+    for key in sorted(set(given) - set(_READS[kind])):
+        warnings.warn(f"{who}: fused_params['{key}'] has no effect with {kind.name}.", stacklevel=4)
+    mode = _decay_mode(given.get("weight_decay_mode"), who)
+    make = _MAKERS[kind]
+    return make({**_NUMBERS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
+
+
+def _decay_mode(mode: Any, who: str) -> str:
+    word = str(getattr(mode, "name", mode)).lower()
+    modes = {
+        "none": "l2" if mode is None else "none",
+        "l2": "l2",
+        "decouple": "decoupled",
+        "decoupled": "decoupled",
+    }
+    if word not in modes:
+        raise ConfigError(f"{who}: fused_params['weight_decay_mode'] is {mode!r}; use 'l2' or 'decoupled'.")
+    return modes[word]
+
+
+def _adam_like(
+    cls: Callable[..., OptimizerSpec],
+) -> Callable[[dict[str, Any], dict[str, Any]], OptimizerSpec]:
+    return lambda n, more: cls(
+        n["learning_rate"],
+        betas=(n["beta1"], n["beta2"]),
+        eps=n["eps"],
+        weight_decay=n["weight_decay"],
+        **more,
+    )
+
+
+def _sgd(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
+    return SGD(n["learning_rate"], **more)
+
+
+def _adagrad(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
+    return Adagrad(
+        n["learning_rate"],
+        eps=n["eps"],
+        weight_decay=n["weight_decay"],
+        initial_accumulator_value=n["initial_accumulator_value"],
+        **more,
+    )
+
+
+def _rowwise_adagrad(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
+    decays = n["weight_decay_mode"] != "none"  # FBGEMM ignores the decay in this mode
+    return RowWiseAdagrad(
+        n["learning_rate"],
+        eps=n["eps"],
+        weight_decay=n["weight_decay"] if decays else 0.0,
+        weight_decay_mode=n["weight_decay_mode"] if decays else "l2",
+        max_norm=n["max_norm"],
+        initial_accumulator_value=n["initial_accumulator_value"],
+        **more,
+    )
+
+
+def _lars(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
+    return LarsSGD(
+        n["learning_rate"],
+        weight_decay=n["weight_decay"],
+        momentum=n["momentum"],
+        trust_coefficient=n["eta"],
+        **more,
+    )
+
+
+_MAKERS: dict[EmbOptimType, Callable[[dict[str, Any], dict[str, Any]], OptimizerSpec | None]] = {
+    EmbOptimType.SGD: _sgd,
+    EmbOptimType.EXACT_SGD: _sgd,
+    EmbOptimType.EXACT_ADAGRAD: _adagrad,
+    EmbOptimType.ROWWISE_ADAGRAD: _rowwise_adagrad,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
+    EmbOptimType.ADAM: lambda n, more: _adam_like(AdamW if n["weight_decay"] else Adam)(n, more),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam_like(PartialRowWiseAdam),
+    EmbOptimType.LAMB: _adam_like(LAMB),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _adam_like(PartialRowWiseLAMB),
+    EmbOptimType.LARS_SGD: _lars,
+    EmbOptimType.NONE: lambda n, more: None,
+}

@@ -1,0 +1,268 @@
+"""`DistributedModelParallel`: a model with sharded tables and a replicated dense part, under TorchRec's name.
+
+DistributedModelParallel(model)  =  shard(model)  +  dense parameters on the device, in DistributedDataParallel
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tilerec.comms.traffic import Traffic
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table, Tables
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from tilerec.parallel.env import ShardingEnv
+from tilerec.parallel.read_plan import AnyPlan
+from tilerec.parallel.shard import shard_tables
+from tilerec.parallel.sharders import ModuleSharder, sharder_of
+from tilerec.parallel.tables import collections_of
+from tilerec.parallel.traffic import traffic
+from tilerec.parallel.values import send_from_rank_0
+from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.spec.plan import ShardingPlan
+from tilerec.storage.table_rows import rows_of
+
+
+@final
+class DistributedModelParallel(nn.Module):
+    """A sharded model, called as the model itself.
+
+    The model is changed in place: its tables become this rank's tiles (see `tilerec.parallel.shard`), it moves to the
+    device, and its dense parameters go into torch's `DistributedDataParallel`. Names of parameters and state stay those
+    of the model: no prefix of either wrapper. torch's `get_state_dict` wants the model itself: pass it `.module`.
+
+    Args:
+        module: the model, real or built on meta.
+        env: the ranks; None is the default process group.
+        device: where the model lives; None is the CPU (the current GPU where the process group cannot serve CPU
+            tensors).
+        plan: see `shard`; None has one made.
+        sharders: optimizers and wire formats for kinds of collections. Kinds without one, None and [] are sharded all
+            the same.
+        init_data_parallel: whether to wrap the dense part now; otherwise call `init_data_parallel()` before training.
+        init_parameters: whether to make dense parameters that are on meta: memory on the device, and their modules'
+            `reset_parameters`.
+        data_parallel_wrapper: another one than `DefaultDataParallelWrapper()`.
+        model_tracker_configs: has no effect here.
+
+    Raises:
+        ConfigError: as `shard`; modules on meta that have no `reset_parameters`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | str | None = None,
+        plan: AnyPlan | None = None,
+        sharders: Sequence[ModuleSharder] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: Any = None,
+    ) -> None:
+        super().__init__()
+        if model_tracker_configs is not None:
+            warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
+        self._env = env if env is not None else _default_env()
+        group = self._env.group()
+        self.device = torch.device(device) if device is not None else group.device
+        self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        self._wrapped_once = False
+        collections = collections_of(module)
+        _attach(collections, sharders)
+        wires = {}
+        for path, part in collections.items():
+            sharder = sharder_of(part, sharders)
+            if sharder is not None and sharder.wire is not None:
+                wires[path] = sharder.wire
+        shard_tables(module, plan, group, None, self.device, False, wires)
+        self._group = group
+        self._dmp_wrapped_module: nn.Module = module
+        if init_parameters:
+            _make_dense(module, self.device)
+        module.to(self.device)
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self._dmp_wrapped_module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without wrappers."""
+        inner = self._dmp_wrapped_module
+        return inner.module if isinstance(inner, DistributedDataParallel) else inner
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Which rank holds what; printable."""
+        plan = self.module.plan
+        assert isinstance(plan, ShardingPlan)
+        return plan
+
+    @property
+    def fused_optimizer(self) -> ShardedFusedOptimizer:
+        """The `torch.optim.Optimizer` face of the attached optimizers (empty if none is attached)."""
+        return ShardedFusedOptimizer(self.module)
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent for the tables; see `tilerec.parallel.traffic`."""
+        return traffic(self.module)
+
+    def init_data_parallel(self) -> None:
+        """Wrap the dense part, once; all ranks call it. From here on ranks start with rank 0's dense parameters."""
+        if not self._wrapped_once:
+            self._wrapped_once = True
+            self._wrapper.wrap(self, self._env, self.device)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values for every module that has `reset_parameters`, the same on all ranks. All ranks call it."""
+        for part in self.module.modules():
+            if not isinstance(part, (Table, Tables)) and callable(getattr(part, "reset_parameters", None)):
+                part.reset_parameters()  # type: ignore[operator]
+        for dense in _dense(self.module):
+            send_from_rank_0(self._group, dense)
+
+    def copy(self, device: torch.device | str) -> DistributedModelParallel:
+        """A copy on a device, over the same ranks. All ranks call it if the dense part is wrapped."""
+        twin = DistributedModelParallel.__new__(DistributedModelParallel)
+        nn.Module.__init__(twin)
+        twin._env, twin._group, twin._wrapper = self._env, self._group, self._wrapper
+        twin.device = torch.device(device)
+        twin._wrapped_once = False
+        module = copy.deepcopy(self.module)
+        for parameter in module.parameters():
+            vars(parameter).pop("_ddp_ignored", None)
+        twin._dmp_wrapped_module = module.to(twin.device)
+        twin.training = self.training
+        if self._wrapped_once:
+            twin.init_data_parallel()
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
+        return memo.setdefault(id(self), self.copy(self.device))
+
+    # ------------------------------------------------------------------------------ names and state of the model itself
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's: dense parameters, and this rank's tiles under the names of their tables."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def bare_named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `named_parameters`, where the names never had a prefix to strip."""
+        return self.named_parameters(prefix, recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def sparse_grad_parameter_names(
+        self, destination: list[str] | None = None, prefix: str = ""
+    ) -> list[str]:
+        """Tables whose `.grad` will be sparse (`set_sparse_grad`), appended to `destination`."""
+        names = [] if destination is None else destination
+        for name, parameter in self.named_parameters(prefix):
+            rows = rows_of(parameter)
+            if rows is not None and rows.takes_gradients and rows.spec is None:
+                names.append(name)
+        return names
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The model's, on every rank with every key; tables in their logical shapes."""
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars, **given}
+        return self.module.state_dict(**options)
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str | bool = "",
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
+        """Load the model's state; tables whole, as DTensors, or in other tilings. All ranks call it.
+
+        Args:
+            prefix: of the keys; a bool in this place is `strict`, as in `nn.Module.load_state_dict`.
+        """
+        if isinstance(prefix, bool):
+            prefix, strict = "", prefix
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+
+def _default_env() -> ShardingEnv:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "DistributedModelParallel: torch.distributed has no process group yet; call "
+            "torch.distributed.init_process_group() first, or pass env=ShardingEnv.from_local(1, 0) for one rank."
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return ShardingEnv.from_process_group(world)
+
+
+def _attach(collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] | None) -> None:
+    """Optimizers of the sharders, for tables that have none."""
+    members: dict[int, list[nn.Parameter]] = {}
+    by_mark: dict[int, ModuleSharder] = {}
+    for part in collections.values():
+        sharder = sharder_of(part, sharders)
+        if sharder is not None and sharder.optimizer is not None:
+            by_mark[id(sharder)] = sharder
+            bare = [
+                table.weight
+                for table in part._tables.values()
+                if table.rows.spec is None and table.weight.requires_grad
+            ]
+            members.setdefault(id(sharder), []).extend(bare)
+    for mark, params in members.items():
+        bare = [p for p in params if (rows := rows_of(p)) is not None and rows.spec is None]
+        if bare:
+            spec = by_mark[mark].optimizer
+            assert spec is not None
+            apply_optimizer_in_backward(spec, bare)
+
+
+def _dense(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers that belong to no table."""
+    tables = {id(p) for part in module.modules() if isinstance(part, Table) for p in part.parameters()}
+    return [t for t in [*module.parameters(), *module.buffers()] if id(t) not in tables]
+
+
+def _make_dense(module: nn.Module, device: torch.device) -> None:
+    """Memory and initial values for dense modules on meta."""
+    for path, part in module.named_modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if isinstance(part, Table) or not any(t.is_meta for t in own):
+            continue
+        reset = getattr(part, "reset_parameters", None)
+        if not callable(reset):
+            raise ConfigError(
+                f"DistributedModelParallel: module '{path}' ({type(part).__name__}) is on meta and has no "
+                "reset_parameters, so nothing says its initial values; give it one, build it on a real device, or pass "
+                "init_parameters=False and fill it yourself."
+            )
+        part.to_empty(device=device, recurse=False)
+        reset()

@@ -1,0 +1,133 @@
+"""Sharders: what TorchRec's users say about all collections of one kind: an optimizer, number formats on the wire.
+
+They decide nothing about where tables lie (the plan does), so every kind of collection is sharded with or without one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from torch import nn
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.parallel.fused_params import read_fused_params
+from tilerec.parallel.qcomms import CommOp
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.plan import KERNELS_IN_USE, ShardingType, Wire
+
+Registry = Wire | Mapping[str, Any]
+
+
+class ModuleSharder(ABC):
+    """What two kinds of sharder share.
+
+    Args:
+        fused_params: see `read_fused_params`; the optimizer of all tables of this kind that have none attached yet.
+        qcomm_codecs_registry: a `Wire`, or what `get_qcomm_codecs_registry` gives; the formats of all tables of this
+            kind whose plan names none.
+
+    Raises:
+        ConfigError: either cannot be read.
+    """
+
+    _op: CommOp
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+    ) -> None:
+        self._spec = read_fused_params(fused_params, type(self).__name__)
+        self._wire = _read_registry(qcomm_codecs_registry, type(self)._op, type(self).__name__)
+        self._fused_params = dict(fused_params or {})
+        self._registry = qcomm_codecs_registry
+
+    @property
+    @abstractmethod
+    def module_type(self) -> type[TableCollection]:
+        """The kind of collection it speaks of."""
+
+    @property
+    def fused_params(self) -> dict[str, Any]:
+        """As given."""
+        return self._fused_params
+
+    @property
+    def qcomm_codecs_registry(self) -> Registry | None:
+        """As given."""
+        return self._registry
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer that `fused_params` describe."""
+        return self._spec
+
+    @property
+    def wire(self) -> Wire | None:
+        """The formats that the registry names."""
+        return self._wire
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Tables of a collection, by name."""
+        if not isinstance(module, self.module_type):
+            raise ConfigError(
+                f"{type(self).__name__}: got a {type(module).__name__}, wanted a {self.module_type.__name__}."
+            )
+        return {name: table.weight for name, table in module._tables.items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Every sharding type, on every device."""
+        return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """The kernels in use, under every sharding type."""
+        return [kernel.value for kernel in KERNELS_IN_USE]
+
+
+@final
+class EmbeddingBagCollectionSharder(ModuleSharder):
+    """Of `EmbeddingBagCollection`s."""
+
+    _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+
+    @property
+    def module_type(self) -> type[TableCollection]:
+        return EmbeddingBagCollection
+
+
+@final
+class EmbeddingCollectionSharder(ModuleSharder):
+    """Of `EmbeddingCollection`s."""
+
+    _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+
+    @property
+    def module_type(self) -> type[TableCollection]:
+        return EmbeddingCollection
+
+
+def get_default_sharders() -> list[ModuleSharder]:
+    """One of each kind, without an optimizer."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def sharder_of(module: nn.Module, sharders: Sequence[ModuleSharder] | None) -> ModuleSharder | None:
+    """The sharder that speaks of a collection."""
+    return next((sharder for sharder in sharders or () if isinstance(module, sharder.module_type)), None)
+
+
+def _read_registry(registry: Registry | None, op: CommOp, who: str) -> Wire | None:
+    if registry is None or isinstance(registry, Wire):
+        return registry
+    wire = registry.get(op.name) if isinstance(registry, Mapping) else None
+    if not isinstance(registry, Mapping) or not (wire is None or isinstance(wire, Wire)):
+        raise ConfigError(
+            f"{who}: qcomm_codecs_registry is {registry!r:.200}; wanted a Wire such as Wire('bf16', 'bf16'), or "
+            "get_qcomm_codecs_registry(QCommsConfig(...))."
+        )
+    return wire
