@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <string>
 
+#include "exchange.h"
 #include "lookup.h"
 #include "update.h"
 
@@ -90,6 +91,45 @@ std::string describe() {
   TR_FIELD(tr_rows, slots_per_table);
   TR_FIELD(tr_rows, hypers);
   TR_FIELD(tr_rows, rule);
+
+  TR_STRUCT(tr_route);
+  TR_FIELD(tr_route, lists);
+  TR_FIELD(tr_route, routes);
+  TR_FIELD(tr_route, batch_count);
+  TR_FIELD(tr_route, cut_count);
+  TR_FIELD(tr_route, wire_count);
+  TR_FIELD(tr_route, ids);
+  TR_FIELD(tr_route, index_type);
+  TR_FIELD(tr_route, id_count);
+  TR_FIELD(tr_route, offsets);
+  TR_FIELD(tr_route, offset_count);
+  TR_FIELD(tr_route, each_id);
+  TR_FIELD(tr_route, local_type);
+  TR_FIELD(tr_route, threads);
+  TR_FIELD(tr_route, state);
+  TR_FIELD(tr_route, parts);
+  TR_FIELD(tr_route, present);
+  TR_FIELD(tr_route, moved);
+  TR_FIELD(tr_route, counts);
+  TR_FIELD(tr_route, lengths);
+  TR_FIELD(tr_route, slots);
+  TR_FIELD(tr_route, local);
+  TR_FIELD(tr_route, positions);
+  TR_FIELD(tr_route, report);
+
+  TR_STRUCT(tr_segments);
+  TR_FIELD(tr_segments, lists);
+  TR_FIELD(tr_segments, segments);
+  TR_FIELD(tr_segments, flat);
+  TR_FIELD(tr_segments, flat_size);
+  TR_FIELD(tr_segments, rows);
+  TR_FIELD(tr_segments, rows_size);
+  TR_FIELD(tr_segments, slots);
+  TR_FIELD(tr_segments, slot_count);
+  TR_FIELD(tr_segments, element_bytes);
+  TR_FIELD(tr_segments, sum_bytes);
+  TR_FIELD(tr_segments, threads);
+  TR_FIELD(tr_segments, report);
   return text;
 }
 

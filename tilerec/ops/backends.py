@@ -19,9 +19,9 @@ def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    from tilerec.ops.cpu import jagged, lookup, random, update
+    from tilerec.ops.cpu import exchange, jagged, lookup, random, update
 
-    for backend in (jagged, lookup, random, update):
+    for backend in (exchange, jagged, lookup, random, update):
         backend.register(native)
     return True
 

@@ -16,11 +16,12 @@ Legend: R routes, K parts, N ids, P present bags, S segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from tilerec.errors import InputError
 from tilerec.ops.gradient import bag_starts
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import raise_bad_id
@@ -37,6 +38,39 @@ LIBRARY.define(
     "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
     "int[] strides) -> Tensor"
 )
+
+
+def _feature(names: str, route: int) -> str:
+    return names.split(",")[route].rpartition("@")[0] if names and route >= 0 else ""
+
+
+def raise_bad_offsets(names: str, route: int, position: int, offset: int, ids: int) -> NoReturn:
+    """Raise the `InputError` for an offset that falls, or that leaves `[0, ids]`; `names` as in `raise_bad_id`."""
+    raise InputError(
+        f"Feature '{_feature(names, route) or route}': offsets[{position}] is {offset}; offsets must not fall and must "
+        f"lie in [0, {ids}] (the number of values); check how lengths and values were put together."
+    )
+
+
+def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoReturn:
+    """Raise the `InputError` for a key whose bags the offsets do not hold; `names` as in `raise_bad_id`."""
+    raise InputError(
+        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes say "
+        f"({offsets} offsets in all, or a negative batch size); check the batch sizes per key."
+    )
+
+
+def _check_offsets(
+    offsets: Tensor, bounds: Tensor, first: int, bags: int, ids: int, names: str, r: int, key: int
+) -> None:
+    """Raise an `InputError` unless a route's offsets are all there, do not fall and lie in `[0, ids]`."""
+    if bags < 0 or bounds.numel() != bags + 1:
+        raise_few_offsets(names, r, key, offsets.numel())
+    bad = (bounds < 0) | (bounds > ids)
+    bad[1:] |= bounds[1:] < bounds[:-1]
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise_bad_offsets(names, r, first + at, int(bounds[at]), ids)
 
 
 def _route_ids_reference(
@@ -72,12 +106,16 @@ def _route_ids_reference(
         positions: int64 `[N]`: where each id stands in `ids`.
 
     Raises:
-        InputError: an id outside its table.
+        InputError: an id outside its table; offsets that fall, leave the ids or hold fewer bags than the batch sizes
+            say.
 
     Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> counts ((1, 1), (2, 2)),
     lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
     """
     device, parts = ids.device, sum(place >= 0 for place in wire)
+    lengths = (sum(ranges) + len(ranges), sum(ranges))
+    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
+    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
     first_bags, bags = bag_starts(keys, batches)
     lower: list[int] = []  # first linearised row of every part
     base = at = 0
@@ -85,7 +123,9 @@ def _route_ids_reference(
     for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
         own = cuts[at : at + ranges_r + 1]
         at += ranges_r + 1
+        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
         bounds = offsets[first : first + count + 1]
+        _check_offsets(offsets, bounds, first, count, ids.numel(), names, r, keys[r])
         begin, end = int(bounds[0]), int(bounds[-1])
         ids_n = ids[begin:end].to(torch.int64)
         bad = (ids_n < 0) | (ids_n >= own[-1])
@@ -128,30 +168,40 @@ def _route_ids_reference(
     )
 
 
-def _slots(slots: Tensor, start: int, count: int) -> Tensor:
-    if start < 0:
-        return torch.arange(count, device=slots.device)
-    return slots[start : start + count].to(torch.int64)
+class _Segment(NamedTuple):
+    here: Tensor  # its rows, `[count, width]`
+    there: Tensor  # a view of the other tensor in which its places are rows
+    slots: Tensor  # which of them
+    number: int
 
 
 def _segments(
     rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
-) -> Any:  # fmt: skip
-    """Per segment: its rows as `[count, width]`, and a view of the other tensor in which its places are rows."""
-    at = 0
+) -> list[_Segment]:  # fmt: skip
+    """The segments that have rows; every one is checked before any is used."""
+    at, found = 0, []
     flat = other.view(-1)
-    for count, width, start, place, stride in zip(counts, widths, slot_starts, places, strides, strict=True):
+    lists = zip(counts, widths, slot_starts, places, strides, strict=True)
+    for s, (count, width, start, place, stride) in enumerate(lists):
+        assert min(count, width, stride) >= 0, f"segment {s} has a negative shape"
+        assert at + count * width <= rows.numel(), f"segment {s} has more rows than there are"
         here = rows[at : at + count * width].view(count, width)
         at += count * width
         if not count:
             continue
-        slots_P = _slots(slots, start, count)
-        last = int(slots_P.max())
+        if start < 0:
+            slots_P = torch.arange(count, device=slots.device)
+        else:
+            assert start + count <= slots.numel(), f"segment {s} has slots that are not there"
+            slots_P = slots[start : start + count].to(torch.int64)
+        lowest, last = int(slots_P.min()), int(slots_P.max())
         end = place + last * stride + width
-        assert 0 <= place <= end <= flat.numel(), "a segment lies outside its tensor"
+        assert lowest >= 0, f"segment {s} has negative slots"
+        assert 0 <= place <= end <= flat.numel(), f"segment {s} has places outside its tensor"
         there = flat.as_strided((last + 1, width), (stride, 1), flat.storage_offset() + place)
-        yield here, there, slots_P
+        found.append(_Segment(here, there, slots_P, s))
+    return found
 
 
 def _place_rows_reference_(
@@ -167,7 +217,8 @@ def _place_rows_reference_(
 ) -> None:
     """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
 
-    Segments are taken in order, so sums of several segments have one order on every machine.
+    Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment that
+    writes names each slot once.
 
     Args:
         slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …
@@ -179,9 +230,8 @@ def _place_rows_reference_(
     0, 3, 4).
     """
     segments = _segments(rows, out, slots, counts, widths, slot_starts, places, strides)
-    present = [add for add, count in zip(adds, counts, strict=True) if count]
-    for add, (here, there, slots_P) in zip(present, segments, strict=True):
-        if add:
+    for here, there, slots_P, s in segments:
+        if adds[s]:
             there.index_add_(0, slots_P, here)
         else:
             there[slots_P] = here
@@ -202,7 +252,9 @@ def _pick_rows_reference(
         dtype=source.dtype,
         device=source.device,
     )
-    for here, there, slots_P in _segments(rows, source, slots, counts, widths, slot_starts, places, strides):
+    for here, there, slots_P, _ in _segments(
+        rows, source, slots, counts, widths, slot_starts, places, strides
+    ):
         here.copy_(there[slots_P])
     return rows
 

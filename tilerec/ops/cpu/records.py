@@ -71,11 +71,47 @@ class Rows(ctypes.Structure):
     ]
 
 
+class Route(ctypes.Structure):
+    """`tr_route` of native/exchange.h."""
+
+    _fields_ = [
+        ("lists", _P),
+        *((name, _I64) for name in ("routes", "batch_count", "cut_count", "wire_count")),
+        ("ids", _P),
+        ("index_type", _I64),
+        ("id_count", _I64),
+        ("offsets", _P),
+        *((name, _I64) for name in ("offset_count", "each_id", "local_type", "threads")),
+        ("state", _P),
+        *((name, _I64) for name in ("parts", "present", "moved")),
+        *((name, _P) for name in ("counts", "lengths", "slots", "local", "positions")),
+        ("report", Report),
+    ]
+
+
+class Segments(ctypes.Structure):
+    """`tr_segments` of native/exchange.h."""
+
+    _fields_ = [
+        ("lists", _P),
+        ("segments", _I64),
+        ("flat", _P),
+        ("flat_size", _I64),
+        ("rows", _P),
+        ("rows_size", _I64),
+        ("slots", _P),
+        *((name, _I64) for name in ("slot_count", "element_bytes", "sum_bytes", "threads")),
+        ("report", Report),
+    ]
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_report": Report,
     "tr_lookup": Lookup,
     "tr_gradient": Gradient,
     "tr_rows": Rows,
+    "tr_route": Route,
+    "tr_segments": Segments,
 }
 """The records by their names in C."""
 
