@@ -1,1 +1,19 @@
 """A model on many ranks: `shard` in place, or `DistributedModelParallel` around it."""
+
+from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWrapper
+from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as DefaultDataParallelWrapper
+from tilerec.parallel.env import ShardingEnv as ShardingEnv
+from tilerec.parallel.full_state import full_state_dict as full_state_dict
+from tilerec.parallel.fused_params import EmbOptimType as EmbOptimType
+from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.qcomms import CommOp as CommOp
+from tilerec.parallel.qcomms import CommType as CommType
+from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig
+from tilerec.parallel.qcomms import get_qcomm_codecs as get_qcomm_codecs
+from tilerec.parallel.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.parallel.shard import shard as shard
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
+from tilerec.parallel.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder
+from tilerec.parallel.sharders import ModuleSharder as ModuleSharder
+from tilerec.parallel.sharders import get_default_sharders as get_default_sharders
+from tilerec.parallel.traffic import traffic as traffic

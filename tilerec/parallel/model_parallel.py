@@ -190,8 +190,8 @@ class DistributedModelParallel(nn.Module):
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """The model's, on every rank with every key; tables in their logical shapes."""
-        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars, **given}
+        options: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        options.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         return self.module.state_dict(**options)
 
     def load_state_dict(  # type: ignore[override]
@@ -206,9 +206,9 @@ class DistributedModelParallel(nn.Module):
         Args:
             prefix: of the keys; a bool in this place is `strict`, as in `nn.Module.load_state_dict`.
         """
-        if isinstance(prefix, bool):
-            prefix, strict = "", prefix
-        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        start = prefix if isinstance(prefix, str) else ""
+        strict = prefix if isinstance(prefix, bool) else strict
+        own = {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
         return self.module.load_state_dict(own, strict=strict, assign=assign)
 
 

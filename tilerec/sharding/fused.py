@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tilerec.errors import ConfigError
 from tilerec.optim.fused import FaceGroup, attached_rows
 from tilerec.optim.keyed import KeyedOptimizer, _same_keys
+from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.tiled_tensor import load, shown
 from tilerec.storage.table_rows import HyperGroup
 
 
@@ -144,12 +143,7 @@ def _tensor_of(value: Any, shape: tuple[int, ...], like: Tensor, where: str) -> 
     """A loaded value, checked."""
     if isinstance(value, (int, float)) and not shape:
         return like.new_tensor(value)
-    if (
-        isinstance(value, Tensor)
-        and shape
-        and tuple(value.shape) == (*shape, 1)
-        and not isinstance(value, DTensor)
-    ):
+    if isinstance(value, Tensor) and shape and tuple(value.shape) == (*shape, 1) and type(value) is Tensor:
         value = value.squeeze(-1)  # state per row kept as a column, as TorchRec's row-wise Adagrad does
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilerec.comms.group import Group
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
@@ -270,6 +270,28 @@ def _take(memory: Tensor, values: Tensor) -> None:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def shown(logical: Logical) -> Tensor:
+    """A logical tensor for a state dict, sharing its memory: plain, a DTensor or a `TiledTensor`."""
+    if logical.cover.whole_on(logical.group.size):
+        return logical.pieces[0].memory
+    from tilerec.sharding import tiled_tensor  # torch.distributed.tensor takes more than a second to import
+
+    return tiled_tensor.shown(logical)
+
+
+def load(logical: Logical, value: Tensor) -> None:
+    """Write a value of the same shape: a whole tensor, a DTensor of any placement, or a `TiledTensor` of any tiling.
+
+    All ranks call it where the value is spread over ranks.
+    """
+    if type(value) in (Tensor, nn.Parameter):
+        logical.load_whole(value)
+        return
+    from tilerec.sharding import tiled_tensor
+
+    tiled_tensor.load(logical, value)
 
 
 def size_mismatch(key: str, got: Sequence[int], want: Sequence[int]) -> str:

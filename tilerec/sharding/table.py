@@ -21,8 +21,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.table import INIT_BLOCK, Table
 from tilerec.sharding.layout import reader, rectangles
-from tilerec.sharding.state import Cover, Logical, Piece, size_mismatch
-from tilerec.sharding.tiled_tensor import load, shown
+from tilerec.sharding.state import Cover, Logical, Piece, load, shown, size_mismatch
 from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology

@@ -208,14 +208,12 @@ _IN_PLACE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
 
 
 def shown(logical: Logical) -> Tensor:
-    """A logical tensor, as plain as it can be said (see the head of this file); it shares the pieces' memory.
+    """A logical tensor that is not whole everywhere, as plain as it can be said (see the head of this file).
 
     Raises:
         ConfigError: it is spread over ranks that are threads, for which torch has no DTensors.
     """
     group, cover = logical.group, logical.cover
-    if cover.whole_on(group.size):
-        return logical.pieces[0].memory
     if not isinstance(group, ProcessGroupComms):
         raise ConfigError(
             "state_dict: ranks that are threads have no DTensors, and this table lies on several; gather whole "
@@ -237,10 +235,7 @@ def shown(logical: Logical) -> Tensor:
 
 
 def load(logical: Logical, value: Tensor) -> None:
-    """Write a value of the same shape: a whole tensor, a DTensor of any placement, or a `TiledTensor` of any tiling.
-
-    All ranks call it where the value is spread over ranks.
-    """
+    """See `state.load`."""
     if isinstance(value, TiledTensor) and _same_ranks(value.device_mesh, logical.group):
         logical.load(value.logical)
         return
