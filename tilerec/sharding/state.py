@@ -189,8 +189,9 @@ class Logical:
         """
         assert source.cover.shape == self.cover.shape
         if source.cover == self.cover:
-            for (_, memory), (_, theirs) in zip(self.pieces, source.pieces, strict=True):
-                _take(memory, theirs)
+            theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
+            for tile, memory in self.pieces:  # equal covers may repeat a rectangle on different ranks
+                _take(memory, theirs[tile])
         else:
             self._take_over(source)
 
