@@ -9,12 +9,18 @@ from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
+from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
+from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor as KeyedTensor
+from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
+from tilerec.spec.plan import ShardingPlan as ShardingPlan
+from tilerec.spec.plan import ShardingType as ShardingType
 from tilerec.spec.table import DataType as DataType
 from tilerec.spec.table import EmbeddingBagConfig as EmbeddingBagConfig
 from tilerec.spec.table import EmbeddingConfig as EmbeddingConfig
 from tilerec.spec.table import PoolingType as PoolingType
+from tilerec.spec.topology import Topology as Topology
 
 __version__ = next((found.version for found in _metadata.distributions(name="tilerec")), "0+unknown")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tilerec.errors import ConfigError
 from tilerec.spec.plan_table import plan_table
-from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.spec.ranks import placement_to_rank, ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Rectangle, Tiling
 
@@ -110,6 +110,8 @@ class ParameterSharding:
         tiling: where every cell lives; what counts. None until a strategy fills it in from kind and ranks.
         wire: number formats in which its rows travel.
         data_type: of the table, for counting bytes; unknown if None.
+        ids_per_bag: how many ids a bag of its features has, about; unknown if None. Of one id or less, nothing is
+            gained by adding up rows inside a host before they travel.
 
     Raises:
         ConfigError: an unknown word, or a tiling on ranks that `ranks` does not name.
@@ -122,6 +124,7 @@ class ParameterSharding:
     tiling: Tiling | None = field(default=None, kw_only=True)
     wire: Wire = field(default_factory=Wire, kw_only=True)
     data_type: DataType | None = field(default=None, kw_only=True)
+    ids_per_bag: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         def fill(name: str, value: Any) -> None:
@@ -135,6 +138,12 @@ class ParameterSharding:
                 f"ParameterSharding: compute_kernel {kernel.value!r} is kept in the plan but has no effect; the "
                 "table lies in the memory of its rank's device and is updated as its optimizer says.",
                 stacklevel=3,
+            )
+        if self.ids_per_bag is not None and not (
+            isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0
+        ):
+            raise ConfigError(
+                f"ParameterSharding: ids_per_bag is {self.ids_per_bag!r}; give a number from 0, or leave it out."
             )
         if self.tiling is None and self.sharding_spec is not None:
             fill("tiling", _read_spec(self.sharding_spec))
@@ -175,6 +184,8 @@ class ParameterSharding:
             out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
         if self.data_type is not None:
             out["data_type"] = self.data_type.value
+        if self.ids_per_bag is not None:
+            out["ids_per_bag"] = self.ids_per_bag
         if self.ranks is not None:
             out["ranks"] = ranks_to_text(self.ranks)
         if self.tiling is not None:
@@ -196,6 +207,7 @@ class ParameterSharding:
             "rows",
             "dim",
             "data_type",
+            "ids_per_bag",
             "ranks",
             "tiling",
             "wire",
@@ -224,6 +236,7 @@ class ParameterSharding:
             tiling=tiling,
             wire=wire,
             data_type=data_type,
+            ids_per_bag=data.get("ids_per_bag"),
         )
 
 
@@ -433,18 +446,9 @@ def _read_spec(spec: Any) -> Tiling:
     for shard in spec.shards:
         (r0, c0), (rows, width) = shard.shard_offsets, shard.shard_sizes
         placement = shard.placement
-        rank = placement.rank() if hasattr(placement, "rank") else _rank_of(str(placement))
+        rank = placement.rank() if hasattr(placement, "rank") else placement_to_rank(str(placement))
         tiles.append((r0, r0 + rows, c0, c0 + width, rank))
     if not tiles:
         raise ConfigError("ParameterSharding: sharding_spec has no shards; leave it out, or give tiling=.")
     rows, dim = max(tile[1] for tile in tiles), max(tile[3] for tile in tiles)
     return Tiling.of("of a sharding_spec", rows, dim, tiles)
-
-
-def _rank_of(placement: str) -> int:
-    word = placement.split("/")[0].removeprefix("rank:")
-    if not word.isdecimal():
-        raise ConfigError(
-            f"ParameterSharding: placement {placement!r} names no rank; wanted 'rank:0/cuda:0'."
-        )
-    return int(word)

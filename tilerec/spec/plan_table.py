@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _SHARES = ("module", "table", "rows x dim", "type", "kernel", "ranks", "hosts", "each holds", "bytes each")
 _TOTALS = ("ranks", "hosts", "tables", "bytes each")
 _NUMBERS = ("rows x dim", "each holds", "bytes each", "tables")
+_MOST_RUNS = 32
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -51,11 +52,17 @@ def plan_table(plan: ShardingPlan) -> str:
     parts = [_head(plan), _aligned(_SHARES, lines)]
     everyone = sorted(set(tables) | set(range(plan.world_size or 0)))
     if everyone:
+        runs = _alike({r: (tables.get(r, 0), total.get(r, 0)) for r in everyone})
+        title = "in all"
+        if len(runs) > _MOST_RUNS:
+            by_bytes = sorted(runs, key=lambda run: (run[0][1] or 0, run[0][0]))
+            runs = [by_bytes[0], by_bytes[len(runs) // 2], by_bytes[-1]]
+            title = f"in all {len(everyone)} ranks: the emptiest, the middle one, the fullest"
         rows = [
             (_few(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
-            for (count, held), ranks in _alike({r: (tables.get(r, 0), total.get(r, 0)) for r in everyone})
+            for (count, held), ranks in runs
         ]
-        parts.append("in all\n" + _aligned(_TOTALS, rows))
+        parts.append(f"{title}\n" + _aligned(_TOTALS, rows))
     return "\n\n".join(parts)
 
 

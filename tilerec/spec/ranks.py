@@ -91,3 +91,11 @@ def text_to_owners(text: object, what: str) -> tuple[tuple[int, ...], ...]:
             raise ConfigError(f"{what} got {text!r}, in which a brace is not closed.")
         owners.append(text_to_ranks(replicas, what))
     return tuple(owners)
+
+
+def placement_to_rank(placement: str) -> int:
+    """The rank of a placement as `torch.distributed` writes it: `"rank:3/cuda:1"` -> 3."""
+    word = placement.split("/")[0].removeprefix("rank:")
+    if not word.isdecimal():
+        raise ConfigError(f"placement {placement!r} names no rank; wanted one such as 'rank:3/cuda:1'.")
+    return int(word)
