@@ -1,0 +1,438 @@
+"""`shard`: every collection below a model becomes this rank's tiles; what must agree is checked once."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.shard import shard
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection
+from tilerec.sharding.table import ShardedTable
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import Adagrad, Adam, RowWiseAdagrad
+from tilerec.spec.plan import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    Wire,
+)
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.testing.batches import concat_batches, random_batch
+from tilerec.testing.ranks import run_ranks
+from tilerec.testing.virtual import run_virtual_ranks
+
+
+def rows_at(rows: int, dim: int, *cuts: int) -> Tiling:
+    """Rows [0, cuts[0]) on rank 0, then [cuts[0], cuts[1]) on rank 1, …, the rest on the last."""
+    edges = [0, *cuts, rows]
+    return Tiling.of(
+        "t", rows, dim, [(a, b, 0, dim, r) for r, (a, b) in enumerate(itertools.pairwise(edges))]
+    )
+
+
+def on(rows: int, dim: int, *ranks: int) -> Tiling:
+    """Whole on these ranks."""
+    return Tiling.of("t", rows, dim, [(0, rows, 0, dim, ranks)])
+
+
+class Model(nn.Module):
+    """Two collections, one table in both, and a dense layer."""
+
+    def __init__(self, device: str | None = None, *, tied: bool = True) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(7, 4, "items", feature_names=["clicked", "bought"]),
+                EmbeddingBagConfig(5, 4, "users", feature_names=["user"]),
+            ],
+            device=device,
+        )
+        self.ec = EmbeddingCollection(
+            [EmbeddingConfig(7, 4, "items", feature_names=["clicked"])], device=device
+        )
+        if tied:
+            self.ec.embeddings["items"].weight = self.ebc.embedding_bags["items"].weight  # type: ignore[index]
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = torch.cat([jagged.values() for jagged in self.ec(features).values()])
+        return cast(Tensor, self.over(self.ebc(features).values()).sum() + (rows * rows).sum())
+
+
+def plan(first: Tiling | None = None, second: Tiling | None = None) -> dict[str, dict[str, Tiling]]:
+    items = first or rows_at(7, 4, 5)
+    return {"ebc": {"items": items, "users": on(5, 4, 1)}, "ec": {"items": second or items}}
+
+
+def batch(rank: int, step: int = 0) -> KeyedJaggedTensor:
+    return random_batch(["clicked", "bought", "user"], [7, 7, 5], 3, seed=10 * step + rank)
+
+
+def raised(size: int, run: Callable[[Group], Any]) -> str:
+    """The message of the ConfigError that every rank raises."""
+    messages: list[str] = []
+
+    def each(group: Group) -> None:
+        with pytest.raises(ConfigError) as caught:
+            run(group)
+        messages.append(str(caught.value))
+
+    run_virtual_ranks(size, each)
+    assert len(messages) == size
+    return messages[0]
+
+
+# ---------------------------------------------------------------------------------------------- in place
+
+
+def test_every_collection_below_the_model_is_sharded_in_place_under_its_names() -> None:
+    torch.manual_seed(0)
+    base = Model()
+    names = list(base.state_dict())
+
+    def run(group: Group) -> list[tuple[int, ...]]:
+        model = copy.deepcopy(base)
+        assert shard(model, plan=plan(), mesh=group) is model
+        assert isinstance(model.ebc, ShardedEmbeddingBagCollection)
+        assert list(dict(model.named_parameters(remove_duplicate=False))) == names
+        assert all(p.is_leaf for p in model.parameters())
+        return [tuple(p.shape) for p in model.parameters()][:2]
+
+    assert run_virtual_ranks(2, run) == [[(5, 4), (0, 4)], [(2, 4), (5, 4)]]
+
+
+def test_a_collection_can_be_the_model_itself() -> None:
+    def run(group: Group) -> None:
+        model = EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", feature_names=["t"])])
+        shard(model, plan={"t": rows_at(5, 4, 3)}, mesh=group)
+        assert isinstance(model, ShardedEmbeddingBagCollection)
+        assert list(cast(Any, model).plan.plan) == [""]
+
+    run_virtual_ranks(2, run)
+
+
+def test_values_of_a_pretrained_table_survive_with_its_optimizer_state() -> None:
+    torch.manual_seed(0)
+    base = Model()
+    apply_optimizer_in_backward(Adam(lr=0.1), list(base.ebc.parameters()))
+    base(batch(0)).backward()
+    with torch.no_grad():
+        base.ebc.embedding_bags["users"].weight.fill_(3.0)
+    want = {name: value.clone() for name, value in base.state_dict().items()}
+    state = base.ebc.fused_optimizer.state_dict()["state"]
+
+    def run(group: Group) -> None:
+        model = shard(copy.deepcopy(base), plan=plan(), mesh=group)
+        got = full_state_dict(model)
+        assert list(got) == list(want)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        for name, slots in cast(Any, model).ebc.fused_optimizer.full_state_dict()["state"].items():
+            assert all(torch.equal(value, state[name][slot]) for slot, value in slots.items())
+            assert int(slots["step"]) == 1
+
+    run_virtual_ranks(2, run)
+
+
+def test_tiles_of_a_table_on_meta_get_the_bits_of_the_whole_table() -> None:
+    torch.manual_seed(3)
+    whole = Model()
+    torch.manual_seed(3)
+    base = Model("meta")
+
+    def run(group: Group) -> None:
+        model = shard(copy.deepcopy(base), plan=plan(), mesh=group)
+        got = full_state_dict(model)
+        assert all(torch.equal(got[n], v) for n, v in whole.state_dict().items() if n.startswith("e"))
+
+    run_virtual_ranks(2, run)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_ranks_that_drew_other_seeds_or_read_other_values_get_rank_0s(device: str | None) -> None:
+    torch.manual_seed(0)
+    bases = [Model(device), Model(device)]
+    for base in bases:
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(base.ebc.parameters()))
+    bases[0].over.load_state_dict(bases[1].over.state_dict())
+    assert bases[0].ebc.seed != bases[1].ebc.seed
+    if device is None:
+        bases[0](batch(0)).backward()
+        want = {name: value.clone() for name, value in bases[0].state_dict().items()}
+        state = bases[0].ebc.fused_optimizer.state_dict()["state"]
+    both = plan(on(7, 4, 0, 1))
+
+    def run(group: Group) -> tuple[dict[str, Tensor], int]:
+        model = cast(Any, shard(copy.deepcopy(bases[group.rank]), plan=both, mesh=group))
+        got = {"items": model.ebc.embedding_bags["items"].weight.detach(), **full_state_dict(model)}
+        if device is None:
+            assert all(torch.equal(got[name], want[name]) for name in want)
+            sums = model.ebc.fused_optimizer.full_state_dict()["state"]
+            assert all(torch.equal(sums[name]["sum"], state[name]["sum"]) for name in state)
+        return got, group.traffic.total()
+
+    (first, _), (second, _) = run_virtual_ranks(2, run)
+    assert all(torch.equal(first[name], second[name]) for name in first if not name.startswith("over"))
+
+
+def test_equal_models_send_no_values() -> None:
+    torch.manual_seed(0)
+    base = Model()
+
+    def run(group: Group) -> int:
+        shard(copy.deepcopy(base), plan=plan(), mesh=group)
+        return group.traffic.total()
+
+    assert run_virtual_ranks(2, run) == [0, 0]
+
+
+def meta_table_of_4_gib() -> tuple[int, int]:
+    rows, dim = 2**24, 64
+    model = EmbeddingBagCollection([EmbeddingBagConfig(rows, dim, "t", feature_names=["t"])], device="meta")
+    tiles = [(0, 2**16, 0, dim, 0), (2**16, rows, 0, dim, 1)]
+    device = "cpu" if ProcessGroupComms().rank == 0 else "meta"
+    before = _peak_bytes()
+    shard(model, plan={"t": Tiling.of("t", rows, dim, tiles)}, device=device)
+    return _peak_bytes() - before, sum(p.nbytes for p in model.parameters() if not p.is_meta)
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_peak_memory_of_a_meta_table_is_its_tiles() -> None:
+    (grown, held), _ = run_ranks(2, meta_table_of_4_gib)
+    assert held == 2**16 * 64 * 4
+    assert grown < held + 64 * 2**20  # the whole table is 4 GiB
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def test_a_plan_may_be_an_object_a_file_or_words(tmp_path: Path) -> None:
+    spelled = ShardingPlan(
+        {
+            "ebc": EmbeddingModuleShardingPlan(
+                {
+                    "items": ParameterSharding(ShardingType.ROW_WISE),
+                    "users": ParameterSharding("table_wise", ranks=[1], wire=Wire("bf16", "bf16")),
+                }
+            ),
+            "ec": EmbeddingModuleShardingPlan({"items": ParameterSharding("row_wise")}),
+        }
+    )
+    path = tmp_path / "plan.json"
+    spelled.save(path)
+    torch.manual_seed(0)
+    base = Model()
+
+    def run(group: Group) -> None:
+        plans = [spelled, path, str(path), {"ebc": dict(spelled.plan["ebc"]), "ec": dict(spelled.plan["ec"])}]
+        made = [cast(Any, shard(copy.deepcopy(base), plan=each, mesh=group)) for each in plans]
+        assert len({model.plan.fingerprint() for model in made}) == 1
+        whole = made[0].plan
+        assert whole.world_size == 2
+        assert whole.hosts == ((0, 1),)
+        assert whole.plan["ebc"]["items"].tiling == rows_at(7, 4, 4)
+        assert whole.plan["ebc"]["users"].wire == Wire("bf16", "bf16")
+        assert all(name in str(whole) for name in ("items", "users", "row_wise", "table_wise"))
+
+    run_virtual_ranks(2, run)
+
+
+def test_without_a_plan_the_planner_makes_one_and_tied_tables_lie_alike() -> None:
+    torch.manual_seed(0)
+    base = Model()
+    want = base.state_dict()
+
+    def run(group: Group) -> ShardingPlan:
+        model = cast(Any, shard(copy.deepcopy(base), mesh=group))
+        got = full_state_dict(model)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        return cast(ShardingPlan, model.plan)
+
+    first, second = run_virtual_ranks(2, run)
+    assert first == second
+    assert first.plan["ebc"]["items"].tiling == first.plan["ec"]["items"].tiling
+
+
+def test_a_plan_that_forgets_a_table_is_refused() -> None:
+    forgetful = plan()
+    del forgetful["ebc"]["users"]
+    assert "'users' of module 'ebc'" in raised(2, lambda group: shard(Model(), plan=forgetful, mesh=group))
+    assert "module 'ec'" in raised(2, lambda group: shard(Model(), plan={"ebc": plan()["ebc"]}, mesh=group))
+
+
+def test_a_plan_for_another_model_or_world_is_refused() -> None:
+    other = {**plan(), "tower.ebc": plan()["ebc"]}
+    assert "module 'tower.ebc'" in raised(2, lambda group: shard(Model(), plan=other, mesh=group))
+    far = plan(on(7, 4, 0, 3))
+    assert "rank 3" in raised(2, lambda group: shard(Model(), plan=far, mesh=group))
+    bigger = plan(rows_at(8, 4, 4))
+    assert "7 x 4" in raised(2, lambda group: shard(Model(), plan=bigger, mesh=group))
+    parts = {path: EmbeddingModuleShardingPlan({}) for path in ("ebc", "ec")}
+    message = raised(2, lambda group: shard(Model(), plan=ShardingPlan(parts, world_size=4), mesh=group))
+    assert "4 ranks" in message
+
+
+@pytest.mark.parametrize("wrong", [3, {"ebc": 1}, {"ebc": {"items": "row_wise"}}])
+def test_what_is_no_plan_is_named(wrong: Any) -> None:
+    assert "wanted" in raised(1, lambda group: shard(Model(), plan=wrong, mesh=group))
+
+
+def test_ranks_with_different_plans_are_named() -> None:
+    def run(group: Group) -> None:
+        shard(Model(), plan=plan(rows_at(7, 4, 4 + group.rank)), mesh=group)
+
+    message = raised(2, run)
+    assert "['plan']" in message
+    assert "items" in message
+    assert "rank 1" in message
+
+
+def test_ranks_with_different_tables_or_options_are_named() -> None:
+    def other_features(group: Group) -> None:
+        feature = "b" if group.rank == 2 else "a"
+        model = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, "t", feature_names=[feature])])
+        shard(model, plan={"t": on(6, 4, 0, 1, 2)}, mesh=group)
+
+    message = raised(3, other_features)
+    assert "features" in message
+    assert "rank 2" in message
+
+    def other_options(group: Group) -> None:
+        shard(Model(), plan=plan(), mesh=group, exact=group.rank == 0)
+
+    assert "exact" in raised(2, other_options)
+
+    def other_optimizers(group: Group) -> None:
+        model = Model()
+        apply_optimizer_in_backward(Adagrad(lr=0.1 + group.rank), list(model.ebc.parameters()))
+        shard(model, plan=plan(), mesh=group)
+
+    assert "['lr']" in raised(2, other_optimizers)
+
+
+def test_a_topology_for_another_number_of_ranks_is_refused() -> None:
+    message = raised(2, lambda group: shard(Model(), plan=plan(), mesh=group, topology=Topology(4, "cpu")))
+    assert "4 ranks" in message
+
+
+def test_hosts_come_from_the_topology_or_the_plan() -> None:
+    hosts = ((0, 1), (2, 3))
+    by_type = {"ebc": {"items": ParameterSharding("table_row_wise", ranks=[2, 3]), "users": on(5, 4, 1)}}
+    by_type["ec"] = {"items": by_type["ebc"]["items"]}
+
+    def run(group: Group) -> None:
+        told = cast(Any, shard(Model(), plan=by_type, mesh=group, topology=Topology(4, "cpu", hosts=hosts)))
+        assert told.plan.hosts == hosts
+        assert told.plan.plan["ebc"]["items"].tiling.ranks() == (2, 3)
+        planned = cast(Any, shard(Model(), plan=told.plan, mesh=group))
+        assert planned.plan.hosts == planned.ebc.exchange.topology.hosts == hosts
+
+    run_virtual_ranks(4, run)
+
+
+def launched() -> list[tuple[tuple[int, ...], ...]]:
+    made = []
+    for group in (ProcessGroupComms(), ProcessGroupComms().partition("pairs", [[0, 2], [1, 3]])):
+        model = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, "t", feature_names=["t"])])
+        shard(model, plan={"t": on(6, 4, 0)}, mesh=group)
+        made.append(cast(Any, model).plan.hosts)
+    return made
+
+
+def test_hosts_come_from_the_launcher_otherwise_also_for_a_part_of_the_ranks() -> None:
+    whole, part = run_ranks(4, launched, hosts=2)[0]
+    assert whole == ((0, 1), (2, 3))
+    assert part == ((0,), (1,))
+
+
+# ---------------------------------------------------------------------------------------------- ties
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_table_of_two_collections_stays_one_table_with_one_state(exact: bool) -> None:
+    torch.manual_seed(0)
+    base = Model()
+    apply_optimizer_in_backward(Adagrad(lr=0.1), list(base.ebc.parameters()))
+    reference = copy.deepcopy(base)
+    for step in range(3):
+        loss = reference(concat_batches([batch(0, step), batch(1, step)]))
+        loss.backward()
+
+    def run(group: Group) -> None:
+        model = cast(Any, shard(copy.deepcopy(base), plan=plan(), mesh=group, exact=exact))
+        one, other = model.ebc.embedding_bags["items"], model.ec.embeddings["items"]
+        assert one.weight is other.weight
+        assert one.rows is other.rows
+        assert isinstance(other, ShardedTable)
+        for step in range(3):
+            (2 * model(batch(group.rank, step))).backward()
+        got = full_state_dict(model)
+        for name in ("ebc.embedding_bags.items.weight", "ec.embeddings.items.weight"):
+            torch.testing.assert_close(got[name], reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+        state = model.ebc.fused_optimizer.full_state_dict()["state"]["embedding_bags.items.weight"]
+        assert int(state["step"]) == 3
+
+    run_virtual_ranks(2, run)
+
+
+def test_tied_tables_stay_one_through_a_conversion() -> None:
+    def run(group: Group) -> None:
+        model = cast(Any, shard(Model(), plan=plan(), mesh=group)).to(torch.bfloat16)
+        assert model.ebc.embedding_bags["items"].weight is model.ec.embeddings["items"].weight
+        assert model.ec.embeddings["items"].weight.dtype == torch.bfloat16
+
+    run_virtual_ranks(2, run)
+
+
+def test_plans_that_cut_a_tied_table_in_two_ways_are_refused() -> None:
+    apart = plan(rows_at(7, 4, 5), rows_at(7, 4, 4))
+    assert "same table" in raised(2, lambda group: shard(Model(), plan=apart, mesh=group))
+
+
+def test_a_table_that_is_tied_to_a_collection_outside_is_refused() -> None:
+    keep = Model()
+    message = raised(
+        1, lambda group: shard(keep.ebc, plan={"items": on(7, 4, 0), "users": on(5, 4, 0)}, mesh=group)
+    )
+    assert "shared with a collection" in message
+
+
+# ---------------------------------------------------------------------------------------------- others
+
+
+def test_a_model_is_sharded_once() -> None:
+    def run(group: Group) -> None:
+        model = shard(Model(), plan=plan(), mesh=group)
+        with pytest.raises(ConfigError, match="sharded already"):
+            shard(model, plan=plan(), mesh=group)
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_model_without_tables_is_warned_about() -> None:
+    def run(group: Group) -> None:
+        with pytest.warns(UserWarning, match="nothing to do"):
+            shard(nn.Linear(2, 2), mesh=group)
+
+    run_virtual_ranks(1, run)
