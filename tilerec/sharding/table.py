@@ -152,7 +152,8 @@ class ShardedTable(Table):
         want = (self.config.num_embeddings, self.config.embedding_dim)
         if not isinstance(value, Tensor):
             error_msgs.append(
-                f"While copying the parameter named {key!r}, expected a tensor, got {type(value)}."
+                f"While copying the parameter named {key!r}, expected torch.Tensor or Tensor-like object from "
+                f"checkpoint but received {type(value)}."
             )
         elif tuple(value.shape) != want:
             error_msgs.append(size_mismatch(key, value.shape, want))

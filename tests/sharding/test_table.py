@@ -1,0 +1,339 @@
+"""A sharded table: leaves under the unsharded names, one key of logical shape, conversions, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, shard_collection
+from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.table import ShardedTable
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD, Adagrad, Adam
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.testing.batches import concat_batches, random_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+ROWS, DIM = 7, 6
+KEY = "embedding_bags.t.weight"
+TILINGS: dict[str, list[tuple[Any, ...]]] = {
+    "everywhere": [(0, 7, 0, 6, (0, 1))],
+    "5 + 2 rows": [(0, 5, 0, 6, 0), (5, 7, 0, 6, 1)],
+    "two tiles": [(0, 7, 0, 2, 0), (0, 7, 2, 4, 1), (0, 7, 4, 6, 0)],
+    "one rank": [(0, 7, 0, 6, 1)],
+}
+
+
+def collection(dtype: torch.dtype = torch.float32) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"], dtype=dtype)])
+
+
+def sharded(base: EmbeddingBagCollection, group: Group, tiling: str) -> ShardedEmbeddingBagCollection:
+    own = copy.deepcopy(base)
+    tilings = {"t": Tiling.of("t", ROWS, DIM, TILINGS[tiling])}
+    shard_collection(own, tilings, group, group.split("route"), Topology(group.size, "cpu"))
+    return cast(ShardedEmbeddingBagCollection, own)
+
+
+def table_of(module: nn.Module) -> ShardedTable:
+    return cast(ShardedTable, cast(Any, module).embedding_bags["t"])
+
+
+def batch(rank: int, step: int = 0) -> KeyedJaggedTensor:
+    return random_batch(["f"], 7, 4, seed=10 * step + rank)
+
+
+def step(module: nn.Module, features: KeyedJaggedTensor, scale: float) -> None:
+    values = module(features).values()
+    ((values * values).sum() * scale).backward()
+
+
+def trained(base: EmbeddingBagCollection, steps: int) -> EmbeddingBagCollection:
+    """Unsharded, on the batches of both ranks."""
+    reference = copy.deepcopy(base)
+    for s in range(steps):
+        step(reference, concat_batches([batch(0, s), batch(1, s)]), 1.0)
+    return reference
+
+
+def test_leaves_have_the_tables_name_and_further_tiles_a_number() -> None:
+    def run(group: Group) -> list[tuple[str, tuple[int, ...]]]:
+        own = sharded(collection(), group, "two tiles")
+        assert all(p.is_leaf for p in own.parameters())
+        return [(name, tuple(p.shape)) for name, p in own.named_parameters()]
+
+    first, second = run_virtual_ranks(2, run)
+    assert first == [(KEY, (7, 2)), (f"{KEY}.1", (7, 2))]
+    assert second == [(KEY, (7, 2))]
+    held = run_virtual_ranks(2, lambda g: list(sharded(collection(), g, "one rank").named_parameters()))
+    assert held[0][0][1].shape == (0, DIM)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_whole_tensor_loads_into_any_tiling(tiling: str) -> None:
+    whole = torch.arange(42.0).view(7, 6)
+
+    def run(group: Group) -> None:
+        own = sharded(collection(), group, tiling)
+        assert str(own.load_state_dict({KEY: whole})) == "<All keys matched successfully>"
+        assert torch.equal(table_of(own).weight_of().full(), whole)
+        own.load_state_dict({KEY: whole.double() * 2}, assign=True)
+        assert torch.equal(table_of(own).weight_of().full(), 2 * whole)
+        assert all(p.dtype == torch.float32 for p in own.parameters())
+
+    run_virtual_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "Missing key"),
+        ({KEY: torch.zeros(7, 6), f"{KEY}.1": torch.zeros(7, 2)}, "Unexpected key"),
+        ({KEY: torch.zeros(7, 6), "embedding_bags.u.weight": torch.zeros(7, 2)}, "Unexpected key"),
+        ({KEY: torch.zeros(5, 6)}, r"size mismatch for embedding_bags.t.weight: copying a param with shape "
+            r"torch.Size\(\[5, 6\]\) from checkpoint, the shape in current model is torch.Size\(\[7, 6\]\)."),
+        ({KEY: [1.0]}, "expected torch.Tensor"),
+    ],
+)  # fmt: skip
+def test_keys_and_shapes_are_checked_in_torchs_words(given: Mapping[str, Any], says: str) -> None:
+    def run(group: Group) -> None:
+        own = sharded(collection(), group, "two tiles")
+        with pytest.raises(RuntimeError, match=says):
+            own.load_state_dict(given)
+
+    run_virtual_ranks(2, run)
+
+
+def test_loading_goes_on_without_the_keys_that_are_missing_if_it_is_not_strict() -> None:
+    def run(group: Group) -> None:
+        own = sharded(collection(), group, "5 + 2 rows")
+        before = [p.detach().clone() for p in own.parameters()]
+        result = own.load_state_dict({"other": torch.zeros(1)}, strict=False)
+        assert (result.missing_keys, result.unexpected_keys) == ([KEY], ["other"])
+        assert all(torch.equal(a, b) for a, b in zip(before, own.parameters(), strict=True))
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_state_dict_is_the_live_table_where_every_rank_holds_it() -> None:
+    def run(group: Group) -> None:
+        own = sharded(collection(), group, "everywhere")
+        value = own.state_dict()[KEY]
+        assert type(value) is Tensor
+        assert not value.requires_grad
+        assert value.data_ptr() == table_of(own).weight.data_ptr()
+        assert own.state_dict(keep_vars=True)[KEY] is table_of(own).weight
+
+    run_virtual_ranks(2, run)
+
+
+def test_threads_are_told_how_to_get_whole_tables() -> None:
+    def run(group: Group) -> None:
+        with pytest.raises(ConfigError, match="full_state_dict"):
+            sharded(collection(), group, "two tiles").state_dict()
+
+    run_virtual_ranks(2, run)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_conversion_keeps_parameter_and_table_one_thing(tiling: str, attached: bool, before: bool) -> None:
+    """The next step is visible in the next forward; before sharding or after, the result is the same."""
+    base = collection()
+    if attached:
+        apply_optimizer_in_backward(SGD(lr=0.5, stochastic_rounding=False), list(base.parameters()))
+    if before:
+        base = base.to(torch.bfloat16)
+    want = trained(copy.deepcopy(base).to(torch.bfloat16), 2) if attached else None
+
+    def run(group: Group) -> Tensor:
+        own = sharded(base, group, tiling).to(torch.bfloat16)
+        leaves = list(own.parameters())
+        dense = None if attached else torch.optim.SGD(leaves, lr=0.5)
+        for s in range(2):
+            seen = own(batch(group.rank, s)).values().detach().clone()
+            own.zero_grad()
+            step(own, batch(group.rank, s), 2.0)
+            if dense is not None:
+                assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in leaves if p.numel())
+                dense.step()
+            else:
+                assert all(p.grad is None for p in leaves)
+            after = own(batch(group.rank, s)).values()
+            assert not torch.equal(seen, after) or not after.numel()
+        assert all(a is b for a, b in zip(leaves, own.parameters(), strict=True))
+        assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
+        return table_of(own).weight_of().full()
+
+    first, second = run_virtual_ranks(2, run)
+    assert torch.equal(first, second)
+    if want is not None:
+        torch.testing.assert_close(first, want.state_dict()[KEY], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_copy_trains_on_its_own(tiling: str) -> None:
+    base = collection()
+    apply_optimizer_in_backward(Adagrad(lr=0.1), list(base.parameters()))
+    want = trained(base, 2)
+
+    def run(group: Group) -> None:
+        own = sharded(base, group, tiling)
+        step(own, batch(group.rank, 0), 2.0)
+        twin = copy.deepcopy(own)
+        before = table_of(own).weight_of().full()
+        step(twin, batch(group.rank, 1), 2.0)
+        assert torch.equal(table_of(own).weight_of().full(), before)
+        got = table_of(twin)
+        torch.testing.assert_close(got.weight_of().full(), want.state_dict()[KEY], rtol=1e-5, atol=1e-6)
+        assert int(got.state_of("step").full()) == 2
+        assert int(table_of(own).state_of("step").full()) == 1
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_sharded_module_is_not_pickled_and_says_what_to_do() -> None:
+    def run(group: Group) -> None:
+        with pytest.raises(pickle.PicklingError, match=r"checkpoint"):
+            pickle.dumps(sharded(collection(), group, "5 + 2 rows"))
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    def run(group: Group) -> None:
+        table = table_of(sharded(collection(), group, "5 + 2 rows"))
+        with pytest.raises(ConfigError, match=r"this rank's tile"):
+            table.weight = nn.Parameter(torch.zeros(7, 6))
+
+    run_virtual_ranks(2, run)
+
+
+def test_sharded_tables_of_one_tiling_can_be_tied() -> None:
+    base = collection()
+    apply_optimizer_in_backward(SGD(lr=0.5), list(base.parameters()))
+
+    def run(group: Group) -> None:
+        one, other = sharded(base, group, "5 + 2 rows"), sharded(base, group, "5 + 2 rows")
+        table_of(other).weight = table_of(one).weight
+        assert table_of(other).rows is table_of(one).rows
+        before = table_of(one).weight_of().full()
+        step(other, batch(group.rank), 2.0)
+        assert not torch.equal(table_of(one).weight_of().full(), before)
+        apart = sharded(base, group, "two tiles")
+        with pytest.raises(ConfigError, match=r"cut differently|this rank's tile"):
+            table_of(apart).weight = table_of(one).weight
+
+    run_virtual_ranks(2, run)
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer's face
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_optimizer_state_has_logical_shapes_and_loads_into_any_tiling(tiling: str) -> None:
+    base = collection()
+    apply_optimizer_in_backward(Adam(lr=0.1), list(base.parameters()))
+    reference = trained(base, 2)
+    saved = {
+        "state": {
+            KEY: {n: v.clone() for n, v in reference.fused_optimizer.state_dict()["state"][KEY].items()},
+        }
+    }
+
+    def run(group: Group) -> None:
+        own = sharded(base, group, tiling)
+        face = own.fused_optimizer
+        assert isinstance(face, ShardedFusedOptimizer)
+        assert list(face.params) == [KEY]
+        face.load_state_dict(saved)
+        got = face.full_state_dict()["state"][KEY]
+        assert {n: tuple(v.shape) for n, v in got.items()} == {
+            "exp_avg": (7, 6),
+            "exp_avg_sq": (7, 6),
+            "step": (),
+        }
+        assert all(torch.equal(got[n], v) for n, v in saved["state"][KEY].items())
+        own.load_state_dict(reference.state_dict())
+        step(own, batch(group.rank, 5), 2.0)
+        if table_of(own).tiles:
+            assert all(int(rows.updates) == 3 for rows in table_of(own).tile_rows)
+
+    run_virtual_ranks(2, run)
+
+
+def test_state_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    base = collection()
+    apply_optimizer_in_backward(Adagrad(lr=0.1), list(base.parameters()))
+
+    def run(group: Group) -> None:
+        face = sharded(base, group, "two tiles").fused_optimizer
+        fits = {"sum": torch.ones(7, 6), "step": torch.tensor(4)}
+        for wrong, says in (
+            ({}, "lacks"),
+            ({KEY: {"sum": torch.ones(7, 6)}}, "lacks"),
+            ({KEY: {**fits, "more": torch.ones(1)}}, "also has"),
+            ({KEY: {**fits, "sum": torch.ones(7, 2)}}, r"wanted a tensor of shape \(7, 6\)"),
+            ({KEY: 3}, "wanted a dict"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                face.load_state_dict({"state": wrong})
+        with pytest.raises(ConfigError, match="no 'state'"):
+            face.load_state_dict({})
+        assert float(cast(Any, face).full_state_dict()["state"][KEY]["sum"].abs().max()) == 0.0
+        face.load_state_dict({"state": {KEY: {**fits, "step": 4}}})
+        assert int(cast(Any, face).full_state_dict()["state"][KEY]["step"]) == 4
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_written_learning_rate_holds_for_all_tiles() -> None:
+    base = collection()
+    apply_optimizer_in_backward(SGD(lr=0.5), list(base.parameters()))
+
+    def run(group: Group) -> None:
+        own = sharded(base, group, "two tiles")
+        before = table_of(own).weight_of().full()
+        face = own.fused_optimizer
+        assert len(face.param_groups) == 1
+        face.param_groups[0]["lr"] = 0.0
+        face.step()
+        step(own, batch(group.rank), 2.0)
+        assert torch.equal(table_of(own).weight_of().full(), before)
+        with pytest.raises(ConfigError, match="add_param_group"):
+            face.add_param_group({"params": []})
+
+    run_virtual_ranks(2, run)
+
+
+def test_settings_are_saved_with_the_state_if_asked_for() -> None:
+    base = collection()
+    apply_optimizer_in_backward(SGD(lr=0.5), list(base.parameters()))
+
+    def run(group: Group) -> None:
+        face = sharded(base, group, "everywhere").fused_optimizer
+        face.save_param_groups(True)
+        saved = face.state_dict()
+        saved["param_groups"][0]["lr"] = 0.25
+        other = sharded(base, group, "everywhere").fused_optimizer
+        other.save_param_groups(True)
+        other.load_state_dict(saved)
+        assert other.param_groups[0]["lr"] == 0.25
+        with pytest.raises(ConfigError, match="param_groups"):
+            other.load_state_dict({"state": saved["state"]})
+
+    run_virtual_ranks(2, run)
