@@ -19,6 +19,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def column_wise(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
     return _cover(
         rows,
         dim,
-        [(0, rows, a, b, ranks[(i + k) % len(ranks)]) for k, (a, b) in enumerate(zip(cuts, cuts[1:]))],
+        [(0, rows, a, b, ranks[(i + k) % len(ranks)]) for k, (a, b) in enumerate(pairwise(cuts))],
     )
 
 
@@ -176,14 +177,12 @@ def table_row_wise(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
 def table_column_wise(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
     host = hosts[(i + 1) % len(hosts)]
     cuts = _column_cuts(dim, len(host))
-    return _cover(rows, dim, [(0, rows, a, b, host[k]) for k, (a, b) in enumerate(zip(cuts, cuts[1:]))])
+    return _cover(rows, dim, [(0, rows, a, b, host[k]) for k, (a, b) in enumerate(pairwise(cuts))])
 
 
 def grid(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
     cuts = _column_cuts(dim, len(hosts))
-    tiles = [
-        tile for h, (a, b) in enumerate(zip(cuts, cuts[1:])) for tile in _rows_over(rows, a, b, hosts[h])
-    ]
+    tiles = [tile for h, (a, b) in enumerate(pairwise(cuts)) for tile in _rows_over(rows, a, b, hosts[h])]
     return _cover(rows, dim, tiles)
 
 
@@ -194,7 +193,7 @@ def uneven(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
     return _cover(
         rows,
         dim,
-        [(a, b, 0, dim, ranks[(k + i) % len(ranks)]) for k, (a, b) in enumerate(zip(cuts, cuts[1:]))],
+        [(a, b, 0, dim, ranks[(k + i) % len(ranks)]) for k, (a, b) in enumerate(pairwise(cuts))],
     )
 
 
@@ -236,7 +235,7 @@ def two_copies(rows: int, dim: int, hosts: Hosts, i: int) -> Tiling:
     cuts = _column_cuts(dim, width) if i % 2 else [0, dim]
     if i % 2:
         teams = [tuple(sorted(host[k % len(host)] for host in hosts)) for k in range(len(cuts) - 1)]
-        return _cover(rows, dim, [(0, rows, a, b, teams[k]) for k, (a, b) in enumerate(zip(cuts, cuts[1:]))])
+        return _cover(rows, dim, [(0, rows, a, b, teams[k]) for k, (a, b) in enumerate(pairwise(cuts))])
     if len(hosts) == 1:
         half = len(ranks) // 2 or 1
         teams = [tuple(sorted({ranks[k], ranks[(k + half) % len(ranks)]})) for k in range(half)]
@@ -307,7 +306,8 @@ def build(case: Case) -> Any:
         tables[name].weight.requires_grad_(False)
     if case.optimizer is not None:
         live = [table.weight for name, table in tables.items() if name not in case.frozen]
-        apply_optimizer_in_backward(case.optimizer, live)
+        if live:
+            apply_optimizer_in_backward(case.optimizer, live)
     return module
 
 
@@ -352,11 +352,10 @@ def loss(case: Case, out: Sequence[Tensor], scale: float) -> Tensor:
 
 def _train(case: Case, module: Any, own: Sequence[KeyedJaggedTensor], scale: float) -> list[list[Tensor]]:
     """Three steps; outputs of each. Without an attached optimizer torch's own steps the leaves."""
+    live = [p for p in module.parameters() if p.requires_grad]
     dense = None
-    if case.optimizer is None:
-        dense = torch.optim.SGD(
-            [p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.5, foreach=False
-        )
+    if case.optimizer is None and live:
+        dense = torch.optim.SGD(live, lr=0.05, momentum=0.5, foreach=False)
     seen = []
     for features in own:
         out = outputs(case, module, features)
@@ -424,7 +423,7 @@ class Figures:
     """Largest deviations; `same` per table: weights, gradients and state have the same bits."""
 
     outputs: float  # over 1 + the largest element of the row
-    sample_weights: float  # gradients of sample weights, over 1 + the largest element
+    sample_weights: float  # gradients of sample weights, over 1 + the largest of the batch
     weights: float  # over 1 + the largest element of the row
     weights_per_lr: float  # over the learning rate
     median_per_lr: float
@@ -474,7 +473,7 @@ def compare(case: Case, ranks: Sequence[Record], whole: Record) -> Figures:
             continue
         assert got_grad is not None
         # Sample weights are each rank's own: their gradients are of the rank's own loss.
-        sample = max(sample, _relative(got_grad, case.world_size * want_grad))
+        sample = max(sample, _relative(got_grad[None], case.world_size * want_grad[None]))
     for t in case.tables:
         (full,) = whole.held[t.name]
         covered = torch.zeros(t.rows, t.dim, dtype=torch.int64)
@@ -520,6 +519,25 @@ def compare(case: Case, ranks: Sequence[Record], whole: Record) -> Figures:
     return Figures(out, sample, weights, per_lr, median, state, same_outputs, same)
 
 
+def assemble(case: Case, ranks: Sequence[Record]) -> dict[str, Tensor]:
+    """Whole tables and their state, by `<table>.<name>`, from the ranks' tiles."""
+    whole: dict[str, Tensor] = {}
+    for t in case.tables:
+        for record in ranks:
+            for held in record.held[t.name]:
+                r0, r1, c0, c1, _ = held.tile
+                for name, value in {"weight": held.weight, **held.state}.items():
+                    shape = (t.rows, t.dim)[: value.dim()]
+                    full = whole.setdefault(f"{t.name}.{name}", value.new_zeros(shape))
+                    if value.dim() == 2:
+                        full[r0:r1, c0:c1] = value
+                    elif value.dim() == 1:
+                        full[r0:r1] = value
+                    else:
+                        full.copy_(value)
+    return whole
+
+
 def keeps_order(case: Case, table: TableCase) -> bool:
     """Whether no sum of this table's run is reordered and no scale rounds, so that bits must be equal.
 
@@ -543,7 +561,7 @@ def check(case: Case, ranks: Sequence[Record], whole: Record | None = None) -> F
     double = all(t.data_type is DataType.FP64 for t in case.tables)
     bound = 1e-12 if double else 1e-6
     assert figures.outputs <= bound, figures
-    # Products of a row's D elements are added for each: their rounding grows with D. Sample weights are fp32.
+    # Each is a sum of D products, and fp32 whatever the tables are.
     assert figures.sample_weights <= 2e-6, figures
     assert figures.state <= bound, figures
     kinds = (Adam, AdamW, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB)
