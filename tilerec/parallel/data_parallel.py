@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +54,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         params_to_ignore: Sequence[str] | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if allreduce_comm_precision not in (None, "fp16", "bf16"):
+        if allreduce_comm_precision not in (None, *_FORMATS):
             raise ConfigError(
                 f"DefaultDataParallelWrapper: allreduce_comm_precision is {allreduce_comm_precision!r}; use 'fp16', "
                 "'bf16' or None."
@@ -94,8 +95,20 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             **self._options,
         )
         if self._precision is not None:
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-            wrapped.register_comm_hook(env.pg, hooks[self._precision])
+            wrapped.register_comm_hook(env.pg, _narrow(_FORMATS[self._precision], env.world_size))
         dmp._dmp_wrapped_module = wrapped
+
+
+_FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _narrow(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
+    """A hook that averages gradients in another format. torch's own one for bfloat16 is for NCCL only."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        narrow = bucket.buffer().div(size).to(dtype)
+        sent = dist.all_reduce(narrow, group=group, async_op=True)
+        assert sent is not None
+        return sent.get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
+
+    return hook

@@ -112,9 +112,7 @@ class _Reader(Generic[_B]):
 
     handle: Handle
 
-    def __init__(
-        self, batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]
-    ) -> None:
+    def __init__(self, batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]) -> None:
         self._batches, self._channel, self._empty, self._count = batches, channel, empty, count
         self.batch, self.own = empty, 0
         self.error: Exception | None = None
