@@ -158,7 +158,7 @@ class ProcessGroupComms(Group):
         what = f"all_to_all '{name}'"
         self._raise_if_failed(what)
         if self.size == 1:
-            output.copy_(input)
+            output.detach().copy_(input.detach())
             return _Works(self, what, [], output, ())
         wires = _native(output), _native(input)
         if input.dtype not in _NATIVE:
@@ -179,7 +179,7 @@ class ProcessGroupComms(Group):
         if self.size == 1:
             return _Works(self, what, [], tensor, ())
         try:
-            work = dist.all_reduce(tensor, group=self._process_group, async_op=True)
+            work = dist.all_reduce(_native(tensor), group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise self._error(what, error) from error
         return _Works(self, what, [work], tensor, ())
@@ -208,7 +208,7 @@ class ProcessGroupComms(Group):
         except RuntimeError as error:
             raise self._error(what, error) from error
         if self.rank in sends:
-            receives[self.rank].copy_(sends[self.rank])
+            receives[self.rank].detach().copy_(sends[self.rank].detach())
         return _Letters(self, what, works, staged, alive)
 
     # -- for the handles ---------------------------------------------------------------------------------------

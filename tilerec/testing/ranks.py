@@ -334,9 +334,9 @@ def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> Bas
 
 
 def _context() -> Any:
-    """Processes forked from a server that has torch imported and no threads; `spawn` where there is no fork."""
+    """Processes forked from a server that has imported torch and us, and no threads; `spawn` where there is no fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tilerec.testing.worker", "tilerec"])
+    context.set_forkserver_preload(["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding"])
     return context
