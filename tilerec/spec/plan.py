@@ -151,6 +151,11 @@ class ParameterSharding:
             fill("ranks", text_to_ranks(list(self.ranks), "ParameterSharding: ranks"))
         elif self.tiling is not None:
             fill("ranks", self.tiling.ranks())
+        if self.tiling is not None and not _cut_as(self.kind, self.tiling):
+            raise ConfigError(
+                f"ParameterSharding: sharding_type is {self.kind.value!r}, but the tiling is cut otherwise, and that "
+                "is what counts; leave the tiling out to have it made from sharding_type and ranks, or say 'explicit'."
+            )
         if self.tiling is not None and self.ranks is not None:
             stray = sorted(set(self.tiling.ranks()) - set(self.ranks))
             if stray:
@@ -212,6 +217,8 @@ class ParameterSharding:
             "tiling",
             "wire",
         }
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"Table '{name}': {data!r} in the plan is no object with a sharding_type.")
         unknown = sorted(set(data) - known)
         if unknown or "sharding_type" not in data:
             raise ConfigError(
@@ -223,21 +230,28 @@ class ParameterSharding:
         if "tiling" in data:
             if not {"rows", "dim"} <= set(data):
                 raise ConfigError(f"Table '{name}': its tiling in the plan needs rows and dim beside it.")
+            if not (_is_whole(data["rows"], 1) and _is_whole(data["dim"], 1)):
+                raise ConfigError(
+                    f"Table '{name}': rows {data['rows']!r} and dim {data['dim']!r} in the plan are not whole numbers "
+                    "from 1."
+                )
             tiling = Tiling.from_json(name, data["rows"], data["dim"], data["tiling"])
+        ranks = text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None
         try:
             wire = Wire(**data.get("wire", {}))
             data_type = DataType(data["data_type"]) if "data_type" in data else None
+            kernel = data.get("compute_kernel", EmbeddingComputeKernel.FUSED)
+            return ParameterSharding(
+                data["sharding_type"],
+                kernel,
+                ranks,
+                tiling=tiling,
+                wire=wire,
+                data_type=data_type,
+                ids_per_bag=data.get("ids_per_bag"),
+            )
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"Table '{name}': {error}") from error
-        return ParameterSharding(
-            data["sharding_type"],
-            data.get("compute_kernel", EmbeddingComputeKernel.FUSED),
-            text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None,
-            tiling=tiling,
-            wire=wire,
-            data_type=data_type,
-            ids_per_bag=data.get("ids_per_bag"),
-        )
+            raise ConfigError(f"Table '{name}' in the plan: {error}") from error
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
@@ -275,6 +289,10 @@ class ShardingPlan:
         if self.version != VERSION:
             raise ConfigError(
                 f"ShardingPlan: version {self.version!r} is not {VERSION}, the one this release reads; plan again."
+            )
+        if self.world_size is not None and not _is_whole(self.world_size, 1):
+            raise ConfigError(
+                f"ShardingPlan: world_size is {self.world_size!r}; it must be a whole number from 1."
             )
         modules = {path: EmbeddingModuleShardingPlan(tables) for path, tables in self.plan.items()}
         object.__setattr__(self, "plan", modules)
@@ -377,13 +395,21 @@ class ShardingPlan:
             raise ConfigError(
                 f"ShardingPlan JSON: wanted an object with plan and, if known, {sorted(known)}."
             )
-        hosts = data.get("hosts")
+        modules, hosts = data["plan"], data.get("hosts")
+        if not isinstance(modules, Mapping) or not all(isinstance(m, Mapping) for m in modules.values()):
+            raise ConfigError(
+                'ShardingPlan JSON: plan is not of the form {"module": {"table": {"sharding_type": "row_wise"}}}.'
+            )
+        if hosts is not None and not isinstance(hosts, (list, tuple)):
+            raise ConfigError(
+                f'ShardingPlan JSON: hosts got {hosts!r}, wanted a list such as ["0-3", "4-7"].'
+            )
         return ShardingPlan(
             {
                 path: EmbeddingModuleShardingPlan(
                     {table: ParameterSharding.from_json(table, item) for table, item in part.items()}
                 )
-                for path, part in data["plan"].items()
+                for path, part in modules.items()
             },
             data.get("world_size"),
             None if hosts is None else [text_to_ranks(host, "ShardingPlan JSON: hosts") for host in hosts],
@@ -423,6 +449,23 @@ class ShardingPlan:
         """This plan with another sharding of one table."""
         part = EmbeddingModuleShardingPlan({**self.plan[module_path], table: sharding})
         return replace(self, plan={**self.plan, module_path: part})
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
+    """Whether a tiling has the cuts that a sharding type speaks of (replicas aside, which any type may have)."""
+    one_block = len(tiling.blocks) == 1
+    no_rows = all(len(block.owners) == 1 for block in tiling.blocks)
+    if kind in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
+        return one_block and no_rows
+    if kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE):
+        return no_rows
+    if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
+        return one_block
+    return True
 
 
 def _tiling(path: str, table: str, sharding: ParameterSharding) -> Tiling:

@@ -49,6 +49,8 @@ def plan_table(plan: ShardingPlan) -> str:
                 tables[rank] = tables.get(rank, 0) + 1
                 before = total.get(rank, 0)
                 total[rank] = None if before is None or held is None else before + held
+    if not lines:
+        return f"{_head(plan)}: no tables"
     parts = [_head(plan), _aligned(_SHARES, lines)]
     everyone = sorted(set(tables) | set(range(plan.world_size or 0)))
     if everyone:

@@ -250,6 +250,8 @@ class Tiling:
                 )
             owners = text_to_owners(block["ranks"], f"Table '{name}': ranks")
             columns = block.get("columns", [0, dim])
+            if not all(isinstance(edges, (list, tuple)) for edges in (columns, block.get("rows", []))):
+                raise ConfigError(f"Table '{name}': columns and rows of block {block!r} are not lists.")
             cuts = block.get("rows", ceil_chunks(rows, max(1, len(owners))))
             if len(columns) != 2 or len(cuts) != len(owners) + 1:
                 raise ConfigError(

@@ -91,7 +91,7 @@ class Topology:
                 raise ConfigError(f"Topology: {name} is {cap!r}; it must be a whole number of bytes from 0.")
         for name in _BANDWIDTHS:
             value = getattr(self, name)
-            if not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(
                     f"Topology: {name} is {value!r}; it must be above 0 (bytes per millisecond)."
                 )
@@ -210,6 +210,10 @@ class Topology:
             )
         kwargs = dict(data)
         if kwargs.get("hosts") is not None:
+            if not isinstance(kwargs["hosts"], (list, tuple)):
+                raise ConfigError(
+                    f'Topology JSON: hosts got {kwargs["hosts"]!r}, wanted a list such as ["0-3", "4-7"].'
+                )
             kwargs["hosts"] = [text_to_ranks(host, "Topology JSON: hosts") for host in kwargs["hosts"]]
         return Topology(**kwargs)
 

@@ -1,0 +1,290 @@
+"""Plans: what they accept and refuse, their file, and what they say of a model that is not theirs."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tilerec.errors import ConfigError
+from tilerec.spec.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    Held,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    Wire,
+)
+from tilerec.spec.table import DataType
+from tilerec.spec.tile import Rectangle, Tiling
+
+
+def on_rank(rank: int, rows: int = 10, dim: int = 4) -> Tiling:
+    return Tiling.of("t", rows, dim, [(0, rows, 0, dim, rank)])
+
+
+def halves(first: int, second: int) -> Tiling:
+    return Tiling.of("t", 10, 4, [(0, 5, 0, 4, first), (5, 10, 0, 4, second)])
+
+
+def plan_of(**tables: ParameterSharding) -> ShardingPlan:
+    return ShardingPlan({"ebc": EmbeddingModuleShardingPlan(tables)}, 2)
+
+
+def whole_plan() -> ShardingPlan:
+    replicated = Tiling.of("c", 10, 4, [(0, 5, 0, 4, (0, 1)), (5, 10, 0, 2, 0), (5, 10, 2, 4, 1)])
+    return ShardingPlan(
+        {
+            "ebc": EmbeddingModuleShardingPlan(
+                {
+                    "a": ParameterSharding("table_wise", "dense", tiling=on_rank(1), data_type=DataType.BF16),
+                    "b": ParameterSharding(
+                        "row_wise", ranks=[1, 0], tiling=halves(1, 0), wire=Wire("bf16", "int8")
+                    ),
+                }
+            ),
+            "deep.ec": EmbeddingModuleShardingPlan(
+                {
+                    "c": ParameterSharding("explicit", tiling=replicated, ids_per_bag=1.0),
+                    "d": ParameterSharding("column_wise", ranks=[0, 1]),
+                }
+            ),
+        },
+        2,
+        [[0], [1]],
+    )
+
+
+def test_words_are_those_that_users_know() -> None:
+    assert [t.value for t in ShardingType] == [
+        "data_parallel",
+        "table_wise",
+        "column_wise",
+        "row_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+        "explicit",
+    ]
+    assert ShardingType.ROW_WISE == "row_wise"
+    assert EmbeddingComputeKernel.FUSED_UVM_CACHING.value == "fused_uvm_caching"
+
+
+def test_enums_strings_and_another_librarys_enums_are_accepted() -> None:
+    class Other(enum.Enum):
+        ROW_WISE = "row_wise"
+
+    for word in (ShardingType.ROW_WISE, "row_wise", "ROW_WISE", Other.ROW_WISE):
+        assert ParameterSharding(word).kind is ShardingType.ROW_WISE  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"sharding_type got 'row', wanted a ShardingType or one of \['data"
+    ):
+        ParameterSharding("row")
+    with pytest.raises(ConfigError, match="compute_kernel got 3"):
+        ParameterSharding("row_wise", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", [k for k in EmbeddingComputeKernel if k.value not in ("dense", "fused")])
+def test_a_kernel_that_is_not_in_use_is_kept_with_a_warning(kernel: EmbeddingComputeKernel) -> None:
+    with pytest.warns(UserWarning, match=f"'{kernel.value}' is kept in the plan but has no effect"):
+        sharding = ParameterSharding("row_wise", kernel)
+    assert sharding.kernel is kernel
+
+
+def test_ranks_are_read_off_the_tiling_unless_given() -> None:
+    assert ParameterSharding("row_wise", tiling=halves(3, 1)).ranks == (1, 3)
+    assert ParameterSharding("row_wise", ranks=[3, 1], tiling=halves(3, 1)).ranks == (3, 1)
+    with pytest.raises(ConfigError, match="the tiling lies on ranks 3, which ranks='0-1' does not name"):
+        ParameterSharding("row_wise", ranks=[0, 1], tiling=halves(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "tiling"),
+    [
+        ("table_wise", True, on_rank(0)),
+        ("data_parallel", True, Tiling.of("t", 10, 4, [(0, 10, 0, 4, (0, 1))])),
+        ("table_wise", False, halves(0, 1)),
+        ("data_parallel", False, halves(0, 1)),
+        ("row_wise", True, halves(0, 1)),
+        ("row_wise", True, on_rank(0)),
+        ("column_wise", False, halves(0, 1)),
+        ("grid_shard", True, halves(0, 1)),
+        ("row_wise", False, Tiling.of("t", 10, 4, [(0, 10, 0, 2, 0), (0, 10, 2, 4, 1)])),
+        ("table_column_wise", True, Tiling.of("t", 10, 4, [(0, 10, 0, 2, 0), (0, 10, 2, 4, 1)])),
+    ],
+)
+def test_a_sharding_type_that_contradicts_the_tiling_is_refused(
+    kind: str, fits: bool, tiling: Tiling
+) -> None:
+    """As in a saved plan whose type was edited and whose tiling was not."""
+    if fits:
+        assert ParameterSharding(kind, tiling=tiling).tiling is tiling
+    else:
+        with pytest.raises(ConfigError, match=f"{kind}.*, but the tiling is cut otherwise"):
+            ParameterSharding(kind, tiling=tiling)
+
+
+def test_a_sharding_spec_is_read_into_the_tiling() -> None:
+    placement = SimpleNamespace(rank=lambda: 2)
+    shards = [
+        SimpleNamespace(shard_offsets=[0, 0], shard_sizes=[6, 4], placement=placement),
+        SimpleNamespace(shard_offsets=[6, 0], shard_sizes=[4, 4], placement="rank:0/cuda:0"),
+    ]
+    sharding = ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards))
+    assert sharding.tiling == Tiling.of("t", 10, 4, [(0, 6, 0, 4, 2), (6, 10, 0, 4, 0)])
+    assert sharding.ranks == (0, 2)
+    with pytest.raises(ConfigError, match="sharding_spec has no shards"):
+        ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=[]))
+    with pytest.raises(ConfigError, match=r"columns \[0, 4\) belong to no rank"):
+        ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards[1:]))
+
+
+def test_wires_know_four_formats() -> None:
+    assert Wire() == Wire("fp32", "fp32")
+    with pytest.raises(ConfigError, match="Wire: backward is 'fp8'; use one of"):
+        Wire("bf16", "fp8")
+
+
+@pytest.mark.parametrize("ids", [-1, "x"])
+def test_ids_per_bag_is_a_number_from_0(ids: object) -> None:
+    with pytest.raises(ConfigError, match="ids_per_bag is"):
+        ParameterSharding("row_wise", ids_per_bag=ids)  # type: ignore[arg-type]
+
+
+def test_files_keep_a_plan(tmp_path: Path) -> None:
+    plan = whole_plan()
+    plan.save(tmp_path / "plan.json")
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.fingerprint() == plan.fingerprint()
+    assert loaded.dumps() == (tmp_path / "plan.json").read_text()
+
+
+def test_a_file_has_one_line_per_table_and_is_json() -> None:
+    plan = whole_plan()
+    assert json.loads(plan.dumps()) == plan.to_json()
+    lines = plan.dumps().splitlines()
+    assert sum('"sharding_type"' in line for line in lines) == 4
+    changed = plan.replaced("ebc", "a", ParameterSharding("table_wise", tiling=on_rank(0)))
+    assert sum(a != b for a, b in zip(lines, changed.dumps().splitlines(), strict=True)) == 1
+    assert changed.fingerprint() != plan.fingerprint()
+    assert plan.plan["ebc"]["a"].ranks == (1,)
+
+
+def test_a_person_writes_kind_and_ranks_only(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(
+        '{"plan": {"ebc": {"a": {"sharding_type": "table_wise", "ranks": 3}, "b": {"sharding_type": "row_wise"}}}}'
+    )
+    plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert plan.world_size is None
+    part = plan.get_plan_for_module("ebc")
+    assert part is not None
+    assert part["a"].ranks == (3,)
+    assert part["b"].ranks is None
+    assert part["b"].kernel is EmbeddingComputeKernel.FUSED
+    assert plan.get_plan_for_module("other") is None
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{]")
+    with pytest.raises(ConfigError, match=r"plan\.json is not JSON"):
+        ShardingPlan.load(tmp_path / "plan.json")
+
+
+def one(**item: object) -> dict[str, object]:
+    return {"plan": {"ebc": {"t": item}}}
+
+
+ROW = {"sharding_type": "row_wise"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "wanted an object with plan"),
+        ({}, "wanted an object with plan"),
+        ({"plan": {}, "plans": 1}, "wanted an object with plan"),
+        ({"plan": 3}, "plan is not of the form"),
+        ({"plan": {"ebc": 3}}, "plan is not of the form"),
+        ({"plan": {"ebc": {"t": 3}}}, "Table 't': 3 in the plan is no object"),
+        ({"plan": {}, "version": 2}, "version 2 is not 1"),
+        ({"plan": {}, "world_size": "3"}, "world_size is '3'"),
+        ({"plan": {}, "world_size": 0}, "world_size is 0"),
+        ({"plan": {}, "hosts": 3}, "hosts got 3, wanted a list"),
+        ({"plan": {}, "hosts": ["0-a"]}, "hosts got '0-a'"),
+        (one(), "Table 't': sharding_type is missing"),
+        (one(**ROW, rank=3), r"Table 't': unknown fields \['rank'\]"),
+        (one(sharding_type="rows"), "Table 't' in the plan: .*sharding_type got 'rows'"),
+        (one(**ROW, compute_kernel="x"), "Table 't' in the plan: .*compute_kernel got 'x'"),
+        (one(**ROW, ranks="x"), "Table 't': ranks got 'x'"),
+        (one(**ROW, data_type="FP33"), "Table 't' in the plan: 'FP33'"),
+        (one(**ROW, wire={"up": 1}), "Table 't' in the plan: .*up"),
+        (one(**ROW, wire=3), "Table 't' in the plan"),
+        (one(**ROW, tiling=[{"ranks": "0"}]), "needs rows and dim beside it"),
+        (one(**ROW, tiling=[{"ranks": "0"}], rows="7", dim=4), "rows '7' and dim 4"),
+        (one(**ROW, tiling={"ranks": "0"}, rows=7, dim=4), "is not of the form"),
+        (one(**ROW, tiling=[{"ranks": "0"}], rows=7, dim=4, ranks="1"), "lies on ranks 0, which ranks='1'"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused(data: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShardingPlan.from_json(data)  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_a_rank_holds() -> None:
+    plan = whole_plan().replaced("deep.ec", "d", ParameterSharding("table_wise", tiling=on_rank(0)))
+    assert plan.held_by(1) == (
+        Held("ebc", "a", (Rectangle(0, 10, 0, 4),), 80),
+        Held("ebc", "b", (Rectangle(0, 5, 0, 4),), None),
+        Held("deep.ec", "c", (Rectangle(0, 5, 0, 4), Rectangle(5, 10, 2, 4)), None),
+    )
+    with pytest.raises(ConfigError, match=r"table 'd' of module 'deep\.ec' says column_wise but not yet where"):
+        whole_plan().held_by(0)
+
+
+MODEL = {"ebc": {"a": (10, 4), "b": (10, 4)}}
+
+
+def test_a_plan_for_this_model_and_world_passes() -> None:
+    plan_of(
+        a=ParameterSharding("table_wise", tiling=on_rank(1)),
+        b=ParameterSharding("row_wise", tiling=halves(0, 1)),
+    ).check(MODEL, 2)
+
+
+def test_each_misfit_of_plan_and_model_has_its_own_error() -> None:
+    a = ParameterSharding("table_wise", tiling=on_rank(1))
+    b = ParameterSharding("row_wise", tiling=halves(0, 1))
+    for plan, world_size, message in (
+        (plan_of(a=a, b=b), 4, "made for 2 ranks, this world has 4; plan again"),
+        (plan_of(a=a), 2, r"table 'b' of module 'ebc' is not in it; it has \['a'\]"),
+        (ShardingPlan({}), 2, "module 'ebc' of the model is not in it"),
+        (plan_of(a=a, b=b, c=a), 2, r"table 'c' is not in module 'ebc', which has \['a', 'b'\]"),
+        (
+            ShardingPlan({**plan_of(a=a, b=b).plan, "more": EmbeddingModuleShardingPlan({"c": a})}),
+            2,
+            "module 'more' is not in the model, whose embedding modules are",
+        ),
+        (
+            plan_of(a=ParameterSharding("table_wise", tiling=on_rank(1, rows=9)), b=b),
+            2,
+            "table 'a' of module 'ebc' is planned with 9 x 4 cells and has 10 x 4",
+        ),
+        (plan_of(a=ParameterSharding("table_wise", ranks=[0]), b=b), 2, "says table_wise but not yet where"),
+        (
+            replace(plan_of(a=ParameterSharding("table_wise", tiling=on_rank(5)), b=b), world_size=None),
+            2,
+            "lies on rank 5, but the world has ranks 0 to 1",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan.check(MODEL, world_size)
+
+
+def test_a_module_without_tables_needs_no_plan() -> None:
+    ShardingPlan({}).check({"empty": {}}, 2)
