@@ -4,12 +4,15 @@ tilerec recipes                                     what there is to run
 tilerec train synthetic                             run it
 tilerec train movielens --data ml-latest-small      from raw files
 tilerec train synthetic --set train.batch_size=4096 --show
+tilerec train synthetic --nproc 2                   tables sharded over two processes
+torchrun --nproc-per-node 2 -m tilerec train synthetic
 """
 
 from __future__ import annotations
 
 import inspect
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilerec.errors import TilerecError
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.errors import ConfigError, TilerecError
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
-from tilerec.train.config import RunConfig
+from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.launch import RankFailed, end, joined, launch, under_torchrun
 from tilerec.train.loop import train as run_training
 from tilerec.train.override import override_all, settings
 from tilerec.train.report import report
@@ -66,36 +71,90 @@ def train(
     log_dir: Annotated[
         str | None, typer.Option(help="Folder for logs; '' for none. Default: runs/<recipe>/<date and time>.")
     ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Processes on this machine to train in, tables sharded over them.", min=1),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Sharding plan, as an earlier run wrote it to plan.json in its logs.")
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(help="Shard every table this way: row_wise, table_wise, column_wise, … Default: planned."),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
-    """Run a recipe and print its scores."""
-    console = _console()
+    """Run a recipe and print its scores.
+
+    On several ranks, with --nproc or under torchrun, the batches are the same, each rank takes its share of them, and
+    so are the scores.
+    """
     try:
         run = make_run(recipe, data)
-        run = _with_options(run, set_ or [], on_bad_row=on_bad_row, device=device, log_dir=log_dir)
+        options = {
+            "data.on_bad_row": on_bad_row,
+            "train.device": device,
+            "log_dir": log_dir,
+            "parallel.plan": plan,
+            "parallel.sharding": sharding,
+        }
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        run = _with_log_dir(run, [*(set_ or []), *given])
         if show:
+            console = _console()
             for name, value in settings(run).items():
                 console.print(Text(f"{name} = {_plain(value)}"), soft_wrap=True)
             return
-        result = run_training(run, console=console)
+        if under_torchrun():
+            if nproc is not None:
+                raise ConfigError(f"--nproc {nproc} starts processes, and torchrun has done so; leave it out.")
+            _train_as_rank(run)
+        elif nproc is not None and nproc > 1:
+            launch(nproc, _train, run, device=run.train.device)
+        elif run.parallel != ParallelConfig():
+            # One rank holds all tiles: what the plan says is checked, and works.
+            with joined(run.train.device) as group:
+                _train(group, run)
+        else:
+            _train(None, run)
     except TilerecError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        _print_error(error)
         raise typer.Exit(1) from None
-    console.print(report(result))
 
 
-def _with_options(
-    run: RunConfig, sets: list[str], *, on_bad_row: str | None, device: str | None, log_dir: str | None
-) -> RunConfig:
-    given = list(sets)
-    if on_bad_row is not None:
-        given.append(f"data.on_bad_row={on_bad_row}")
-    if device is not None:
-        given.append(f"train.device={device}")
-    if log_dir is not None:
-        given.append(f"log_dir={log_dir}")
+def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
+    """Train; rank 0 shows progress and scores."""
+    console = _console() if group is None or not group.rank else None
+    result = run_training(run, console=console, group=group)
+    if console is not None:
+        console.print(report(result))
+
+
+def _train_as_rank(run: RunConfig) -> None:
+    """In a process that torchrun started: it ends here if training fails, so that the others notice."""
+    where = ""
+    try:
+        with joined(run.train.device) as group:
+            where = f"rank {group.rank} of {group.size}: "
+            _train(group, run)
+    except TilerecError as error:
+        _print_error(error, where)
+        end(1)
+    except BaseException:
+        Console(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
+        end(1)
+
+
+def _print_error(error: TilerecError, where: str = "") -> None:
+    console = Console(stderr=True)
+    if isinstance(error, RankFailed) and error.trace:
+        console.print(Text(error.trace), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), where, str(error)), soft_wrap=True)
+
+
+def _with_log_dir(run: RunConfig, given: list[str]) -> RunConfig:
     run = override_all(run, given)
-    if not run.log_dir and log_dir is None and not any(text.startswith("log_dir=") for text in given):
+    if not run.log_dir and not any(text.startswith("log_dir=") for text in given):
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = Path("runs") / run.name / stamp
         # Two runs started in one second get folders of their own.

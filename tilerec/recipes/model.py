@@ -38,14 +38,16 @@ class DLRMConfig(ModelConfig):
     mean_pooling: bool = False
     init_bound: float = 0.0
 
-    def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
+    def build(
+        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
+    ) -> nn.Module:
         if not dataset.dense_features:
             raise ConfigError(
                 "A DLRM reads at least one dense feature, and the dataset has none; use another model."
             )
         tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
         return DLRM(
-            EmbeddingBagCollection(tables, device=device),
+            EmbeddingBagCollection(tables, device=table_device or device),
             dense_in_features=len(dataset.dense_features),
             dense_arch_layer_sizes=[*self.dense_arch, self.embedding_dim],
             over_arch_layer_sizes=[*self.over_arch, 1],
@@ -67,12 +69,14 @@ class DotConfig(ModelConfig):
     layers: tuple[int, ...] = (32,)
     init_bound: float = 0.0
 
-    def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
+    def build(
+        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
+    ) -> nn.Module:
         if len(dataset.sparse_features) != 2:
             names = [feature.name for feature in dataset.sparse_features]
             raise ConfigError(f"The dot model takes two sparse features; the dataset has {names}.")
         tables = _tables(dataset, self.embedding_dim, mean=False, bound=self.init_bound)
-        return DotModel(EmbeddingBagCollection(tables, device=device), self.layers, device)
+        return DotModel(EmbeddingBagCollection(tables, device=table_device or device), self.layers, device)
 
 
 class DotModel(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
+from tilerec.train.share import Share, shares
 
 
 class DataConfig(ABC):
@@ -20,15 +23,34 @@ class DataConfig(ABC):
     def open(self) -> Dataset:
         """The dataset; `InputError` if the source cannot be read."""
 
+    def train_shares(
+        self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
+    ) -> Iterator[Share]:
+        """A rank's share of each global batch of a pass.
+
+        Reads all of it and keeps the share. Sources that can read a share alone do better to.
+
+        Args:
+            dataset: what `open` returned.
+            batch_size: of the global batches.
+        """
+        return shares(dataset.train(batch_size, epoch), rank, world_size)
+
 
 class ModelConfig(ABC):
     """What learns. Subclasses are frozen dataclasses."""
 
     @abstractmethod
-    def build(self, dataset: Dataset, device: torch.device) -> nn.Module:
+    def build(
+        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
+    ) -> nn.Module:
         """A module whose `forward(dense_features [B, I], sparse_features)` gives one logit per sample, [B] or [B, 1].
 
-        Its parameters on `device`, initial values from torch's generator.
+        Args:
+            dataset: what it will read.
+            device: of the parameters; initial values are drawn from torch's generator.
+            table_device: of the tables, if another. A run on several ranks passes meta: tables get memory, and the
+                same values, when they are sharded.
         """
 
 
@@ -37,7 +59,7 @@ class TrainConfig:
     """How it learns.
 
     Attributes:
-        batch_size: samples per step; the loss is their mean.
+        batch_size: samples per step, of all ranks together; the loss is their mean.
         epochs: passes over the training part.
         max_steps: stop after so many steps; 0 for no limit.
         embedding_optimizer: attached to every table; it updates rows inside the backward pass.
@@ -51,7 +73,7 @@ class TrainConfig:
         metric_window: samples over which the training AUC is taken.
         seed: of the initial values. The order of the data has a seed of its own.
         device: "cpu", "cuda", "cuda:1", …
-        threads: of torch's CPU kernels; 0 leaves torch's choice.
+        threads: of torch's CPU kernels, per process; 0 leaves torch's choice.
     """
 
     batch_size: int = 1024
@@ -97,6 +119,37 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How tables are cut where a run has several ranks.
+
+    Attributes:
+        plan: path of a sharding plan, as runs write it to `plan.json` in their log folder; "" to have one made.
+        sharding: "planned" leaves the choice to the planner; another word cuts every table that way.
+        exact: the same bits under every plan, for more bytes on the wire.
+    """
+
+    plan: str = ""
+    sharding: Literal[
+        "planned",
+        "data_parallel",
+        "table_wise",
+        "column_wise",
+        "row_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    ] = "planned"
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.plan and self.sharding != "planned":
+            raise ConfigError(
+                f"parallel.plan is {self.plan!r} and parallel.sharding {self.sharding!r}; give one of them: a plan says "
+                "how each table is cut."
+            )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run.
 
@@ -104,6 +157,7 @@ class RunConfig:
         name: of the recipe, for logs.
         data, model, train: the three parts.
         log_dir: folder for logs, made if need be; "" for no logs.
+        parallel: how tables are cut, for runs on ranks.
     """
 
     name: str
@@ -111,3 +165,4 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig
     log_dir: str = ""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

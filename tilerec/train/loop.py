@@ -6,7 +6,8 @@
 
 Numbers stay on the device between two log events; reading them is the loop's only wait for it.
 
-Legend: B samples of a batch.
+On several ranks (`world.py`) each takes its share of every batch; rank 0 writes the logs. Whatever is reported is over
+all samples, and the same as in one process but for the last digits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,17 +25,21 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from tilerec.data.batch import Batch
+from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.dataset import Dataset
 from tilerec.data.delimited import RowCount
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
-from tilerec.train.config import RunConfig
-from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.spec.plan import ShardingPlan
+from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import settings
+from tilerec.train.share import Share
 from tilerec.train.watch import Event, JsonLines, TensorBoard, Terminal, Watcher, finite
+from tilerec.train.world import World
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ class RunResult:
         best: scores there of the true probabilities, where the data know them.
         best_expected_auc: AUC of the true probabilities, expected over the labels they could have given.
         rows: of the source, with bad rows left out.
-        model: the trained model.
+        model: the trained model; on several ranks, with this rank's tiles.
         log_dir: where the logs are; "" for none.
+        ranks: that trained together.
     """
 
     name: str
@@ -62,6 +69,7 @@ class RunResult:
     rows: RowCount
     model: nn.Module
     log_dir: str
+    ranks: int = 1
 
     @property
     def samples_per_second(self) -> float:
@@ -70,7 +78,11 @@ class RunResult:
 
 
 def train(
-    config: RunConfig, *, console: Console | None = None, watchers: Sequence[Watcher] = ()
+    config: RunConfig,
+    *,
+    console: Console | None = None,
+    watchers: Sequence[Watcher] = (),
+    group: ProcessGroupComms | None = None,
 ) -> RunResult:
     """Run a recipe.
 
@@ -78,29 +90,39 @@ def train(
         config: the whole run.
         console: where progress goes; None is silent.
         watchers: further ones, besides the logs in `config.log_dir`; closed at the end.
+        group: the ranks that train together, each calling this with the same config; None is this process alone.
+            Tables are sharded over them as `config.parallel` says, and rank 0 writes the logs. `console` and
+            `watchers` are each rank's own; what they hear is the same on all.
 
     Raises:
-        InputError: data that cannot be read; ConfigError: settings that contradict each other; TilerecError: a loss
-            that is not finite.
+        InputError: data that cannot be read; ConfigError: settings that contradict each other or differ between ranks;
+            TilerecError: a loss that is not finite; CommsError: another rank failed.
     """
-    options = config.train
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = _device(options.device)
-    dataset = config.data.open()
-    torch.manual_seed(options.seed)
-    model = config.model.build(dataset, device)
+    world = World(group)
     heard_by = list(watchers)
     try:
-        if config.log_dir:
-            heard_by += _logs(config)
+        if group is None and config.parallel != ParallelConfig():
+            warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
+        world.check(config)
+        options = config.train
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        device = _device(options.device, world)
+        dataset = config.data.open()
+        torch.manual_seed(options.seed)
+        model = world.build(config, dataset, device)
+        if config.log_dir and not world.rank:
+            heard_by += _logs(config, model)
         if console is not None:
             heard_by.append(Terminal(console, options.max_steps or None))
-        run = _Run(config, dataset, model, device, heard_by)
+        run = _Run(config, dataset, model, device, world, heard_by)
         run.learn()
-        predictions, labels = predict(model, dataset.held_out(options.eval_batch_size), device)
+        predictions, labels = world.predict(model, dataset, options.eval_batch_size, device)
         held_out = Scores.of(predictions, labels)
         run.tell("eval", _values(held_out))
+    except BaseException as error:
+        world.abort(error)
+        raise
     finally:
         for watcher in heard_by:
             watcher.close()
@@ -116,8 +138,9 @@ def train(
         rows=dataset.row_count(),
         model=model,
         log_dir=config.log_dir,
+        ranks=world.size,
     )
-    if config.log_dir:
+    if config.log_dir and not world.rank:
         _write_json(Path(config.log_dir) / "summary.json", summary(result))
     return result
 
@@ -135,6 +158,7 @@ def summary(result: RunResult) -> dict[str, object]:
         "best_expected_auc": result.best_expected_auc,
         "rows": asdict(result.rows),
         "torch": torch.__version__,
+        "ranks": result.ranks,
         "threads": torch.get_num_threads(),
     }
 
@@ -148,15 +172,21 @@ class _Run:
         dataset: Dataset,
         model: nn.Module,
         device: torch.device,
+        world: World,
         heard_by: list[Watcher],
     ) -> None:
+        self._config = config
         self._options = config.train
         self._dataset = dataset
         self._model = model
         self._device = device
+        self._world = world
         self._heard_by = heard_by
         self._optimizers = Optimizers(model, config.train)
-        self._metrics = MetricModule(measures=["auc"], window=config.train.metric_window).to(device)
+        self._called = world.data_parallel(model)
+        # The ranks' windows together are one of the asked size; `_auc` takes them together.
+        window = -(-config.train.metric_window // world.size)
+        self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
         self.steps = 0
@@ -168,10 +198,10 @@ class _Run:
         options = self._options
         self._model.train()
         since = time.perf_counter()
-        for batch in self._batches():
-            loss = self._step(batch)
+        for share in self._shares():
+            loss = self._step(share)
             self.steps += 1
-            self.samples += batch.batch_size
+            self.samples += share.total
             self._loss_sum += loss
             if self.steps % options.log_every == 0:
                 values = self._progress()
@@ -186,8 +216,10 @@ class _Run:
             ):
                 self._wait()
                 self.seconds += time.perf_counter() - since
-                scores = evaluate(self._model, self._dataset.held_out(options.eval_batch_size), self._device)
-                self.tell("eval", _values(scores))
+                held_out = self._world.predict(
+                    self._model, self._dataset, options.eval_batch_size, self._device
+                )
+                self.tell("eval", _values(Scores.of(*held_out)))
                 since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples; give more data, or hold out less of it.")
@@ -203,19 +235,19 @@ class _Run:
         for watcher in self._heard_by:
             watcher.record(event)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _shares(self) -> Iterator[Share]:
         for epoch in range(self._options.epochs):
-            for batch in self._dataset.train(self._options.batch_size, epoch):
+            for share in self._world.train_shares(self._config, self._dataset, epoch):
                 if self._options.max_steps and self.steps == self._options.max_steps:
                     return
-                yield batch
+                yield share
 
-    def _step(self, batch: Batch) -> Tensor:
-        """One update; the loss, still on the device."""
-        batch = batch.to(self._device, non_blocking=True)
+    def _step(self, share: Share) -> Tensor:
+        """One update; this rank's part of the loss, still on the device."""
+        batch = share.batch.to(self._device, non_blocking=True)
         self._optimizers.prepare(self.steps)
-        logits = self._model(batch.dense_features, batch.sparse_features)
-        loss = click_loss(logits, batch.labels)
+        logits = self._called(batch.dense_features, batch.sparse_features)
+        loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
         loss.backward()
         self._optimizers.step()
         self._metrics.update(logits.detach().reshape(-1).sigmoid(), batch.labels)
@@ -223,7 +255,7 @@ class _Run:
 
     def _progress(self) -> dict[str, float]:
         """Mean loss since the last event and AUC of the latest samples; waits for the device."""
-        loss = self._loss_sum.item() / (self.steps - self._logged_steps)
+        loss = self._world.mean(self._loss_sum).item() / (self.steps - self._logged_steps)
         if not math.isfinite(loss):
             raise TilerecError(
                 f"The loss is {loss} after step {self.steps}; lower train.embedding_optimizer.lr or "
@@ -232,15 +264,24 @@ class _Run:
         self._loss_sum.zero_()
         self._logged_steps = self.steps
         factor = self._options.lr_factor(self.steps - 1)
-        return {"loss": loss, "auc": self._metrics.compute()["click/auc/window"].item(), "lr_factor": factor}
+        return {"loss": loss, "auc": self._auc(), "lr_factor": factor}
+
+    def _auc(self) -> float:
+        """Of the latest samples of all ranks."""
+        samples = self._world.gathered("metric windows", self._metrics.window_samples.reshape(-1))
+        return auc(*samples.view(-1, 3).unbind(1)).item()
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, world: World) -> torch.device:
     device = torch.device(name)
+    if device.type == "cuda" and device.index is None and world.size > 1 and torch.cuda.device_count():
+        # One each, as torchrun numbers the ranks of a host; they take turns where there are more ranks than GPUs.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -261,13 +302,17 @@ def _best(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None
     return Scores.of(true, labels), Scores.of(true, true).auc
 
 
-def _logs(config: RunConfig) -> list[Watcher]:
+def _logs(config: RunConfig, model: nn.Module) -> list[Watcher]:
     folder = Path(config.log_dir)
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"log_dir {config.log_dir!r} holds the logs of another run; name a new folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "config.json", {"name": config.name, **settings(config)})
+        plan = getattr(model, "plan", None)
+        if isinstance(plan, ShardingPlan):
+            # Pins the cut: `--plan` takes it.
+            _write(folder / "plan.json", plan.dumps())
         return [JsonLines(folder), TensorBoard(folder)]
     except OSError as error:
         raise ConfigError(
@@ -276,7 +321,11 @@ def _logs(config: RunConfig) -> list[Watcher]:
 
 
 def _write_json(path: Path, values: dict[str, object]) -> None:
+    _write(path, json.dumps(finite(values), indent=2, default=str) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     """Whole or not at all: a run that is stopped leaves no half file."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(finite(values), indent=2, default=str) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)

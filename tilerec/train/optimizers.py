@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from tilerec.errors import ConfigError
-from tilerec.modules.embedding import EmbeddingCollection
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, OptimizerSpec
+from tilerec.storage.table_rows import rows_of
 from tilerec.train.config import TrainConfig
 
 _TORCH: dict[type[OptimizerSpec], Callable[..., torch.optim.Optimizer]] = {
@@ -24,24 +25,39 @@ _TORCH: dict[type[OptimizerSpec], Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def tables_of(model: nn.Module) -> list[Table]:
+    """The tables of a model's embedding collections, sharded or not."""
+    return [
+        table
+        for part in model.modules()
+        if isinstance(part, TableCollection)
+        for table in part._tables.values()
+    ]
+
+
+def attach(model: nn.Module, spec: OptimizerSpec) -> None:
+    """Attach an optimizer to every table that has none."""
+    parameters = {id(p): p for table in tables_of(model) for p in table.parameters()}
+    bare = [p for p in parameters.values() if (rows := rows_of(p)) is None or rows.spec is None]
+    if bare:
+        apply_optimizer_in_backward(spec, bare)
+
+
 class Optimizers:
     """A model's optimizers under one learning-rate schedule.
 
     Args:
-        model: tables of its `EmbeddingBagCollection`s and `EmbeddingCollection`s get the embedding optimizer attached;
+        model: tables of its embedding collections get the embedding optimizer attached, unless they have one;
             all other parameters are stepped by the dense one.
         config: the optimizers and the schedule.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        tables: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-                tables.update((id(parameter), parameter) for parameter in module.parameters())
+        attach(model, config.embedding_optimizer)
+        tables = {id(parameter) for table in tables_of(model) for parameter in table.parameters()}
         dense = [parameter for parameter in model.parameters() if id(parameter) not in tables]
         self._all: list[torch.optim.Optimizer] = []
         if tables:
-            apply_optimizer_in_backward(config.embedding_optimizer, list(tables.values()))
             self._all.append(FusedOptimizer(model))
         if dense:
             self._all.append(torch_optimizer(config.dense_optimizer, dense))
