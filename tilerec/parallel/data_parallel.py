@@ -105,7 +105,8 @@ _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def _narrow(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
     """A hook that averages gradients in another format. torch's own one for bfloat16 is for NCCL only."""
 
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+    # No annotations: torch compares them with its classes, and here they would be strings.
+    def hook(group, bucket):  # type: ignore[no-untyped-def]
         narrow = bucket.buffer().div(size).to(dtype)
         sent = dist.all_reduce(narrow, group=group, async_op=True)
         assert sent is not None
