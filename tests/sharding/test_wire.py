@@ -327,7 +327,7 @@ def test_bytes_are_those_of_the_rows_that_must_travel(
     rows.fill_diagonal_(0)
     gradients.fill_diagonal_(0)
     base = collection(bags)
-    tilings = {t: Tiling.of(t, ROWS[t], DIMS[t], cover[t]) for t in ROWS}  # type: ignore[arg-type]
+    tilings = {t: Tiling.of(t, ROWS[t], DIMS[t], cover[t]) for t in ROWS}
 
     def step(group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
         module = copy.deepcopy(base)
@@ -344,7 +344,7 @@ def test_bytes_are_those_of_the_rows_that_must_travel(
 
 
 def test_exact_sums_refuse_a_wire_that_rounds() -> None:
-    tilings = {t: Tiling.of(t, ROWS[t], DIMS[t], TILES["tables"][t]) for t in ROWS}  # type: ignore[arg-type]
+    tilings = {t: Tiling.of(t, ROWS[t], DIMS[t], TILES["tables"][t]) for t in ROWS}
 
     def ask(group: Group) -> None:
         with pytest.raises(ConfigError, match="Table 'b': exact=True wants the same bits under every plan"):
