@@ -11,6 +11,7 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
 from tilerec.metrics.measure import AUC
 from tilerec.metrics.module import MetricModule
+from tilerec.testing.ranks import run_ranks
 
 EXACT = {"ne": normalized_entropy, "log_loss": log_loss, "auc": auc, "calibration": calibration}
 
@@ -129,3 +130,26 @@ def test_wrong_settings_are_refused() -> None:
         MetricModule(window=-1)
     with pytest.raises(ConfigError, match="measures are"):
         MetricModule(measures=["ne", "ne"])
+
+
+def _on_two_ranks() -> tuple[dict[str, float], int]:
+    torch.manual_seed(3)
+    samples = _samples(2, 40)
+    rank = torch.distributed.get_rank()
+    metrics = MetricModule(["a", "b"], window=30)
+    metrics.update(*(part[:, rank::2] for part in samples))
+    return {name: float(value) for name, value in metrics.compute().items()}, metrics.window_samples.dim()
+
+
+def test_ranks_compute_the_values_of_all_their_samples() -> None:
+    torch.manual_seed(3)
+    p, labels, weights = _samples(2, 40)
+    first, second = run_ranks(2, _on_two_ranks)
+    assert first == second
+    values, dims = first
+    assert dims == 3  # each rank's own window is back after the sum
+    for index, task in enumerate(["a", "b"]):
+        for name, exact in EXACT.items():
+            want = float(exact(p[index], labels[index], weights[index]))
+            assert values[f"{task}/{name}/window"] == pytest.approx(want, rel=1e-9)
+            assert values[f"{task}/{name}/lifetime"] == pytest.approx(want, rel=1e-3)

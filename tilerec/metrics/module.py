@@ -41,7 +41,7 @@ class MetricModule(Metric):
     higher_is_better = None
     is_differentiable = False
 
-    window_samples: Tensor  # float64 [W, 3, T]: prediction, label, weight
+    window_samples: Tensor  # float64 [W, 3, T], in compute [ranks, W, 3, T]: prediction, label, weight
     window_next: Tensor  # int64 []: where in the ring the next sample goes
 
     def __init__(
@@ -69,7 +69,7 @@ class MetricModule(Metric):
         for measure in self._measures:
             zeros_KT = torch.zeros_like(measure.sums(nothing, nothing, nothing))
             self.add_state(f"sums_{measure.name}", zeros_KT, dist_reduce_fx="sum")
-        # Samples first, so that the windows of several ranks concatenate; weight 0 marks a place not filled yet.
+        # Weight 0 marks a place not filled yet.
         self.add_state(
             "window_samples",
             torch.zeros(window, 3, len(self.tasks), dtype=torch.float64),
@@ -99,7 +99,8 @@ class MetricModule(Metric):
     def compute(self) -> dict[str, Tensor]:
         """`{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`, float64 scalars; NaN where undefined."""
         values = {}
-        window = self.window_samples
+        # Gathered from several ranks, torchmetrics gives a stack: [ranks, W, 3, T].
+        window = self.window_samples.reshape(-1, 3, len(self.tasks))
         for measure in self._measures:
             lifetime_T = measure.from_sums(getattr(self, f"sums_{measure.name}"))
             for index, task in enumerate(self.tasks):

@@ -192,7 +192,7 @@ def _partials(
         grads_UD.reshape(-1, 1), scalars_PU.repeat_interleave(width, dim=1), phase, table.dim, False, 0, spec.rule,
         hyper, step,
     )  # fmt: skip
-    return terms.view(distinct, width, -1).transpose(1, 2)
+    return terms.view(distinct, width, terms.shape[1]).transpose(1, 2)
 
 
 def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
