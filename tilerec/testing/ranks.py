@@ -223,10 +223,10 @@ class Ranks:
                         if message[0] == "unclean":
                             outcomes[rank].keep(results[rank])
                 del open_pipes[pipe]
-                if isinstance(outcomes[rank], _Failure) and not return_exceptions:
+                if _failed(outcomes[rank]) and not return_exceptions:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if open_pipes:
-            failed = any(isinstance(outcome, _Failure) for outcome in outcomes.values())
+            failed = any(map(_failed, outcomes.values()))
             late = {rank: self._stacks(rank) for rank in open_pipes.values()}
             for rank, stacks in late.items():
                 limit = "after another rank had failed" if failed else f"after {self._timeout_s:g} s"
@@ -313,6 +313,11 @@ class _Failure:
     @staticmethod
     def hung(rank: int, order: int, what: str, limit: str, stacks: str) -> _Failure:
         return _Failure(rank, order, 3, f"still in {what} {limit}; it was killed", stacks)
+
+
+def _failed(outcome: object) -> bool:
+    """In the case itself: who ended it and then met nobody only waited for somebody else."""
+    return isinstance(outcome, _Failure) and not outcome.has_result
 
 
 def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
