@@ -113,7 +113,7 @@ pytest: setup
 .PHONY: parity
 parity: setup
 	$(call say,parity: sharded equals unsharded$(comma) the whole product)
-	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q -m nightly tests/parity $(ARGS)
+	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
 
 .PHONY: bench
 bench: setup $(PEER)/.installed

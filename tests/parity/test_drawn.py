@@ -1,7 +1,11 @@
-"""Drawn by hypothesis: tilings of any shape, tables, batches and hosts that no table of cases would list."""
+"""Drawn by hypothesis: tilings of any shape, tables, batches and hosts that no table of cases would list.
+
+`make parity` (TILEREC_NIGHTLY=1) draws ten times as many.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +36,7 @@ from tilerec.errors import InputError
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 
+MORE = 10 if os.environ.get("TILEREC_NIGHTLY") == "1" else 1
 DIMS = (1, 3, 8, 20, 257)
 FLOATS = (DataType.FP32, DataType.FP16, DataType.BF16)
 ROUNDED = ("sgd", "sgd_momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam")
@@ -101,19 +106,19 @@ def cases(
     )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=40 * MORE)
 @given(cases())
 def test_any_tiling_equals_unsharded(case: Case) -> None:
     check(case, run_virtual(case))
 
 
-@settings(max_examples=15)
+@settings(max_examples=15 * MORE)
 @given(cases(types=(DataType.FP64,)))
 def test_any_tiling_of_float64_tables_equals_unsharded(case: Case) -> None:
     check(case, run_virtual(case))
 
 
-@settings(max_examples=20)
+@settings(max_examples=20 * MORE)
 @given(cases(sizes=(1, 2, 4), optimizers=ROUNDED, forms=("sum",), types=FLOATS, dims=(1, 3, 8)))
 def test_where_sums_are_exact_every_tiling_rounds_to_the_same_bits(case: Case) -> None:
     """Gradients are small whole numbers, so no sum rounds; stochastic rounding draws by place, not by tile."""
@@ -124,7 +129,7 @@ def test_where_sums_are_exact_every_tiling_rounds_to_the_same_bits(case: Case) -
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
-@settings(max_examples=4)
+@settings(max_examples=4 * MORE)
 @given(data=st.data())
 def test_exact_mode_has_the_same_bits_under_any_tiling(optimizer: str, data: st.DataObject) -> None:
     """At a fixed W: against every table on one rank."""
@@ -141,7 +146,7 @@ def test_exact_mode_has_the_same_bits_under_any_tiling(optimizer: str, data: st.
     check(case, got)
 
 
-@settings(max_examples=10)
+@settings(max_examples=10 * MORE)
 @given(cases(forms=("sum", "weighted", "sequence"), optimizers=("none", "sgd", "rowwise_adagrad")))
 def test_frozen_tables_stay_and_have_no_state(case: Case) -> None:
     """All tables are frozen where sample weights still want gradients, else the first."""
