@@ -7,6 +7,7 @@ Nouns
 
 A table without constraints lies on one rank; one larger than a share (and than `SPLIT_ABOVE`) would unbalance the
 plan, so it is cut by rows over the ranks of one host, or of all hosts if such a cut is still larger than a share.
+Where that leaves a rank with more than `EVEN` shares, tables larger than half a share are cut as well, if that helps.
 A type that does not fit anywhere gives way to the next that is allowed. Equal candidates are told apart by number and
 name: the same input gives the same plan on every rank.
 """
@@ -27,6 +28,7 @@ from tilerec.spec.topology import Topology
 
 # Cutting a table that any rank holds easily costs messages and balances nothing.
 SPLIT_ABOVE = 16 * 2**20
+EVEN = 1.25
 
 # What this search reads of `ParameterConstraints`; `pooling_factors` and the kernels go into the plan as they are.
 USED = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
@@ -56,8 +58,27 @@ def place(
     Raises:
         PlannerError: a table fits nowhere in the way its constraints allow.
     """
-    loads = _Loads(topology)
     share = sum(table.bytes for table in tables) / topology.world_size
+    even = max(EVEN * share, SPLIT_ABOVE)
+    choices, fullest = _place(tables, constraints, topology, max(share, SPLIT_ABOVE))
+    if isinstance(choices, list) and fullest <= even:
+        return choices
+    finer, lower = _place(tables, constraints, topology, max(share / 2, SPLIT_ABOVE))
+    if isinstance(finer, list) and (isinstance(choices, PlannerError) or lower < fullest):
+        return finer
+    if isinstance(choices, PlannerError):
+        raise choices
+    return choices
+
+
+def _place(
+    tables: Sequence[PlannedTable],
+    constraints: Mapping[tuple[str, str], ParameterConstraints],
+    topology: Topology,
+    whole_below: float,
+) -> tuple[list[Choice] | PlannerError, int]:
+    """Choices (or why there are none) and the fullest rank's load; tables of up to `whole_below` bytes stay whole."""
+    loads = _Loads(topology)
     order = sorted(
         range(len(tables)),
         key=lambda t: (
@@ -71,16 +92,16 @@ def place(
     for t in order:
         table, limits = tables[t], constraints.get(tables[t].names[0])
         least = None if limits is None else limits.min_partition
-        kinds = (() if limits is None else limits.types_allowed()) or _preferred(table, share, topology)
+        kinds = (() if limits is None else limits.types_allowed()) or _preferred(table, whole_below, topology)
         found = None
         for kind in kinds:
             found = _PLACERS[kind](loads, table, least)
             if found is not None:
                 break
         if found is None:
-            raise PlannerError(_does_not_fit(table, kinds, tables, loads))
+            return PlannerError(_does_not_fit(table, kinds, tables, loads)), 0
         choices[t] = Choice(kind, found)
-    return [choices[t] for t in range(len(tables))]
+    return [choices[t] for t in range(len(tables))], loads.everywhere + max(loads.own)
 
 
 def _uniform(limits: ParameterConstraints | None) -> bool:
@@ -88,15 +109,15 @@ def _uniform(limits: ParameterConstraints | None) -> bool:
     return bool(kinds) and kinds[0] in (ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE)
 
 
-def _preferred(table: PlannedTable, share: float, topology: Topology) -> tuple[ShardingType, ...]:
+def _preferred(table: PlannedTable, whole_below: float, topology: Topology) -> tuple[ShardingType, ...]:
     one, host, world = ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.ROW_WISE
     if topology.world_size == 1:
         return (one,)
     hosts = () if topology.host_count == 1 else (host,)
-    if table.bytes <= max(share, SPLIT_ABOVE):
+    if table.bytes <= whole_below:
         return (one, *hosts, world)
     largest = max(len(ranks) for ranks in topology.host_ranks)
-    if hosts and table.bytes / largest <= max(share, SPLIT_ABOVE):
+    if hosts and table.bytes / largest <= whole_below:
         return (host, world)
     return (world,)
 

@@ -1,0 +1,246 @@
+"""The planner's face: what it finds in a model, what it warns about, and that ranks agree."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tilerec
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.planner import EmbeddingShardingPlanner, ParameterConstraints, PlannerError
+from tilerec.spec.optimizer import Adam, RowWiseAdagrad
+from tilerec.spec.plan import ShardingPlan, ShardingType
+from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.topology import Topology
+from tilerec.testing import run_virtual_ranks
+
+META = torch.device("meta")
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "ebc": EmbeddingBagCollection(
+                [EmbeddingBagConfig(1000, 64, "user"), EmbeddingBagConfig(10, 3, "item")], device=META
+            ),
+            "deep": nn.Sequential(
+                EmbeddingCollection([EmbeddingConfig(7, 257, "user", data_type=DataType.BF16)], device=META)
+            ),
+        }
+    )
+
+
+def on_cpu(world_size: int, cap: int | None = None, local_world_size: int | None = None) -> Topology:
+    return Topology(world_size, "cpu", ddr_cap=cap, local_world_size=local_world_size)
+
+
+def sizes(plan: ShardingPlan) -> dict[str, dict[str, tuple[int, int]]]:
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for path, table, sharding in plan.tables():
+        assert sharding.tiling is not None
+        found.setdefault(path, {})[table] = (sharding.tiling.rows, sharding.tiling.dim)
+    return found
+
+
+def test_every_collection_is_planned_under_its_path() -> None:
+    plan = EmbeddingShardingPlanner(on_cpu(4, local_world_size=2)).plan(model())
+    want = {"ebc": {"user": (1000, 64), "item": (10, 3)}, "deep.0": {"user": (7, 257)}}
+    assert sizes(plan) == want
+    plan.check(want, 4)
+    assert plan.hosts == ((0, 1), (2, 3))
+    assert plan.plan["deep.0"]["user"].data_type is DataType.BF16
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_collection_itself_is_planned_under_no_path() -> None:
+    assert list(EmbeddingShardingPlanner(on_cpu(2)).plan(model()["ebc"]).plan) == [""]  # type: ignore[index]
+
+
+def test_signatures_are_those_that_users_know() -> None:
+    assert list(inspect.signature(EmbeddingShardingPlanner).parameters) == [
+        "topology",
+        "batch_size",
+        "enumerator",
+        "storage_reservation",
+        "proposer",
+        "partitioner",
+        "performance_model",
+        "stats",
+        "constraints",
+        "debug",
+        "callbacks",
+        "timeout_seconds",
+        "plan_loader",
+    ]
+    assert list(inspect.signature(EmbeddingShardingPlanner.collective_plan).parameters) == [
+        "self",
+        "module",
+        "sharders",
+        "pg",
+    ]
+    for name in ("EmbeddingShardingPlanner", "ParameterConstraints", "Topology", "ShardingPlan"):
+        assert getattr(tilerec, name).__name__ == name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ShardingType if kind is not ShardingType.EXPLICIT])
+def test_constraints_are_honoured_under_every_name(kind: ShardingType) -> None:
+    planner = EmbeddingShardingPlanner(
+        on_cpu(4, local_world_size=2), constraints={"user": ParameterConstraints([kind])}
+    )
+    plan = planner.plan(model())
+    assert plan.plan["ebc"]["user"].kind is kind
+    assert plan.plan["deep.0"]["user"].kind is kind
+    assert plan.plan["ebc"]["item"].kind is ShardingType.TABLE_WISE
+    plan.check(sizes(plan), 4)
+
+
+def test_min_partition_cuts_columns_no_narrower() -> None:
+    limits = ParameterConstraints([ShardingType.COLUMN_WISE], min_partition=32)
+    plan = EmbeddingShardingPlanner(on_cpu(4), constraints={"user": limits}).plan(model())
+    tiling = plan.plan["ebc"]["user"].tiling
+    assert tiling is not None
+    assert [block.c1 - block.c0 for block in tiling.blocks] == [32, 32]
+
+
+def test_kernels_follow_the_attached_optimizer_and_the_constraints() -> None:
+    module = model()
+    apply_optimizer_in_backward(RowWiseAdagrad(), [module["ebc"].embedding_bags["user"].weight])  # type: ignore[index, union-attr]
+    plan = EmbeddingShardingPlanner(on_cpu(2)).plan(module)
+    assert plan.plan["ebc"]["user"].kernel.value == "fused"
+    assert plan.plan["ebc"]["item"].kernel.value == "dense"
+
+    def kernel_of_item(sharders: list[object] | None = None, **kwargs: object) -> str:
+        limits = {"item": ParameterConstraints(**kwargs)}  # type: ignore[arg-type]
+        planner = EmbeddingShardingPlanner(on_cpu(2), constraints=limits)
+        return planner.plan(module, sharders).plan["ebc"]["item"].kernel.value
+
+    assert kernel_of_item(compute_kernels=["fused"]) == "fused"
+    assert kernel_of_item(compute_kernels=["fused", "dense"]) == "dense"
+    assert kernel_of_item([SimpleNamespace(fused_params={"learning_rate": 0.1})]) == "fused"
+    with pytest.warns(UserWarning, match="'fused_uvm' is kept in the plan but has no effect"):
+        assert kernel_of_item(compute_kernels=["fused_uvm"]) == "fused_uvm"
+
+
+def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:
+    module = model()
+    apply_optimizer_in_backward(RowWiseAdagrad(), list(module["ebc"].parameters()))  # type: ignore[index]
+    limits = {"item": ParameterConstraints(compute_kernels=["dense"])}
+    with pytest.raises(
+        ConfigError, match=r"Table 'item' of module 'ebc': an optimizer is attached .* does not allow"
+    ):
+        EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(module)
+
+
+def test_pooling_factors_go_into_the_plan() -> None:
+    limits = {"item": ParameterConstraints(pooling_factors=[1.0])}
+    plan = EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(model())
+    assert plan.plan["ebc"]["item"].ids_per_bag == 1.0
+    assert plan.plan["ebc"]["user"].ids_per_bag is None
+
+
+def test_state_of_the_optimizer_counts() -> None:
+    module = EmbeddingBagCollection([EmbeddingBagConfig(1000, 64, "t")], device=META)
+    limits = {"t": ParameterConstraints(["table_wise"])}
+    planner = EmbeddingShardingPlanner(on_cpu(1, cap=2 * 1000 * 64 * 4), constraints=limits)
+    planner.plan(module)
+    apply_optimizer_in_backward(Adam(), list(module.parameters()))
+    with pytest.raises(PlannerError, match="Table 't': no place found"):
+        planner.plan(module)
+
+
+def test_a_table_that_two_collections_share_is_placed_once() -> None:
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "x", feature_names=["f"])])
+    ec = EmbeddingCollection([EmbeddingConfig(10, 4, "z", feature_names=["g"])])
+    ec.embeddings["z"] = ebc.embedding_bags["x"]
+    both = nn.ModuleDict({"ebc": ebc, "ec": ec})
+    limits = {"z": ParameterConstraints(["row_wise"])}
+    plan = EmbeddingShardingPlanner(on_cpu(2, cap=10 * 4 * 4 * 2), constraints=limits).plan(both)
+    assert plan.plan["ebc"]["x"] == plan.plan["ec"]["z"]
+    assert plan.plan["ebc"]["x"].kind is ShardingType.ROW_WISE
+
+
+def test_constraints_for_no_table_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"constraints name \['usr'\], which is no table .* \['item', 'user'\]"
+    ):
+        EmbeddingShardingPlanner(on_cpu(2), constraints={"usr": ParameterConstraints()}).plan(model())
+    with pytest.raises(ConfigError, match=r"constraints\['user'\] is a list"):
+        EmbeddingShardingPlanner(on_cpu(2), constraints={"user": ["row_wise"]})  # type: ignore[dict-item]
+
+
+def test_a_model_without_tables_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear has no embedding collection"):
+        EmbeddingShardingPlanner(on_cpu(2)).plan(nn.Linear(1, 1))
+
+
+def test_arguments_without_effect_warn() -> None:
+    with pytest.warns(UserWarning, match="EmbeddingShardingPlanner: batch_size, stats have no effect"):
+        EmbeddingShardingPlanner(on_cpu(2), 512, stats=[])
+    with pytest.warns(UserWarning, match=r"of the constraints, batch_sizes \(of a, b\) has no effect"):
+        EmbeddingShardingPlanner(
+            on_cpu(2),
+            constraints={
+                "a": ParameterConstraints(batch_sizes=[1]),
+                "b": ParameterConstraints(batch_sizes=[2], min_partition=4),
+            },
+        )
+
+
+def test_without_a_topology_the_launcher_says_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    plan = EmbeddingShardingPlanner().plan(model())
+    assert (plan.world_size, plan.hosts) == (4, ((0, 1), (2, 3)))
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    alone = EmbeddingShardingPlanner().collective_plan(model())
+    assert alone.world_size == 1
+
+
+def test_ranks_plan_the_same_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def plan(group: Group) -> ShardingPlan:
+        return EmbeddingShardingPlanner().collective_plan(model(), pg=group)
+
+    plans = run_virtual_ranks(4, plan)
+    assert all(each == plans[0] for each in plans)
+    assert plans[0].hosts == ((0, 1), (2, 3))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert run_virtual_ranks(2, plan)[0].hosts == ((0, 1),)
+
+
+def test_ranks_that_plan_otherwise_are_told_where() -> None:
+    def plan(group: Group) -> ShardingPlan:
+        limits = {"user": ParameterConstraints(["row_wise" if group.rank else "table_wise"])}
+        return EmbeddingShardingPlanner(on_cpu(3), constraints=limits).collective_plan(model(), pg=group)
+
+    with pytest.raises(ConfigError, match=r"The plan differs between ranks: .*'user'.* on rank 0"):
+        run_virtual_ranks(3, plan)
+
+
+def test_a_topology_of_another_world_is_refused() -> None:
+    def plan(group: Group) -> ShardingPlan:
+        return EmbeddingShardingPlanner(on_cpu(8)).collective_plan(model(), pg=group)
+
+    with pytest.raises(ConfigError, match="the topology has 8 ranks and the group 2"):
+        run_virtual_ranks(2, plan)
+
+
+def test_ten_billion_rows_are_planned_without_memory() -> None:
+    module = EmbeddingBagCollection(
+        [EmbeddingBagConfig(10**10, 64, "huge"), EmbeddingBagConfig(10, 4, "tiny")], device=META
+    )
+    topology = Topology(64, "cuda", hbm_cap=2**37, local_world_size=8)
+    plan = EmbeddingShardingPlanner(topology).plan(module)
+    assert plan.plan[""]["huge"].kind is ShardingType.ROW_WISE
+    held = plan.held_by(63)
+    assert [(each.table, each.rectangles[0].rows) for each in held] == [("huge", 10**10 // 64)]
