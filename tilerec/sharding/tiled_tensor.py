@@ -45,6 +45,9 @@ class Tiled(Placement):
     def __repr__(self) -> str:
         return "Tiled()"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Tiled, ())  # torch's own placements cannot be pickled by a subclass's default
+
 
 @final
 class TiledTensor(DTensor):
@@ -59,7 +62,7 @@ class TiledTensor(DTensor):
 
     def __new__(cls, logical: Logical, mesh: DeviceMesh) -> TiledTensor:
         shape = logical.cover.shape
-        local = logical.pieces[0].memory if logical.pieces else logical.like.new_empty((0, *shape[1:]))
+        local = _local(logical)
         meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
         spec = DTensorSpec(mesh, (Tiled(),), tensor_meta=meta)
         made = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
@@ -172,6 +175,16 @@ class TiledTensor(DTensor):
         if own is not None and func in _PIECE_BY_PIECE:
             logical = own.logical.mapped(lambda memory: func(memory, *args[1:], **kwargs))
             return TiledTensor(logical, own.device_mesh)
+        if (
+            own is not None
+            and func is torch.ops.aten.new_empty.default
+            and tuple(args[1]) == tuple(own.shape)
+        ):
+            # torch's asynchronous checkpoints make copies this way, and fill in what belongs to them.
+            options = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+            return TiledTensor(
+                own.logical.mapped(lambda memory: torch.empty_like(memory, **options)), own.device_mesh
+            )
         if own is not None and func in _IN_PLACE:
             for _, memory in own.logical.pieces:
                 func(memory, *args[1:], **kwargs)
@@ -223,15 +236,29 @@ def shown(logical: Logical) -> Tensor:
     dim = cover.shard_dim(group.size)
     if dim is None:
         return TiledTensor(logical, mesh)
-    local = logical.pieces[0].memory if logical.pieces else logical.like.new_empty((0, *cover.shape[1:]))
     return DTensor.from_local(
-        local,
+        _local(logical),
         mesh,
         (Shard(dim),),
         run_check=False,
         shape=torch.Size(cover.shape),
         stride=_strides(cover.shape),
     )
+
+
+def _local(logical: Logical) -> Tensor:
+    """This rank's first piece, or nothing; the same memory as a storage of its own.
+
+    torch's asynchronous checkpoints cannot copy a DTensor whose part begins inside of a storage.
+    """
+    if not logical.pieces:
+        return logical.like.new_empty((0, *logical.cover.shape[1:]))
+    memory = logical.pieces[0].memory
+    if memory.is_meta or not memory.numel() or not memory.storage_offset() or not memory.is_contiguous():
+        return memory
+    begin = memory.storage_offset() * memory.element_size()
+    storage = memory.untyped_storage()[begin : begin + memory.nbytes]
+    return memory.new_empty(0).set_(storage, 0, memory.shape, memory.stride())
 
 
 def load(logical: Logical, value: Tensor) -> None:

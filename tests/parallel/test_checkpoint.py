@@ -1,0 +1,392 @@
+"""Checkpoints: saved under one plan and world size, loaded bit for bit under any other, unsharded included."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.optim.fused import FusedOptimizer
+from tilerec.optim.positional import PositionalOptimizer
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.parallel.shard import shard
+from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.tiled_tensor import TiledTensor
+from tilerec.spec.optimizer import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.tile import Tiling, ceil_chunks
+from tilerec.testing.batches import random_batch
+from tilerec.testing.ranks import Ranks
+
+Pool = Callable[[int], Ranks]
+State = dict[str, dict[str, Any]]
+
+ROWS = {"everywhere": 7, "uneven": 7, "rows": 5, "columns": 7, "two": 7, "one": 7, "some": 7, "rowsteps": 7}
+DIM = 6
+OPTIMIZERS = {
+    "everywhere": RowWiseAdagrad(lr=0.1),
+    "uneven": Adam(lr=0.1),
+    "rows": RowWiseAdagrad(lr=0.1),
+    "columns": PartialRowWiseAdam(lr=0.1),
+    "two": RowWiseAdagrad(lr=0.1),
+    "one": Adagrad(lr=0.1),
+    "some": Adagrad(lr=0.1),
+    "rowsteps": Adam(lr=0.1, row_step=True),
+}
+
+
+def tilings(size: int) -> dict[str, Tiling]:
+    """Under the name of each table a way to cut it; 7 rows as 5 + 2, 5 rows over all ranks, two tiles on a rank, …"""
+    last, rows, columns = size - 1, ceil_chunks(5, size), ceil_chunks(DIM, size)
+    tiles: dict[str, list[tuple[Any, ...]]] = {
+        "everywhere": [(0, 7, 0, 6, tuple(range(size)))],
+        "uneven": [(0, 5, 0, 6, 0), (5, 7, 0, 6, last)],
+        "rows": [(a, b, 0, 6, rank) for rank, (a, b) in enumerate(itertools.pairwise(rows))],
+        "columns": [(0, 7, a, b, rank) for rank, (a, b) in enumerate(itertools.pairwise(columns))],
+        "two": [(0, 7, 0, 2, 0), (0, 7, 2, 4, last), (0, 7, 4, 6, 0)],
+        "one": [(0, 7, 0, 6, last)],
+        "some": [(0, 3, 0, 6, tuple({0, last})), (3, 7, 0, 3, last), (3, 7, 3, 6, 0)],
+        "rowsteps": [(0, 3, 0, 2, 0), (3, 7, 0, 2, last), (0, 4, 2, 6, last), (4, 7, 2, 6, 0)],
+    }
+    return {name: Tiling.of(name, ROWS[name], DIM, cover) for name, cover in tiles.items()}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(rows, DIM, name, feature_names=[name]) for name, rows in ROWS.items()]
+        )
+        self.ec = EmbeddingCollection([EmbeddingConfig(7, DIM, "sequence", feature_names=["uneven"])])
+        self.over = nn.Linear(DIM * len(ROWS), 1)
+
+    def forward(self, features: Any) -> Tensor:
+        rows = torch.cat([jagged.values() for jagged in self.ec(features).values()])
+        pooled = self.ebc(features).values()
+        return cast(Tensor, self.over(pooled * pooled).sum() + (rows * rows).sum())
+
+
+def model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    made = Model()
+    for name, spec in OPTIMIZERS.items():
+        apply_optimizer_in_backward(spec, [made.ebc.embedding_bags[name].weight])
+    apply_optimizer_in_backward(Adam(lr=0.1), list(made.ec.parameters()))
+    return made
+
+
+def wrapped(seed: int, turn: int) -> DistributedModelParallel:
+    """On all ranks; table k is cut in the way of table k + turn (of those with 7 rows)."""
+    cuts = tilings(dist.get_world_size())
+    names = [name for name in cuts if ROWS[name] == 7]
+    plan = {
+        name: cuts[names[(names.index(name) + turn) % len(names)]] if name in names else cuts[name]
+        for name in cuts
+    }
+    if turn:  # sums over whole rows need columns that are cut at the same rows
+        for name in ("everywhere", "columns", "two"):
+            if plan[name] in (cuts["rowsteps"], cuts["some"]):
+                plan[name] = cuts["uneven"]
+    return DistributedModelParallel(model(seed), plan={"ebc": plan, "ec": {"sequence": cuts[names[turn]]}})
+
+
+def train(dmp: DistributedModelParallel) -> None:
+    for step in range(3):
+        dmp.zero_grad()
+        batch = random_batch(list(ROWS), list(ROWS.values()), 4, seed=10 * step + dist.get_rank())
+        dmp(batch).backward()
+
+
+def whole(dmp: DistributedModelParallel) -> tuple[dict[str, Tensor], State]:
+    return full_state_dict(dmp.module), dmp.fused_optimizer.full_state_dict()["state"]
+
+
+def same(got: tuple[dict[str, Tensor], State], want: tuple[dict[str, Tensor], State]) -> None:
+    assert list(got[0]) == list(want[0])
+    for name, value in want[0].items():
+        assert torch.equal(got[0][name], value), name
+    assert set(got[1]) == set(want[1])
+    for name, slots in want[1].items():
+        for slot, value in slots.items():
+            assert torch.equal(got[1][name][slot], value), (name, slot)
+
+
+# ----------------------------------------------------------------------------------------------------- save and load
+
+
+def save(folder: str) -> tuple[dict[str, Tensor], State]:
+    dmp = wrapped(0, 0)
+    train(dmp)
+    face = dmp.fused_optimizer
+    dcp.save({"model": dmp.state_dict(), "optimizer": face.state_dict()}, checkpoint_id=f"{folder}/own")
+    parts = get_state_dict(dmp.module, PositionalOptimizer(face))
+    dcp.save(dict(zip(("model", "optimizer"), parts, strict=True)), checkpoint_id=f"{folder}/torch")
+    return whole(dmp)
+
+
+def load(folder: str, want: tuple[dict[str, Tensor], State], turn: int) -> None:
+    dmp = wrapped(5, turn)
+    train(dmp)
+    face = dmp.fused_optimizer
+    state = {"model": dmp.state_dict(), "optimizer": face.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/own")
+    dmp.load_state_dict(state["model"])
+    face.load_state_dict(state["optimizer"])
+    same(whole(dmp), want)
+    train(dmp)  # goes on
+    parts = get_state_dict(dmp.module, PositionalOptimizer(face))
+    state = dict(zip(("model", "optimizer"), parts, strict=True))
+    dcp.load(state, checkpoint_id=f"{folder}/torch")
+    set_state_dict(
+        dmp.module,
+        PositionalOptimizer(face),
+        model_state_dict=state["model"],
+        optim_state_dict=cast(Any, state["optimizer"]),
+    )
+    same(whole(dmp), want)
+
+
+@pytest.fixture(scope="module")
+def saved(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, tuple[dict[str, Tensor], State]]:
+    """A checkpoint of two ranks, and what is in it."""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    first, second = pool(2).run(save, folder)
+    same(first, second)
+    return folder, first
+
+
+@pytest.mark.parametrize(("size", "turn"), [(2, 1), (2, 3), (3, 0), (3, 2)])
+def test_weights_and_state_load_under_another_tiling_and_another_world_size(
+    pool: Pool, saved: tuple[str, Any], size: int, turn: int
+) -> None:
+    pool(size).run(load, *saved, turn)
+
+
+def test_weights_and_state_load_into_the_unsharded_model(saved: tuple[str, Any]) -> None:
+    folder, want = saved
+    own = model(5)
+    face = FusedOptimizer(own)
+    state = {"model": own.state_dict(), "optimizer": face.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/own", no_dist=True)
+    own.load_state_dict(state["model"])
+    face.load_state_dict(state["optimizer"])
+    same((own.state_dict(), face.state_dict()["state"]), want)
+
+
+def load_from_unsharded(folder: str) -> None:
+    reference = model(7)
+    batch = random_batch(list(ROWS), list(ROWS.values()), 4, seed=3)
+    reference(batch).backward()
+    face = FusedOptimizer(reference)
+    if dist.get_rank() == 0:
+        dcp.save(
+            {"model": reference.state_dict(), "optimizer": face.state_dict()},
+            checkpoint_id=folder,
+            no_dist=True,
+        )
+    dist.barrier()
+    dmp = wrapped(1, 0)
+    state = {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    dmp.load_state_dict(state["model"])
+    dmp.fused_optimizer.load_state_dict(state["optimizer"])
+    same(whole(dmp), (reference.state_dict(), face.state_dict()["state"]))
+
+
+def test_a_checkpoint_of_the_unsharded_model_loads_into_the_sharded_one(pool: Pool, tmp_path: Path) -> None:
+    pool(2).run(load_from_unsharded, str(tmp_path / "unsharded"))
+
+
+def saved_bytes(folder: str) -> int:
+    rows, dim = 4096, 64
+    own = EmbeddingBagCollection([EmbeddingBagConfig(rows, dim, "t", feature_names=["t"])])
+    tiles = [(0, 1000, 0, dim, (0, 1)), (1000, rows, 0, 32, (0, 1)), (1000, rows, 32, dim, 1)]
+    shard(own, plan={"t": Tiling.of("t", rows, dim, tiles)})
+    dcp.save(own.state_dict(), checkpoint_id=folder)
+    dist.barrier()
+    return sum(path.stat().st_size for path in Path(folder).glob("*.distcp"))
+
+
+def test_replicated_tiles_are_written_once(pool: Pool, tmp_path: Path) -> None:
+    size = pool(2).run(saved_bytes, str(tmp_path / "once"))[0]
+    assert 4096 * 64 * 4 <= size < 1.1 * 4096 * 64 * 4
+
+
+# ------------------------------------------------------------------------------------------------------ the state dict
+
+
+def shown() -> dict[str, str]:
+    dmp = wrapped(0, 0)
+    want = model(0).state_dict()
+    state = dmp.state_dict()
+    assert list(state) == list(want)
+    for name, value in state.items():
+        assert value.shape == want[name].shape
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(full, want[name]), name
+    own = {p.data_ptr() for p in dmp.parameters()}
+    for name, value in state.items():
+        parts = value.pieces() if isinstance(value, TiledTensor) else []
+        local = value.to_local() if isinstance(value, DTensor) and not parts else value
+        for part in [part for _, part in parts] or [local]:
+            assert not part.numel() or part.data_ptr() in own, name
+    kinds = {name.split(".")[-2]: type(value).__name__ for name, value in state.items()}
+    placements = {n.split(".")[-2]: str(v.placements) for n, v in state.items() if type(v) is DTensor}
+    return {**kinds, **placements}
+
+
+def test_every_rank_has_every_key_with_its_logical_shape_and_live_values(pool: Pool) -> None:
+    tiled = dict.fromkeys(["uneven", "two", "one", "some", "rowsteps"], "TiledTensor")
+    plain = dict.fromkeys(["everywhere", "sequence", "over"], "Tensor")
+    shards = {"rows": str((Shard(0),)), "columns": str((Shard(1),))}
+    for size in (2, 3):
+        for kinds in pool(size).run(shown):
+            assert kinds == {**tiled, **plain, **shards}
+
+
+def dtensors(size: int) -> None:
+    """Any DTensor loads into any tiling."""
+    dmp = wrapped(0, 0)
+    table = torch.arange(42.0).view(7, 6)
+    flat = init_device_mesh("cpu", (size,))
+    state = dmp.state_dict()
+    names = [name for name in state if name.startswith("ebc") and ROWS[name.split(".")[-2]] == 7]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for name in names:
+            state[name] = distribute_tensor(table.clone(), flat, [placement])
+        dmp.load_state_dict(state)
+        got = full_state_dict(dmp.module)
+        assert all(torch.equal(got[name], table) for name in names)
+        table = table + 1
+
+
+def test_dtensors_of_any_placement_load_into_any_tiling(pool: Pool) -> None:
+    for size in (2, 3):
+        pool(size).run(dtensors, size)
+
+
+def tiled_tensors() -> None:
+    rank = dist.get_rank()
+    want = model(0).state_dict()["ebc.embedding_bags.uneven.weight"]
+    dmp = wrapped(0, 0)
+    state = dmp.state_dict()
+    own = state["ebc.embedding_bags.uneven.weight"]
+    assert isinstance(own, TiledTensor)
+    assert own.shape == (7, 6)
+    assert own.to_local().shape == ((5, 6), (2, 6))[rank]
+    assert [str(rectangle) for rectangle, _ in own.pieces()] == [
+        ("rows [0, 5) x columns [0, 6)", "rows [5, 7) x columns [0, 6)")[rank]
+    ]
+    assert not any(placement.is_shard() or placement.is_replicate() for placement in own.placements)
+    assert "here: rows" in repr(own)
+    # Copies, conversions and fills work on every rank's part.
+    for made, value in (
+        (own.clone(), want),
+        (copy.deepcopy(own), want),
+        (own.to(torch.float64), want.double()),
+        (torch.zeros_like(own), torch.zeros_like(want)),
+        (own.clone().fill_(3.0), torch.full_like(want, 3.0)),
+        (own.clone().copy_(want + 1), want + 1),
+        (own.detach(), want),
+    ):
+        assert isinstance(made, TiledTensor)
+        assert torch.equal(made.full_tensor(), value)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        plain = own.redistribute(placements=[placement])
+        assert type(plain) is DTensor
+        assert plain.placements == (placement,)
+        assert torch.equal(plain.full_tensor(), want)
+    two = state["ebc.embedding_bags.two.weight"]
+    if rank == 0:
+        with pytest.raises(ConfigError, match="2 rectangles"):
+            two.to_local()
+    for forbidden in (lambda: own + 1, lambda: torch.zeros(7, 6).copy_(own), lambda: own.sum()):
+        with pytest.raises(ConfigError, match="full_tensor"):
+            forbidden()
+    with pytest.raises(pickle.PicklingError, match="full_state_dict"):
+        pickle.dumps(own)
+    steps = dmp.fused_optimizer.state_dict()["state"]["ebc.embedding_bags.one.weight"]["step"]
+    assert isinstance(steps, TiledTensor)
+    assert steps.shape == ()
+    if rank == 1:
+        assert steps.item() == 0
+
+
+def test_a_tiled_tensor_claims_no_shard_and_refuses_what_it_cannot_do(pool: Pool) -> None:
+    pool(2).run(tiled_tensors)
+
+
+def torch_helpers() -> None:
+    dmp = wrapped(0, 0)
+    want = model(0).state_dict()
+    full = get_model_state_dict(dmp.module, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(full[name], value) for name, value in want.items())
+    off = get_model_state_dict(dmp.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        assert all(torch.equal(off[name], value) for name, value in want.items())
+    moved = get_model_state_dict(dmp.module, options=StateDictOptions(cpu_offload=True))
+    dmp.load_state_dict(moved)
+    assert all(torch.equal(value, want[name]) for name, value in full_state_dict(dmp.module).items())
+
+
+def test_torchs_options_for_whole_and_offloaded_state_dicts_work(pool: Pool) -> None:
+    pool(2).run(torch_helpers)
+
+
+def async_save(folder: str) -> None:
+    dmp = wrapped(0, 0)
+    train(dmp)
+    want = whole(dmp)
+    own = (want[0], {n: {s: v.clone() for s, v in slots.items()} for n, slots in want[1].items()})
+    own[0].update({name: value.clone() for name, value in own[0].items()})
+    state = {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+    # A group of its own, as torch asks for: the model's gradients travel over the default one.
+    pending = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group())
+    train(dmp)  # meanwhile
+    cast(Any, pending).result()
+    state = {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    dmp.load_state_dict(state["model"])
+    dmp.fused_optimizer.load_state_dict(state["optimizer"])
+    same(whole(dmp), own)
+
+
+def test_an_asynchronous_save_keeps_the_values_of_its_moment(pool: Pool, tmp_path: Path) -> None:
+    pool(2).run(async_save, str(tmp_path / "async"))
+
+
+def empty_face() -> None:
+    torch.manual_seed(0)
+    own = EmbeddingBagCollection([EmbeddingBagConfig(7, DIM, "t", feature_names=["t"])])
+    shard(own, plan={"t": tilings(2)["uneven"]})
+    face = ShardedFusedOptimizer(own)
+    assert face.state_dict() == {"state": {}}
+    face.load_state_dict({"state": {}})
+
+
+def test_tables_without_an_optimizer_have_no_state(pool: Pool) -> None:
+    pool(2).run(empty_face)
