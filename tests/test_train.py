@@ -1,4 +1,4 @@
-"""The train loop: schedule, loss scale, overrides, logs, and what a run reports."""
+"""The train loop: schedule, loss scale, ranks, overrides, logs, and what a run reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +16,27 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import CommsError, ConfigError, InputError, TilerecError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.parallel.full_state import full_state_dict
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.train.config import DataConfig, RunConfig, TrainConfig
+from tilerec.testing import Ranks, random_batch
+from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
 from tilerec.train.override import override, override_all, settings
 from tilerec.train.report import report
+from tilerec.train.share import bounds, cut, shares
 from tilerec.train.watch import Event, Terminal, Watcher, finite
 
 CPU = torch.device("cpu")
@@ -340,6 +346,237 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_written(tmp_p
 def test_settings_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**options)  # type: ignore[arg-type]
+
+
+# Ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Heard:
+    """What a rank tells of its run."""
+
+    events: list[Event]
+    steps: int
+    samples: int
+    held_out: Scores
+    best: Scores | None
+    weights: dict[str, torch.Tensor]
+    tiles: int
+
+
+def _heard(config: RunConfig, group: ProcessGroupComms | None) -> Heard:
+    ear = Ear()
+    result = train(config, watchers=[ear], group=group)
+    state = result.model.state_dict() if group is None else full_state_dict(result.model)
+    held = sum(p.numel() for name, p in result.model.named_parameters() if "_table" in name)
+    weights = {name: value.detach().clone() for name, value in state.items()}
+    return Heard(ear.events, result.steps, result.samples, result.held_out, result.best, weights, held)
+
+
+def _train_on_rank(config: RunConfig) -> Heard:
+    return _heard(config, ProcessGroupComms())
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def _uneven(**parallel: Any) -> RunConfig:
+    """Batches of 61 and a last one of 36 samples, or of 1: shares are never equal, and the last may be empty."""
+    run = _run(
+        batch_size=61,
+        eval_every=4,
+        warmup_steps=3,
+        epochs=2,
+        embedding_optimizer=RowWiseAdagrad(lr=0.1),
+        dense_optimizer=Adam(lr=0.01),
+    )
+    return dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, train_rows=306, held_out_rows=1000),  # type: ignore[type-var]
+        # Wide enough not to die at the start: rounding splits the ties of a dead model and moves its AUC.
+        model=DLRMConfig(embedding_dim=4, dense_arch=(32,), over_arch=(32,)),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone() -> Heard:
+    torch.manual_seed(0)
+    return _heard(_uneven(), None)
+
+
+# Dead units make ties among predictions, which the last digits break either way.
+_FAR = {"auc": 2e-4, "log_loss": 1e-5, "ne": 1e-5, "calibration": 1e-5}
+
+
+def _assert_same_run(ranks: list[Heard], alone: Heard) -> None:
+    for heard in ranks:
+        assert (heard.steps, heard.samples) == (alone.steps, alone.samples)
+        assert heard.best == alone.best
+        assert set(heard.weights) == set(alone.weights)
+        for name, value in alone.weights.items():
+            torch.testing.assert_close(heard.weights[name], value, rtol=1e-4, atol=1e-5)
+        assert heard.held_out.samples == alone.held_out.samples
+        for name in ("auc", "log_loss", "ne", "calibration"):
+            assert getattr(heard.held_out, name) == pytest.approx(
+                getattr(alone.held_out, name), abs=_FAR[name]
+            )
+        assert [(e.kind, e.step, e.samples) for e in heard.events] == [
+            (e.kind, e.step, e.samples) for e in alone.events
+        ]
+        for own, other in zip(heard.events, alone.events, strict=True):
+            for name in set(own.values) - {"samples_per_second"}:
+                expected = pytest.approx(other.values[name], abs=_FAR.get(name, 1e-5), nan_ok=True)
+                assert own.values[name] == expected, (name, own.step)
+
+
+@pytest.mark.parametrize("sharding", ["planned", "row_wise", "table_wise", "column_wise", "data_parallel"])
+def test_two_ranks_learn_and_report_what_one_process_does(
+    sharding: str, two_ranks: Ranks, alone: Heard
+) -> None:
+    ranks = two_ranks.run(_train_on_rank, _uneven(sharding=sharding))
+    _assert_same_run(ranks, alone)
+    held = [heard.tiles for heard in ranks]
+    assert held == [240, 240] if sharding == "data_parallel" else sum(held) == 240
+    if sharding != "data_parallel":
+        assert max(held) < 240, "each rank holds a part of the tables"
+
+
+def test_exact_runs_hold_the_same_bits_under_every_plan(two_ranks: Ranks) -> None:
+    """But for the dense part: its sums over a batch are cut by rank, whatever the plan."""
+    runs = [
+        two_ranks.run(_train_on_rank, _uneven(sharding=kind, exact=True))[0]
+        for kind in ("row_wise", "table_wise")
+    ]
+    for name, value in runs[0].weights.items():
+        assert torch.equal(value, runs[1].weights[name]), name
+
+
+def test_more_ranks_than_samples_train_too(two_ranks: Ranks) -> None:
+    """Rank 0 never has any."""
+    run = dataclasses.replace(_uneven(sharding="row_wise"), train=TrainConfig(batch_size=1, max_steps=5))
+    single = _heard(dataclasses.replace(run, parallel=ParallelConfig()), None)
+    _assert_same_run(two_ranks.run(_train_on_rank, run), single)
+
+
+def test_rank_0_alone_writes_the_logs_and_its_plan_can_be_given_again(
+    two_ranks: Ranks, tmp_path: Path, alone: Heard
+) -> None:
+    folder = tmp_path / "log"
+    run = dataclasses.replace(_uneven(sharding="column_wise"), log_dir=str(folder))
+    two_ranks.run(_train_on_rank, run)
+    assert json.loads((folder / "summary.json").read_text())["ranks"] == 2
+    kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == [event.kind for event in alone.events]
+    plan = folder / "plan.json"
+    assert "column_wise" in plan.read_text()
+    _assert_same_run(two_ranks.run(_train_on_rank, _uneven(plan=str(plan))), alone)
+    with pytest.raises(ConfigError, match="ranks"), Ranks(3) as ranks:
+        ranks.run(_train_on_rank, _uneven(plan=str(plan)))
+
+
+def _train_with_rate_of_rank() -> None:
+    group = ProcessGroupComms()
+    train(_run(embedding_optimizer=SGD(lr=0.1 + group.rank)), group=group)
+
+
+def test_ranks_with_different_settings_are_told_which() -> None:
+    message = r"train\.embedding_optimizer\.lr'\] is 0.1 on rank 0 and 1.1 on rank 1"
+    with pytest.raises(ConfigError, match=message), Ranks(2) as ranks:
+        ranks.run(_train_with_rate_of_rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenOnRank1(SyntheticData):
+    """Rank 1 finds a malformed line in its third batch."""
+
+    def train_shares(
+        self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
+    ) -> Iterator[Any]:
+        for step, share in enumerate(super().train_shares(dataset, batch_size, epoch, rank, world_size)):
+            if rank == 1 and step == 2:
+                raise InputError("line 3 is malformed")
+            yield share
+
+
+def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    run = dataclasses.replace(
+        _run(log_every=1),
+        data=BrokenOnRank1(num_rows=(40, 20), train_rows=512),
+        log_dir=str(tmp_path / "log"),
+    )
+    first, second = two_ranks.run(_train_on_rank, run, return_exceptions=True)
+    assert isinstance(second, InputError)
+    assert isinstance(first, CommsError)
+    assert "rank 1 failed with InputError: line 3 is malformed" in str(first)
+    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert not (tmp_path / "log" / "summary.json").exists()
+
+
+def test_a_plan_without_ranks_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="no effect without group="):
+        train(dataclasses.replace(_run(max_steps=1), parallel=ParallelConfig(sharding="row_wise")))
+
+
+# Shares -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "world_size"), [(0, 2), (1, 2), (5, 2), (7, 3), (2, 5), (64, 4)])
+def test_shares_cover_a_batch_once_and_differ_by_one_sample_at_most(total: int, world_size: int) -> None:
+    cuts = [bounds(total, rank, world_size) for rank in range(world_size)]
+    assert [sample for first, last in cuts for sample in range(first, last)] == list(range(total))
+    sizes = [last - first for first, last in cuts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_source_that_draws_shares_alone_draws_those_of_the_whole_batches() -> None:
+    data = SyntheticData(num_rows=(30, 20), max_lengths=(3, 1), min_lengths=(0, 1), train_rows=2500)
+    dataset = data.open()
+    for rank in range(3):
+        drawn = list(data.train_shares(dataset, 700, 1, rank, 3))
+        kept = list(shares(dataset.train(700, 1), rank, 3))
+        assert [(s.first, s.total) for s in drawn] == [(s.first, s.total) for s in kept]
+        for own, other in zip(drawn, kept, strict=True):
+            assert torch.equal(own.batch.dense_features, other.batch.dense_features)
+            assert torch.equal(own.batch.labels, other.batch.labels)
+            ours, theirs = own.batch.sparse_features, other.batch.sparse_features
+            assert torch.equal(ours.values(), theirs.values())
+            assert torch.equal(ours.lengths(), theirs.lengths())
+            assert ours.stride() == theirs.stride() == own.batch.batch_size
+
+
+KEYS = ["a", "b", "c"]
+
+
+def _batch_of(features: KeyedJaggedTensor, size: int) -> Batch:
+    return Batch(torch.arange(2.0 * size).view(size, 2), features, torch.arange(float(size)))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 0), (5, 5), (1, 4), (2, 3)])
+def test_a_cut_keeps_the_bags_and_weights_of_its_samples(first: int, last: int) -> None:
+    features = random_batch(KEYS, 9, 5, weighted=True, seed=3)
+    own = cut(_batch_of(features, 5), first, last)
+    assert own.batch_size == own.sparse_features.stride() == last - first
+    assert own.labels.tolist() == list(map(float, range(first, last)))
+    assert own.dense_features.shape == (last - first, 2)
+    for key in KEYS:
+        whole, part = features[key], own.sparse_features[key]
+        begin, end = whole.offsets()[first], whole.offsets()[last]
+        assert torch.equal(part.values(), whole.values()[begin:end])
+        assert torch.equal(part.weights(), whole.weights()[begin:end])
+        assert torch.equal(part.lengths(), whole.lengths()[first:last])
+
+
+def test_a_batch_of_several_batch_sizes_cannot_be_cut() -> None:
+    features = random_batch(["a", "b"], 9, 5, variable=True)
+    with pytest.raises(InputError, match="cannot be cut among ranks"):
+        cut(_batch_of(features, 5), 0, 2)
 
 
 # Overrides ----------------------------------------------------------------------------------------------------

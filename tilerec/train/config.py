@@ -144,8 +144,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.plan and self.sharding != "planned":
             raise ConfigError(
-                f"parallel.plan is {self.plan!r} and parallel.sharding {self.sharding!r}; give one of them: a plan says "
-                "how each table is cut."
+                f"parallel.plan is {self.plan!r} and parallel.sharding {self.sharding!r}; give one of them: a plan "
+                "says how each table is cut."
             )
 
 

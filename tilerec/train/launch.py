@@ -3,8 +3,8 @@
     launch(2, function, argument)      two processes, function(group, argument) in each
     with joined("cpu") as group:       in a process that torchrun started (it sets RANK and WORLD_SIZE)
 
-A rank that fails ends its process. Its peers notice, by its last words (`Group.abort`) or its closed connections, and end
-too; whoever does not is killed. What is told is the failure that came first, not those it caused.
+A rank that fails ends its process. Its peers notice, by its last words (`Group.abort`) or its closed connections, and
+end too; whoever does not is killed. What is told is the failure that came first, not those it caused.
 
 How ranks meet: the launching process holds the store, on a port that the system picks, so nothing is fixed, and the
 last words of a rank outlive it.
@@ -273,9 +273,10 @@ def _told(failures: list[_Failure], count: int) -> RankFailed:
 
 
 def _backend(device: str) -> str:
-    kind = torch.device(device)
     local = _number("LOCAL_WORLD_SIZE", 1)
-    alone = kind.type == "cuda" and (local == 1 or (kind.index is None and local <= torch.cuda.device_count()))
+    alone = (
+        device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
+    )
     return "cpu:gloo,cuda:nccl" if alone and dist.is_nccl_available() else "gloo"
 
 

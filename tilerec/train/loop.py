@@ -102,7 +102,9 @@ def train(
     heard_by = list(watchers)
     try:
         if group is None and config.parallel != ParallelConfig():
-            warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
+            warnings.warn(
+                "train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2
+            )
         world.check(config)
         options = config.train
         if options.threads:
@@ -278,7 +280,7 @@ class _Run:
 
 def _device(name: str, world: World) -> torch.device:
     device = torch.device(name)
-    if device.type == "cuda" and device.index is None and world.size > 1 and torch.cuda.device_count():
+    if name == "cuda" and world.size > 1 and torch.cuda.device_count():
         # One each, as torchrun numbers the ranks of a host; they take turns where there are more ranks than GPUs.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)

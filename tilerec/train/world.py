@@ -146,7 +146,9 @@ def _plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) ->
         try:
             return ShardingPlan.load(config.plan)
         except OSError as error:
-            raise ConfigError(f"parallel.plan is {config.plan!r}, which cannot be read ({error.strerror}).") from error
+            raise ConfigError(
+                f"parallel.plan is {config.plan!r}, which cannot be read ({error.strerror})."
+            ) from error
     if config.sharding == "planned":
         return None
     limits = ParameterConstraints(sharding_types=[config.sharding])
