@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tilerec
@@ -15,7 +17,13 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.planner import EmbeddingShardingPlanner, ParameterConstraints, PlannerError
+from tilerec.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    PlannerError,
+    construct_module_sharding_plan,
+    row_wise,
+)
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan, ShardingType
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
@@ -216,6 +224,20 @@ def test_ranks_plan_the_same_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert plans[0].hosts == ((0, 1), (2, 3))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert run_virtual_ranks(2, plan)[0].hosts == ((0, 1),)
+
+
+def test_a_process_group_gives_the_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plan = EmbeddingShardingPlanner().collective_plan(model())
+        assert (plan.world_size, plan.hosts) == (1, ((0,),))
+        made = construct_module_sharding_plan(model()["ebc"], {"user": row_wise(), "item": row_wise()})  # type: ignore[index]
+        assert made["user"].ranks == (0,)
+        with pytest.raises(ConfigError, match="the topology has 2 ranks and the group 1"):
+            EmbeddingShardingPlanner(on_cpu(2)).collective_plan(model())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_that_plan_otherwise_are_told_where() -> None:
