@@ -164,7 +164,7 @@ def test_every_strategy_covers_every_table(
         ("table_wise", [0, 1], r"table_wise got ranks \[0, 1\], wanted one"),
         ("table_wise", [4], "ranks name 4; the world has ranks 0 to 3"),
         ("row_wise", [], "ranks name nobody"),
-        ("row_wise", [0, 0], r"row_wise got ranks \[0, 0\]; name one or more, each of them once"),
+        ("row_wise", [0, 0], r"row_wise got ranks \[0, 0\]; name one or more from 0 up, each of them once"),
         ("data_parallel", [1, 1], r"data_parallel got ranks \[1, 1\]"),
         (
             "column_wise",
@@ -185,6 +185,12 @@ def test_every_strategy_covers_every_table(
 def test_ranks_that_do_not_fit_a_type_are_refused(kind: str, ranks: list[int] | None, message: str) -> None:
     with pytest.raises(ConfigError, match="Table 'item': .*" + message):
         complete(ParameterSharding(kind, ranks=ranks), "item", 100, 64, FOUR)
+
+
+def test_negative_ranks_are_refused() -> None:
+    for strategy in (table_wise, row_wise, data_parallel, column_wise):
+        with pytest.raises(ConfigError, match=r"Table 't': .*-1"):
+            strategy("t", 4, 4, [-1], FOUR)
 
 
 def test_sizes_that_do_not_sum_to_the_table_are_refused() -> None:

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from tilerec.errors import ConfigError
 from tilerec.spec.plan import ParameterSharding, ShardingType
 from tilerec.spec.ranks import ranks_to_text
-from tilerec.spec.tile import Tiling, ceil_chunks
+from tilerec.spec.tile import Block, Tiling, ceil_chunks
 from tilerec.spec.topology import Topology
 
 Strategy = Callable[[str, int, int, "Sequence[int] | None", Topology], Tiling]
@@ -41,19 +41,19 @@ MIN_WIDTH = 4
 def data_parallel(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
     """The whole table on each of `ranks` (None: all)."""
     owners = _distinct(name, "data_parallel", _all_if_none(ranks, topology))
-    return Tiling.of(name, rows, dim, [(0, rows, 0, dim, owners)])
+    return _stacked(rows, dim, (0, rows), (tuple(sorted(owners)),))
 
 
 def table_wise(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
     """The whole table on one rank (None: rank 0 of a world of one)."""
     if ranks is None and topology.world_size == 1:
         ranks = (0,)
-    if ranks is None or len(ranks) != 1:
+    if ranks is None or len(ranks) != 1 or ranks[0] < 0:
         raise ConfigError(
             f"Table '{name}': table_wise got ranks {None if ranks is None else list(ranks)}, wanted one; name the rank "
             "it lies on."
         )
-    return Tiling.of(name, rows, dim, [(0, rows, 0, dim, ranks[0])])
+    return _stacked(rows, dim, (0, rows), ((ranks[0],),))
 
 
 def column_wise(
@@ -101,6 +101,9 @@ def row_wise(
 ) -> Tiling:
     """Ranges of rows, range i on `ranks[i]` (None: on all). Ranks that no row is left for hold nothing."""
     own = tuple(_all_if_none(ranks, topology))
+    if sizes is None:
+        cuts = ceil_chunks(rows, len(_distinct(name, "row_wise", own)))
+        return _stacked(rows, dim, cuts, tuple([(rank,) for rank in own[: len(cuts) - 1]]))
     return Tiling.of(name, rows, dim, _rows(name, "row_wise", rows, (0, dim), own, sizes))
 
 
@@ -115,6 +118,8 @@ def table_row_wise(
 ) -> Tiling:
     """`row_wise` on ranks of one host (None: where there is one host)."""
     own = _on_one_host(name, "table_row_wise", ranks, topology)
+    if sizes is None:
+        return row_wise(name, rows, dim, own, topology)
     return Tiling.of(name, rows, dim, _rows(name, "table_row_wise", rows, (0, dim), own, sizes))
 
 
@@ -226,9 +231,9 @@ def _check_ranks(name: str, ranks: Sequence[int] | None, topology: Topology) -> 
 
 
 def _distinct(name: str, kind: str, ranks: Sequence[int]) -> tuple[int, ...]:
-    if not ranks or len(set(ranks)) < len(ranks):
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
         raise ConfigError(
-            f"Table '{name}': {kind} got ranks {list(ranks)}; name one or more, each of them once."
+            f"Table '{name}': {kind} got ranks {list(ranks)}; name one or more from 0 up, each of them once."
         )
     return tuple(ranks)
 
@@ -266,6 +271,11 @@ def _host_runs(ranks: Sequence[int], topology: Topology) -> list[tuple[int, ...]
 
 
 # ---------------------------------------------------------------------------------------------------------- cuts
+
+
+def _stacked(rows: int, dim: int, cuts: tuple[int, ...], owners: tuple[tuple[int, ...], ...]) -> Tiling:
+    """One block: a cover by construction, so it needs no sweep."""
+    return Tiling(rows, dim, (Block(0, dim, cuts, owners),))
 
 
 def _rows(
