@@ -113,7 +113,6 @@ class Ours(Runner):
 
     def step(self, k: int) -> Tensor:
         self.module.exchange.group.traffic.reset()
-        self.module.exchange.route_group.traffic.reset()
         features = KeyedJaggedTensor(self.names, self.ids[k], lengths=self.lengths)
         values = self.module(features).values()
         values.backward(self.grad)
@@ -125,9 +124,7 @@ class Ours(Runner):
                 yield Tile(t, tile.r0, tile.c0, leaf.detach())
 
     def sent(self) -> int | None:
-        exchange = self.module.exchange
-        counted = {id(group.traffic): group.traffic for group in (exchange.group, exchange.route_group)}
-        return sum(traffic.total() for traffic in counted.values())
+        return int(self.module.exchange.group.traffic.total())  # counts for both channels
 
     def close(self) -> None:
         self.module.exchange.group.close()
@@ -460,53 +457,66 @@ def make_data(case: Case, batches: int) -> dict[str, Any]:
     return {"ids": ids, "grad": grad, "touched": [row.unique() for row in first]}
 
 
-def check(who: str, case: Case, data: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Stop the run unless all ranks' outputs and tiles are what one step of SGD makes of the tables."""
-    T, B, L, D, W = case.tables, case.batch, case.length, case.dim, case.ranks
-    # Relative errors of a sum of fp32 numbers, or of numbers rounded to bf16.
-    unit = {"fp32": 2.0**-20, "bf16": 2.0**-8}[case.wire]
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the ranks of one side made of a step."""
 
-    def compare(what: str, got: Tensor, want: Tensor, room: Tensor) -> None:
+    who: str
+    case: Case
+    results: list[dict[str, Any]]  # `result_of`, per rank
+
+    def compare(self, what: str, got: Tensor, want: Tensor, room: Tensor) -> None:
+        """Stop the run if a number is off by more than its room, or none."""
         wrong = ~((got.double() - want).abs() <= room)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
             raise SystemExit(
-                f"{who} is wrong in {case}: {what} at {at}: {float(got[at])}, wanted {float(want[at])}; not timed"
+                f"{self.who} is wrong in {self.case}: {what} at {at}: {float(got[at])}, wanted {float(want[at])}; "
+                "not timed"
             )
 
+
+def check(data: dict[str, Any], sides: list[Checked]) -> None:
+    """Stop the run unless all ranks' outputs and tiles are what one step of SGD makes of the tables, in float64."""
+    case = sides[0].case
+    T, B, L, D, W = case.tables, case.batch, case.length, case.dim, case.ranks
+    # Relative errors of a sum of fp32 numbers, or of numbers rounded to bf16.
+    units = {"fp32": 2.0**-20, "bf16": 2.0**-8}
     for t in range(T):
         values = table_values(t, torch.float32)
         rows, columns = data["touched"][t], torch.arange(D)
         initial = values[(rows[:, None] * D + columns) % PERIOD].double()
         total, weight = torch.zeros_like(initial), torch.zeros_like(initial)
-        for rank, result in enumerate(results):
+        for rank in range(W):
             here = torch.searchsorted(rows, data["ids"][rank][0].view(T, -1)[t])
             pooled = initial[here].view(B, L, D).sum(1)
-            output = result["output"][:, t * D : (t + 1) * D]
-            compare(f"output of rank {rank}, table {t},", output, pooled, unit * (pooled.abs() + 0.5 * L))
+            for side in sides:
+                output = side.results[rank]["output"][:, t * D : (t + 1) * D]
+                room = units[side.case.wire] * (pooled.abs() + 0.5 * L)
+                side.compare(f"output of rank {rank}, table {t},", output, pooled, room)
             grad = data["grad"][rank][:, t * D : (t + 1) * D].double().repeat_interleave(L, 0)
             total.index_add_(0, here, grad)
             weight.index_add_(0, here, grad.abs())
         want = initial - LR / W * total
-        room = 2.0**-22 * (want.abs() + initial.abs()) + unit * LR / W * weight
-        covered = torch.zeros(rows.numel(), D, dtype=torch.int32)
-        for rank, result in enumerate(results):
-            for table, c0, c1, own, got in result["tiles"]:
-                if table == t:
-                    here = torch.searchsorted(rows, own)
-                    covered[here, c0:c1] += 1
-                    compare(
-                        f"rows {c0}:{c1} of rank {rank}, table {t},",
-                        got,
-                        want[here, c0:c1],
-                        room[here, c0:c1],
-                    )
-        copies = W if case.tiling == "data-parallel" else 1
-        if not bool((covered == copies).all()):
-            raise SystemExit(f"{who} does not hold all of table {t} in {case}; not timed")
-    strays = sum(result["strays"] for result in results)
-    if strays:
-        raise SystemExit(f"{who} changed {strays} rows that no batch reads in {case}; not timed")
+        for side in sides:
+            room = 2.0**-22 * (want.abs() + initial.abs()) + units[side.case.wire] * LR / W * weight
+            covered = torch.zeros(rows.numel(), D, dtype=torch.int32)
+            for rank, result in enumerate(side.results):
+                for table, c0, c1, own, got in result["tiles"]:
+                    if table == t:
+                        here = torch.searchsorted(rows, own)
+                        covered[here, c0:c1] += 1
+                        what = f"touched rows, columns {c0} to {c1}, of rank {rank}, table {t},"
+                        side.compare(what, got, want[here, c0:c1], room[here, c0:c1])
+            copies = W if case.tiling == "data-parallel" else 1
+            if not bool((covered == copies).all()):
+                raise SystemExit(f"{side.who} does not hold all of table {t} in {side.case}; not timed")
+    for side in sides:
+        strays = sum(result["strays"] for result in side.results)
+        if strays:
+            raise SystemExit(
+                f"{side.who} changed {strays} rows that no batch reads in {side.case}; not timed"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -548,8 +558,8 @@ class Bench:
     def __init__(self, ours: World, peer: World | None, folder: Path, options: argparse.Namespace) -> None:
         self.ours, self.peer, self.folder, self.options = ours, peer, folder, options
 
-    def prepare(self, world: World, name: str, case: Case, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's answer, its result checked; a rank that lacks the case says so in it."""
+    def prepare(self, world: World, name: str, case: Case) -> tuple[list[dict[str, Any]], Checked | None]:
+        """Every rank's answer and result; a rank that lacks the case says so in its answer."""
         result = str(self.folder / "result")
         answers = world.ask(
             "prepare",
@@ -558,11 +568,13 @@ class Bench:
             data=str(self.folder / "data.pt"),
             result=result,
         )
-        if "lacks" not in answers[0]:
-            check(world.who, case, data, [torch.load(f"{result}.{rank}") for rank in range(case.ranks)])
-            for rank in range(case.ranks):
-                os.remove(f"{result}.{rank}")
-        return answers
+        if "lacks" in answers[0]:
+            return answers, None
+        results = []
+        for rank in range(case.ranks):
+            results.append(torch.load(f"{result}.{rank}"))
+            os.remove(f"{result}.{rank}")
+        return answers, Checked(world.who, case, results)
 
     def run(self, case: Case) -> Line:
         """Check and time one case."""
@@ -571,6 +583,7 @@ class Bench:
         torch.save(data, self.folder / "data.pt")
         worlds: dict[str, World] = {}
         remarks: list[str] = []
+        sides: list[Checked] = []
         sent: dict[str, float] = {}
         try:
             for name, world, wire in (("ours", self.ours, "fp32"), ("peer", self.peer, "fp32"),
@@ -578,15 +591,18 @@ class Bench:
                 # Replicas' gradients have no number format of their own on the wire.
                 if world is None or (wire == "bf16" and (options.no_bf16 or case.tiling == "data-parallel")):
                     continue
-                answers = self.prepare(world, name, dataclasses.replace(case, wire=wire), data)
-                if "lacks" in answers[0]:
+                answers, side = self.prepare(world, name, dataclasses.replace(case, wire=wire))
+                if side is None:
                     remarks.append(answers[0]["lacks"])
                     continue
+                sides.append(side)
                 worlds[name] = world
                 if answers[0]["remark"]:
                     remarks.append(answers[0]["remark"])
                 if answers[0]["sent"] is not None:
                     sent[name] = statistics.mean(answer["sent"] for answer in answers) / 1e6
+            check(data, sides)
+            sides.clear()
             steps = {
                 name: max(1, min(200, int(options.round_seconds / (world.seconds(name, 2) + 1e-6))))
                 for name, world in worlds.items()
@@ -619,7 +635,9 @@ class Bench:
         options = self.options
         data = make_data(case, options.batches)
         torch.save(data, self.folder / "data.pt")
-        self.prepare(self.ours, "ours", case, data)
+        _, side = self.prepare(self.ours, "ours", case)
+        assert side is not None
+        check(data, [side])
         steps = max(3, min(200, int(options.rounds * options.round_seconds / self.ours.seconds("ours", 2))))
         if options.profile:
             told = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
