@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -158,3 +160,153 @@ def test_python_dash_m_tilerec_is_the_same_command() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "movielens" in done.stdout
+
+
+# Ranks --------------------------------------------------------------------------------------------------------
+
+# 61 samples are never shared equally.
+UNEVEN = [
+    *("--set", "data.train_rows=320", "--set", "data.held_out_rows=512", "--set", "train.batch_size=61"),
+    *("--set", "train.log_every=2", "--set", "data.num_rows=50,40,30,20,10,10"),
+]
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def _assert_same_scores(folder: Path, other: Path) -> None:
+    ours, theirs = _summary(folder), _summary(other)
+    assert ours["held_out"].pop("auc") == pytest.approx(theirs["held_out"].pop("auc"), abs=2e-4)
+    for part in ("held_out", "best"):
+        assert ours[part] == pytest.approx(theirs[part], abs=2e-5)
+    assert (ours["steps"], ours["samples"]) == (theirs["steps"], theirs["samples"])
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    # A machine whose name does not resolve has a loopback all the same.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = {"COLUMNS": "200", "GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, timeout=240, env=environment
+    )
+
+
+def test_two_processes_print_once_and_score_as_one_does_under_either_launcher(tmp_path: Path) -> None:
+    assert _invoke("train", "synthetic", *UNEVEN, "--log-dir", str(tmp_path / "one"))[0] == 0
+    arguments = ["tilerec", "train", "synthetic", *UNEVEN, "--log-dir"]
+    done = _run("-m", *arguments, str(tmp_path / "nproc"), "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("512 held-out samples") == 1
+    assert done.stdout.count("train step      2") == 1
+    assert "Traceback" not in done.stderr
+    _assert_same_scores(tmp_path / "nproc", tmp_path / "one")
+    assert _summary(tmp_path / "nproc")["ranks"] == 2
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    plan = str(tmp_path / "nproc" / "plan.json")
+    done = _run(*torchrun, *arguments, str(tmp_path / "torchrun"), "--plan", plan)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("512 held-out samples") == 1
+    _assert_same_scores(tmp_path / "torchrun", tmp_path / "one")
+    assert (tmp_path / "torchrun" / "plan.json").read_text() == Path(plan).read_text()
+
+
+@pytest.fixture
+def failing_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module whose recipe fails on rank 1 in the second step, as its setting `data.how` says."""
+    (tmp_path / "failing_recipes_for_test.py").write_text(
+        "import dataclasses, os, signal\n"
+        "from tilerec.errors import InputError\n"
+        "from tilerec.recipes import SyntheticData, synthetic\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Failing(SyntheticData):\n"
+        "    how: str = ''\n"
+        "    def train_shares(self, dataset, batch_size, epoch, rank, world_size):\n"
+        "        for step, share in enumerate(super().train_shares(dataset, batch_size, epoch, rank, world_size)):\n"
+        "            if rank == 1 and step == 1:\n"
+        "                if self.how == 'killed':\n"
+        "                    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "                raise (InputError if self.how == 'input' else RuntimeError)('line 3 is malformed')\n"
+        "            yield share\n"
+        "def failing():\n"
+        "    run = synthetic()\n"
+        "    data = Failing(num_rows=(20, 10), train_rows=256, held_out_rows=64)\n"
+        "    return dataclasses.replace(run, data=data)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "failing_recipes_for_test:failing"
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "traced"),
+    [
+        ("input", "error: rank 1 of 2: line 3 is malformed", False),
+        ("bug", "error: rank 1 of 2: RuntimeError: line 3 is malformed", True),
+        ("killed", "error: rank 1 of 2 was killed by signal SIGKILL", False),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_with_its_own_words(
+    how: str, message: str, traced: bool, failing_recipes: str, tmp_path: Path
+) -> None:
+    settings = ["--set", f"data.how={how}", "--set", "train.batch_size=64", "--set", "train.log_every=1"]
+    code, text = _invoke(
+        "train", failing_recipes, *settings, "--nproc", "2", "--log-dir", str(tmp_path / "log")
+    )
+    assert code == 1
+    assert message in text
+    assert text.count("error: ") == 1
+    assert ("Traceback" in text) == traced
+    assert not (tmp_path / "log" / "summary.json").exists()
+    lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_what_is_wrong_for_all_ranks_is_said_once(tmp_path: Path) -> None:
+    code, text = _invoke("train", "movielens", "--data", "/nowhere", "--nproc", "2", "--log-dir", "")
+    assert code == 1
+    assert text == "error: /nowhere: cannot be opened (No such file or directory)\n" or (
+        text.startswith("error: /nowhere: cannot be opened") and text.count("error:") == 1
+    )
+
+
+def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
+    """Over itself: the plan is checked, and the scores are the same bits."""
+    assert _invoke("train", "synthetic", *SMALL, "--log-dir", str(tmp_path / "a"))[0] == 0
+    code, _ = _invoke(
+        "train", "synthetic", *SMALL, "--sharding", "row_wise", "--log-dir", str(tmp_path / "b")
+    )
+    assert code == 0
+    assert _summary(tmp_path / "a")["held_out"] == _summary(tmp_path / "b")["held_out"]
+    plan = tmp_path / "b" / "plan.json"
+    assert json.loads(plan.read_text())["world_size"] == 1
+    for path, message in (
+        (str(plan), "holds the logs of another run"),
+        ("/nowhere", "parallel.plan is '/nowhere', which cannot be read"),
+    ):
+        code, text = _invoke("train", "synthetic", *SMALL, "--plan", path, "--log-dir", str(tmp_path / "b"))
+        assert code == 1
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sharding", "diagonal"], "parallel.sharding is 'diagonal'; wanted one of planned, data_parallel"),
+        (["--sharding", "row_wise", "--plan", "p"], "give one of them"),
+    ],
+)
+def test_contradictions_about_plans_are_told_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
+    code, text = _invoke("train", "synthetic", *arguments, "--nproc", "2", "--log-dir", "")
+    assert code == 1
+    assert message in text
+
+
+def test_processes_are_not_started_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, text = _invoke("train", "synthetic", *SMALL, "--nproc", "2", "--log-dir", "")
+    assert code == 1
+    assert "torchrun has done so; leave it out" in text

@@ -71,9 +71,16 @@ def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[Pro
         dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
-    yield ProcessGroupComms()
-    # Closing waits for calls that have begun, so it is for ranks that are all through.
-    dist.barrier()
+    group = ProcessGroupComms()
+    try:
+        yield group
+        # Closing waits for calls that have begun, so it is for ranks that are all through.
+        dist.barrier()
+    except BaseException:
+        if group.size > 1:
+            raise
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
