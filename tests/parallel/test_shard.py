@@ -290,7 +290,39 @@ def test_a_plan_for_another_model_or_world_is_refused() -> None:
     assert "7 x 4" in raised(2, lambda group: shard(Model(), plan=bigger, mesh=group))
     parts = {path: EmbeddingModuleShardingPlan({}) for path in ("ebc", "ec")}
     message = raised(2, lambda group: shard(Model(), plan=ShardingPlan(parts, world_size=4), mesh=group))
-    assert "4 ranks" in message
+    assert "made for 4 ranks" in message
+    elsewhere = ShardingPlan(parts, hosts=[[0, 1], [2, 3]])
+    assert "hosts" in raised(2, lambda group: shard(Model(), plan=elsewhere, mesh=group))
+    made_for_2 = ShardingPlan(parts, world_size=2, hosts=[[0], [1]])
+    assert "made for 2 ranks" in raised(3, lambda group: shard(Model(), plan=made_for_2, mesh=group))
+
+
+def test_a_rank_that_refuses_is_heard_by_the_others() -> None:
+    def run(group: Group) -> None:
+        model = Model() if group.rank != 1 else nn.ModuleDict({"ebc": Model().ebc})
+        shard(model, plan=plan(), mesh=group)
+
+    messages: list[str] = []
+
+    def each(group: Group) -> None:
+        with pytest.raises(ConfigError) as caught:
+            run(group)
+        messages.append(str(caught.value))
+
+    run_virtual_ranks(3, each)
+    assert len(messages) == 3
+    assert all("'passed' on ranks 0, 2" in message and "rank 1" in message for message in messages)
+
+
+def test_what_a_plan_knows_of_bags_reaches_the_layout() -> None:
+    single = ParameterSharding("row_wise", ids_per_bag=1.0)
+    words = {"ebc": {"items": single, "users": on(5, 4, 1)}, "ec": {"items": single}}
+
+    def run(group: Group) -> None:
+        model = cast(Any, shard(Model(), plan=words, mesh=group))
+        assert [table.fan_in for table in model.ebc.exchange.layout.tables] == [1.0, 2.0]
+
+    run_virtual_ranks(2, run)
 
 
 @pytest.mark.parametrize("wrong", [3, {"ebc": 1}, {"ebc": {"items": "row_wise"}}])

@@ -25,7 +25,7 @@ def topology_of(
         compute_device: "cpu" or "cuda", where the topology is made here.
 
     Raises:
-        ConfigError: the topology is for another number of ranks.
+        ConfigError: the topology or the hosts are for other ranks.
     """
     if topology is not None:
         if topology.world_size != group.size:
@@ -34,6 +34,11 @@ def topology_of(
                 "of the group's ranks."
             )
         return topology
+    if hosts and sorted(rank for host in hosts for rank in host) != list(range(group.size)):
+        raise ConfigError(
+            f"shard: the plan's hosts are {[list(host) for host in hosts]}, and the group has the ranks 0 to "
+            f"{group.size - 1}; plan again, or leave out hosts."
+        )
     return Topology(group.size, compute_device, hosts=hosts or _launched(group))
 
 

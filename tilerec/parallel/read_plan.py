@@ -9,6 +9,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.sharding.strategies import complete
 from tilerec.spec.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
@@ -78,8 +79,6 @@ def completed(
             if table is not None:
                 config = table.config
                 if sharding.tiling is None:
-                    from tilerec.sharding.strategies import complete
-
                     sharding = complete(sharding, name, config.num_embeddings, config.embedding_dim, topology)
                 if sharding.data_type is None:
                     sharding = replace(sharding, data_type=dtype_to_data_type(table.weight.dtype))

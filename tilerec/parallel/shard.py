@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
 from tilerec.parallel.values import take_from_rank_0
+from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sharding.embedding import shard_collection
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
@@ -79,32 +80,76 @@ def shard_tables(
     wires: Mapping[str, Wire],
 ) -> nn.Module:
     """`shard`, with a number format for the tables of each module (by path) whose plan names none."""
-    collections = collections_of(module)
-    ties = ties_of(collections)
-    kind = torch.device(device).type if device is not None else _device_type(collections)
-    given = None if plan is None else read_plan(plan, collections)
-    topology = topology_of(group, topology, None if given is None else given.hosts, kind)
-    if given is None:
-        given = _tied_alike(_planned(module, topology) if collections else ShardingPlan({}), ties)
-    whole = _with_wires(completed(given, collections, topology), wires)
-    whole.check(sizes_of(collections), group.size)
-    tilings = {(path, table): cast(Tiling, sharding.tiling) for path, table, sharding in whole.tables()}
-    _check_ties(ties, tilings)
+    try:
+        ready = _prepare(module, plan, group, topology, device, wires)
+    except Exception as error:
+        # The others must not wait for this rank: they hear of it where they compare.
+        agree(group, "the model to shard", {"checks": str(error)})
+        raise
+    collections, whole = ready.collections, ready.plan
     agree(
         group,
         "the model to shard",
-        {"plan": whole.to_json(), "modules": described(collections), "exact": exact},
+        {
+            "checks": "passed",
+            "exact": exact,
+            "modules": described(collections),
+            "plan": whole.to_json(),
+        },
     )
-    take_from_rank_0(group, collections, [next(iter(names.values())) for names in ties])
+    take_from_rank_0(group, collections, [next(iter(names.values())) for names in ready.ties])
     if collections:
         # Channels of their own: other calls of the model's ranks may come between theirs.
         rows, route = group.split("rows"), group.split("route")
         for path, part in collections.items():
-            own = {name: tilings[(path, name)] for name in part._tables}
-            wires = {name: whole.plan[path][name].wire for name in part._tables}
-            shard_collection(part, own, rows, route, topology, device=device, exact=exact, wires=wires)
+            own = {name: whole.plan[path][name] for name in part._tables}
+            shard_collection(
+                part,
+                {name: cast(Tiling, sharding.tiling) for name, sharding in own.items()},
+                rows,
+                route,
+                ready.topology,
+                device=device,
+                exact=exact,
+                fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
+                wires={name: sharding.wire for name, sharding in own.items()},
+            )
     module.plan = whole  # type: ignore[assignment]
     return module
+
+
+class _Ready(NamedTuple):
+    """A model that can be sharded, as this rank sees it."""
+
+    collections: dict[str, TableCollection]
+    ties: list[dict[Name, Table]]
+    plan: ShardingPlan
+    topology: Topology
+
+
+def _prepare(
+    module: nn.Module,
+    plan: AnyPlan | None,
+    group: Group,
+    topology: Topology | None,
+    device: torch.device | str | None,
+    wires: Mapping[str, Wire],
+) -> _Ready:
+    """All checks that need no other rank."""
+    collections = collections_of(module)
+    ties = ties_of(collections)
+    kind = torch.device(device).type if device is not None else _device_type(collections)
+    given = None if plan is None else read_plan(plan, collections)
+    if given is not None and given.world_size not in (None, group.size):
+        given.check({}, group.size)  # before its hosts are read, which are another world's
+    topology = topology_of(group, topology, None if given is None else given.hosts, kind)
+    if given is None:
+        made = EmbeddingShardingPlanner(topology=topology).plan(module) if collections else ShardingPlan({})
+        given = _tied_alike(made, ties)
+    whole = _with_wires(completed(given, collections, topology), wires)
+    whole.check(sizes_of(collections), group.size)
+    _check_ties(ties, {(path, table): cast(Tiling, s.tiling) for path, table, s in whole.tables()})
+    return _Ready(collections, ties, whole, topology)
 
 
 def _device_type(collections: Mapping[str, TableCollection]) -> str:
@@ -117,12 +162,6 @@ def _with_wires(plan: ShardingPlan, wires: Mapping[str, Wire]) -> ShardingPlan:
         if path in wires and sharding.wire == Wire():
             plan = plan.replaced(path, table, replace(sharding, wire=wires[path]))
     return plan
-
-
-def _planned(module: nn.Module, topology: Topology) -> ShardingPlan:
-    from tilerec.planner.planner import EmbeddingShardingPlanner
-
-    return EmbeddingShardingPlanner(topology=topology).plan(module)
 
 
 def _tied_alike(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
