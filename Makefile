@@ -119,6 +119,7 @@ parity: setup
 bench: setup $(PEER)/.installed
 	$(call say,benchmarks against the peer (results are checked before a number is printed))
 	$(BIN)/python benchmarks/jagged.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/sharded_step.py --peer $(PEER)/bin/python $(filter --quick,$(ARGS))
 	$(BIN)/python benchmarks/lookup.py --peer $(PEER)/bin/python $(ARGS)
 
 # ------------------------------------------------------------------------------------------------ release
