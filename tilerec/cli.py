@@ -80,7 +80,9 @@ def train(
     ] = None,
     sharding: Annotated[
         str | None,
-        typer.Option(help="Shard every table this way: row_wise, table_wise, column_wise, … Default: planned."),
+        typer.Option(
+            help="Shard every table this way: row_wise, table_wise, column_wise, … Default: planned."
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
@@ -107,7 +109,9 @@ def train(
             return
         if under_torchrun():
             if nproc is not None:
-                raise ConfigError(f"--nproc {nproc} starts processes, and torchrun has done so; leave it out.")
+                raise ConfigError(
+                    f"--nproc {nproc} starts processes, and torchrun has done so; leave it out."
+                )
             _train_as_rank(run)
         elif nproc is not None and nproc > 1:
             launch(nproc, _train, run, device=run.train.device)
