@@ -170,7 +170,7 @@ def test_frozen_tables_stay_and_have_no_state(case: Case) -> None:
 @pytest.mark.parametrize("tiling", ["data_parallel", "row_wise", "column_wise", "grid", "two_copies"])
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
 def test_bad_ids_clamp_as_in_the_unsharded_module(tiling: str, pooled: bool) -> None:
-    tables = (TableCase("t0", 9, 4, ("a", "b")), TableCase("t1", 6, 8, ("c",)))
+    tables = (TableCase("t0", 9, 4, ("a", "b")), TableCase("t1", 6, 8, ("c", "a")))  # "a": two sizes
     hosts = ((0, 1), (2,))
     case = Case(
         tables, {t.name: TILINGS[tiling](t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}, hosts,

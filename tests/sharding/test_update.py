@@ -1,0 +1,286 @@
+"""Updates of tiles: the sum over ranks divided by W, once per row, the same bits on every replica.
+
+Legend: W ranks, U distinct rows, D columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.harness import (
+    OPTIMIZERS,
+    TILINGS,
+    WORLDS,
+    Case,
+    TableCase,
+    adds_over_rows,
+    check,
+    run_unsharded,
+    run_virtual,
+)
+from tests.sharding.test_route import batch_of, rows, sharded
+from tilerec.comms.group import Group
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
+from tilerec.spec.table import DataType
+from tilerec.spec.tile import Tiling
+from tilerec.storage.table_rows import NonFiniteGradientError
+from tilerec.testing.virtual import run_virtual_ranks
+
+TABLE = torch.arange(80).view(20, 4) % 97.0
+
+
+def columns(*cuts: int, owners: tuple[int, ...], size: int = 20) -> Tiling:
+    edges = [0, *cuts]
+    return Tiling.of(
+        "t", size, cuts[-1], [(0, size, a, b, r) for a, b, r in zip(edges, cuts, owners, strict=False)]
+    )
+
+
+def attached(group: Group, tiling: Tiling, spec: OptimizerSpec, **kwargs: Any) -> Any:
+    module = sharded(group, tiling, **kwargs)
+    apply_optimizer_in_backward(spec, module.parameters())
+    group.traffic.reset()
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------- scale and count
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_of_all_ranks_are_summed_and_divided_by_their_number(size: int) -> None:
+    """Rank r sends a gradient of r + 1: rows move by the mean of 1 … W."""
+
+    def fn(group: Group) -> Tensor:
+        module = attached(group, Tiling.of("t", 20, 4, [(0, 20, 0, 4, size - 1)]), SGD(lr=1.0))
+        (module(batch_of([[3]])).values().sum() * (group.rank + 1)).backward()
+        return module.embedding_bags["t"].weight.detach()
+
+    got = torch.cat(run_virtual_ranks(size, fn))
+    expected = TABLE.clone()
+    expected[3] -= (size + 1) / 2
+    assert torch.allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_a_row_moves_once_per_pass_whoever_asked_for_it() -> None:
+    """Momentum 0.5: v = G on all tiles, on the same step number."""
+    for name in ("row_wise", "column_wise", "data_parallel", "grid", "two_copies"):
+        tiling = TILINGS[name](20, 4, WORLDS["2+2"], 0)
+
+        def fn(group: Group, tiling: Tiling = tiling) -> list[tuple[Any, Tensor, Tensor]]:
+            module = attached(group, tiling, SGD(lr=1.0, momentum=0.5), hosts=WORLDS["2+2"])
+            for _ in range(2):
+                module(batch_of([[3, 3], [3]])).values().sum().backward()
+            table = module.embedding_bags["t"]
+            return [
+                (tile, rows.leaf.detach(), rows.state["momentum_buffer"])
+                for tile, rows in zip(table.tiles, table.tile_rows, strict=False)
+            ]
+
+        expected, buffer = TABLE.clone(), torch.zeros(20, 4)
+        expected[3] -= 3.0 + 4.5
+        buffer[3] = 4.5
+        for tiles in run_virtual_ranks(4, fn):
+            for (r0, r1, c0, c1, _), leaf, velocity in tiles:
+                assert torch.equal(leaf, expected[r0:r1, c0:c1])
+                assert torch.equal(velocity, buffer[r0:r1, c0:c1])
+
+
+def test_every_tile_counts_updates_also_those_that_no_id_touched() -> None:
+    """Adam's t is the table's: a row that is touched first in step 3 is corrected for step 3."""
+
+    def fn(group: Group) -> int:
+        module = attached(group, rows(20, 4), Adam(lr=0.1))
+        for _ in range(3):
+            module(batch_of([[0]])).values().sum().backward()
+        return int(module.embedding_bags["t"].rows.updates)
+
+    assert run_virtual_ranks(4, fn) == [3] * 4
+
+
+def test_a_forward_without_a_backward_blocks_no_update() -> None:
+    def fn(group: Group) -> Tensor:
+        module = attached(group, rows(20, 2), SGD(lr=1.0))
+        module(batch_of([[5, 15]]))
+        module(batch_of([[3, 13]])).values().sum().backward()
+        return module.embedding_bags["t"].weight.detach()
+
+    expected = TABLE.clone()
+    expected[[3, 13]] -= 1.0
+    assert torch.equal(torch.cat(run_virtual_ranks(2, fn)), expected)
+
+
+def test_a_learning_rate_written_between_steps_holds_for_the_next() -> None:
+    def fn(group: Group) -> Tensor:
+        module = attached(group, columns(2, 4, owners=(0, 1)), SGD(lr=1.0))
+        for lr in (1.0, 0.25, 0.0):
+            for param_group in module.fused_optimizer.param_groups:
+                param_group["lr"] = lr
+            module(batch_of([[3]])).values().sum().backward()
+        return module.embedding_bags["t"].weight.detach()
+
+    expected = TABLE.clone()
+    expected[3] -= 1.25
+    assert torch.equal(torch.cat(run_virtual_ranks(2, fn), dim=1), expected)
+
+
+def test_a_loss_scale_is_divided_out_beside_the_number_of_ranks() -> None:
+    def fn(group: Group) -> Tensor:
+        module = attached(group, rows(20, 2), SGD(lr=1.0, grad_scale=1024.0))
+        (module(batch_of([[3, 13]])).values().sum() * 1024).backward()
+        return module.embedding_bags["t"].weight.detach()
+
+    expected = TABLE.clone()
+    expected[[3, 13]] -= 1.0
+    assert torch.equal(torch.cat(run_virtual_ranks(2, fn)), expected)
+
+
+# ---------------------------------------------------------------------------------------------------- bytes
+
+
+def test_rules_that_look_at_elements_tell_each_other_nothing() -> None:
+    def fn(group: Group) -> set[str]:
+        module = attached(group, columns(2, 4, owners=(0, 1)), Adam(lr=0.1))
+        module(batch_of([[3], [13]])).values().sum().backward()
+        return {sent.name for sent in group.traffic}
+
+    assert run_virtual_ranks(2, fn) == [{"header", "ids", "rows", "gradients"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sums"),
+    [
+        ("rowwise_adagrad", 1),
+        ("rowwise_adagrad_max_norm", 2),
+        ("partial_rowwise_adam", 1),
+        ("lamb", 2),
+        ("partial_rowwise_lamb", 3),
+        ("lars_sgd", 2),
+    ],
+)
+def test_a_column_split_costs_four_bytes_per_row_and_sum(optimizer: str, sums: int) -> None:
+    """U = 3 distinct rows over both ranks; and one number per row that says whether its gradient is finite."""
+    spec = OPTIMIZERS[optimizer]
+    assert spec is not None
+    assert sum(spec.partials) == sums
+
+    def fn(group: Group) -> tuple[int, int, int]:
+        module = attached(group, columns(3, 4, owners=(1, 0)), spec)
+        module(batch_of([[3, 13, 3]] if group.rank else [[13], [19]])).values().sum().backward()
+        traffic = group.traffic
+        return traffic["row sums"].total, traffic["finite"].total, traffic["row sums"].calls
+
+    assert run_virtual_ranks(2, fn) == [(4 * 3 * sums, 4 * 3, spec.phases)] * 2
+
+
+def test_ranks_that_hold_nothing_of_a_tile_take_no_part_in_its_talk() -> None:
+    """Rows [0, 10) on ranks 0 and 1, the others' columns on 2 and 3; rank 4 holds nothing."""
+    tiles = [(0, 10, 0, 4, (0, 1)), (10, 20, 0, 2, 2), (10, 20, 2, 4, 3)]
+    tiling = Tiling.of("t", 20, 4, [*tiles[:1], *tiles[1:]])
+
+    def fn(group: Group) -> dict[str, tuple[int, ...]]:
+        module = attached(group, tiling, SGD(lr=0.1))
+        module(batch_of([[3], [13]])).values().sum().backward()
+        own = {"header", "ids", "rows", "gradients"}
+        return {sent.name: sent.bytes for sent in group.traffic if sent.name not in own}
+
+    made = run_virtual_ranks(5, fn)
+    assert made[4] == made[3] == made[2] == {}
+    for rank in (0, 1):
+        assert made[rank]
+        assert all(
+            count == 0 for line in made[rank].values() for peer, count in enumerate(line) if peer != 1 - rank
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- replicas
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
+@pytest.mark.parametrize("tiling", ["data_parallel", "some_replicas", "two_copies"])
+def test_replicas_keep_the_same_bits(tiling: str, optimizer: str) -> None:
+    """`check` compares replicas bit by bit; three homes on two hosts, and sums that round."""
+    hosts = WORLDS["2+1"]
+    tables = (TableCase("t0", 9, 5, ("a", "b")), TableCase("t1", 6, 8, ("c",)))
+    case = Case(
+        tables, {t.name: TILINGS[tiling](t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}, hosts,
+        OPTIMIZERS[optimizer], (4, 2, 3), mean_length=5.0,
+    )  # fmt: skip
+    check(case, run_virtual(case))
+
+
+# ---------------------------------------------------------------------------------------------------- not finite
+
+
+def poisoned(group: Group, tiling: Tiling, spec: OptimizerSpec) -> tuple[list[Any], int]:
+    """One step in which the gradient of row 3 is infinite in column 0 on rank 1, and that of row 13 is 1."""
+    module = attached(group, tiling, spec)
+    out = module(batch_of([[3], [13]])).values()
+    grad = torch.ones_like(out)
+    if group.rank == 1:
+        grad[0, 0] = float("inf")
+    out.backward(grad)
+    table = module.embedding_bags["t"]
+    return (
+        [(tile, leaf.detach()) for tile, leaf in zip(table.tiles, table.leaves(), strict=False)],
+        sum(rows.skipped_rows for rows in table.tile_rows),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [name for name, spec in OPTIMIZERS.items() if adds_over_rows(spec)])
+def test_a_row_that_is_not_finite_in_one_column_is_skipped_in_all(optimizer: str) -> None:
+    spec = OPTIMIZERS[optimizer]
+    assert spec is not None
+    skipping = replace(spec, non_finite="skip")
+    (left, _), (right, _) = run_virtual_ranks(2, poisoned, columns(2, 4, owners=(0, 1)), skipping)
+    got = torch.cat([left[0][1], right[0][1]], dim=1)
+    assert torch.equal(got[3], TABLE[3])
+    assert bool((got[13] != TABLE[13]).all())
+    assert bool(got.isfinite().all())
+
+
+def test_a_row_that_is_not_finite_is_skipped_and_counted() -> None:
+    spec = SGD(lr=1.0, non_finite="skip")
+    (low, low_count), (high, high_count) = run_virtual_ranks(2, poisoned, rows(20, 2), spec)
+    assert torch.equal(low[0][1], TABLE[:10])
+    assert (low_count, high_count) == (1, 0)
+    expected = TABLE[10:].clone()
+    expected[3] -= 1.0
+    assert torch.equal(high[0][1], expected)
+
+
+def test_a_row_that_is_not_finite_is_skipped_on_all_replicas() -> None:
+    spec = RowWiseAdagrad(lr=1.0, non_finite="skip")
+    results = run_virtual_ranks(2, poisoned, Tiling.of("t", 20, 4, [(0, 20, 0, 4, (0, 1))]), spec)
+    (((_, one),), one_count), (((_, other),), other_count) = results
+    assert torch.equal(one, other)
+    assert torch.equal(one[3], TABLE[3])
+    assert (one_count, other_count) == (1, 1)
+
+
+def test_a_row_that_is_not_finite_is_an_error_that_names_it() -> None:
+    with pytest.raises(NonFiniteGradientError, match=r"Table 't'.*row 3 "):
+        run_virtual_ranks(2, poisoned, rows(20, 2), SGD(lr=1.0))
+
+
+# ---------------------------------------------------------------------------------------------------- large batches
+
+
+def test_long_bags_over_wide_rows_equal_unsharded() -> None:
+    """257 columns, some 20 ids per bag, rows that every rank asks for many times; float64, as sums this long round."""
+    hosts = WORLDS["2+2"]
+    tables = (
+        TableCase("t0", 5, 257, ("a",), DataType.FP64),
+        TableCase("t1", 30, 1, ("b", "a"), DataType.FP64),
+    )
+    for name in ("grid", "row_wise", "data_parallel"):
+        case = Case(
+            tables, {t.name: TILINGS[name](t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}, hosts,
+            OPTIMIZERS["rowwise_adagrad"], (9, 8, 0, 7), mean_length=20.0,
+        )  # fmt: skip
+        check(case, run_virtual(case), run_unsharded(case))
