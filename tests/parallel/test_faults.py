@@ -8,6 +8,7 @@ a dense part in torch's `DistributedDataParallel`.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -52,13 +53,11 @@ class Model(nn.Module):
         self.fault: Callable[[str], object] = lambda place: None
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        self.fault("start")
         pooled = self.ebc(features).values()
         self.fault("between")
         rows = torch.cat([jagged.values() for jagged in self.ec(features).values()])
         if rows.requires_grad:
             rows.register_hook(lambda grad: self.fault("backward"))
-        self.fault("end")
         return cast(Tensor, self.over(pooled * pooled).sum() + (rows * rows).sum())
 
 
@@ -176,7 +175,7 @@ BAD = {
     "an id of a copied table is negative": r"id -1 .*copies",
     "an id of a later module is too large": r"id 7 .*sequence",
     "weights are missing": "weights",
-    "it is no batch": "",
+    "it is no batch": "wanted a KeyedJaggedTensor",
 }
 
 
@@ -219,10 +218,7 @@ def test_a_bad_batch_on_one_rank_raises_on_all_names_the_rank_and_changes_nothin
 ) -> None:
     outcomes = pool(SIZE).run(spoiled_step, how)
     kind, message = outcomes.pop(1)
-    assert kind == ("AttributeError" if how == "it is no batch" else "InputError")
-    assert pytest.raises(InputError, match=BAD[how])  # the pattern compiles
-    import re
-
+    assert kind == "InputError"
     assert re.search(BAD[how], message), message
     for kind, message in outcomes:
         assert kind == "InputError"
@@ -271,7 +267,7 @@ def lost(place: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("place", ["start", "between", "end", "backward"])
+@pytest.mark.parametrize("place", ["between", "backward"])
 def test_a_rank_that_dies_in_a_step_is_an_error_on_the_others_long_before_the_time_out(
     place: str, pool: Pool
 ) -> None:
