@@ -14,7 +14,8 @@ Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the grou
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
 from tilerec.ops.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.storage.table_rows import HyperGroup, Place, TableRows
+from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, Place, TableRows
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,8 @@ class TileRows(TableRows):
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
         alone: dict[tuple[str, tuple[int, ...]], list[TileRows]] = {}
-        split: dict[
-            tuple[str, tuple[int, ...]], dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]]
-        ] = {}
+        split: dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]] = {}
+        failures: list[NonFiniteGradientError] = []
         for table in tables:
             spec = None if table.group is None else table.group.spec()
             alone.setdefault((repr(spec), table.peers.replicas), []).append(table)
@@ -106,16 +106,22 @@ class TileRows(TableRows):
                 )
             whole = [table for table in same if not table._adds_over_columns()]
             if whole:
-                TableRows.take(whole[0], whole, _only(own, whole))
+                try:
+                    TableRows.take(whole[0], whole, _only(own, whole))
+                except NonFiniteGradientError as error:  # peers wait for what is still to be told
+                    failures.append(error)
             for table in same:
                 if table._adds_over_columns():
-                    rows = (*table.place.key, table.place.row_offset)
-                    split.setdefault((mark[0], ()), {}).setdefault(rows, []).append(
-                        (table, _only(own, [table]))
-                    )
-        for _, tables_of in sorted(split.items()):
-            for _, tiles in sorted(tables_of.items()):
+                    rows = (str(table.leaf.dtype), mark[0], *table.place.key, table.place.row_offset)
+                    split.setdefault(rows, []).append((table, _only(own, [table])))
+        for _, several in itertools.groupby(sorted(split.items()), key=lambda item: item[0][0]):
+            updates = [
                 _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
+                for _, tiles in several
+            ]
+            failures += _in_step(tables[0].peers.group, updates)
+        if failures:
+            raise failures[0]
 
     def _as_replica(self, record: GradientRecord) -> ReplicaTable:
         features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
@@ -137,7 +143,55 @@ def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord
     return record.only([f for f, sink in enumerate(record.sinks) if sink in handles])
 
 
-def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
+@dataclass(frozen=True)
+class _Talk:
+    """What an update has to tell and to hear before it goes on."""
+
+    name: str
+    sizes: dict[int, int]  # elements to hear, by rank
+    sends: dict[int, Tensor]
+
+
+_Update = Generator[_Talk, "dict[int, Tensor]", None]
+
+
+def _in_step(group: Group, updates: Sequence[_Update]) -> list[NonFiniteGradientError]:
+    """Run updates side by side: one exchange for all that they have to tell at once.
+
+    Every rank lists the updates in one order, and peers know of each other's how many times they talk.
+    """
+    failures: list[NonFiniteGradientError] = []
+    answers: dict[int, dict[int, Tensor] | None] = dict.fromkeys(range(len(updates)))
+    while answers:
+        talks: dict[int, _Talk] = {}
+        for i, answer in answers.items():
+            try:
+                talks[i] = next(updates[i]) if answer is None else updates[i].send(answer)
+            except StopIteration:
+                pass
+            except NonFiniteGradientError as error:
+                failures.append(error)
+        answers = {i: {} for i in talks}
+        if not talks:
+            break
+        sends: dict[int, list[Tensor]] = {}
+        sizes: dict[int, list[tuple[int, int]]] = {}
+        for i, talk in talks.items():
+            for rank, tensor in talk.sends.items():
+                sends.setdefault(rank, []).append(tensor)
+            for rank, size in talk.sizes.items():
+                sizes.setdefault(rank, []).append((i, size))
+        like = next(t for talk in talks.values() for t in talk.sends.values())
+        heard = {rank: like.new_empty(sum(size for _, size in own)) for rank, own in sizes.items()}
+        name = next(iter(talks.values())).name
+        group.exchange(name, heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
+        for rank, own in sizes.items():
+            for (i, _), part in zip(own, heard[rank].split([size for _, size in own]), strict=True):
+                answers[i][rank] = part  # type: ignore[index]
+    return failures
+
+
+def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Update:
     """One update of a rank's tiles of the same rows, whose row sums run over all column blocks of the table."""
     tables = [table for table, _ in tiles]
     first = tables[0]
@@ -147,7 +201,8 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
     hyper[1] *= first.divisor
     rows_U, grads = _summed([record for _, record in tiles])
     finite = [torch.isfinite(grads_UD).all(dim=1).to(grads_UD.dtype)[:, None, None] for grads_UD in grads]
-    everywhere = _sum_over_columns(tables, "finite", finite, 0)[0] == len(first.peers.columns or ())
+    total = yield from _sum_over_columns(tables, "finite", finite, 0)
+    everywhere = total[0] == len(first.peers.columns or ())
     bad = int((~everywhere).sum())
     first_bad = int(rows_U[~everywhere][0]) if bad else -1
     if bad:
@@ -159,7 +214,8 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> None:
             _partials(table, rows_U, grads_UD, scalars_PU, phase, unit, spec, hyper)
             for table, grads_UD in zip(tables, grads, strict=True)
         ]
-        scalars_PU = torch.cat((scalars_PU, _sum_over_columns(tables, "row sums", sums, unit)))
+        total = yield from _sum_over_columns(tables, "row sums", sums, unit)
+        scalars_PU = torch.cat((scalars_PU, total))
     for table, grads_UD in zip(tables, grads, strict=True):
         torch.ops.tilerec.rule_apply_(
             table.leaf, table.slots, rows_U, grads_UD, scalars_PU, table.dim, spec.rule, hyper, step,
@@ -204,7 +260,9 @@ def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
     return sums[0][0], [grads for _, grads in sums]
 
 
-def _sum_over_columns(tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], unit: int) -> Tensor:
+def _sum_over_columns(
+    tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], unit: int
+) -> Generator[_Talk, dict[int, Tensor], Tensor]:
     """`[K, U]`: each row's sums over all column blocks, added from left to right.
 
     Args:
@@ -218,10 +276,7 @@ def _sum_over_columns(tables: Sequence[TileRows], name: str, sums: Sequence[Tens
     me = peers.group.rank
     parts = [(rank, c0 // unit, width // unit) if unit else (rank, 0, 1) for rank, c0, width in peers.columns]
     others = list(dict.fromkeys(rank for rank, _, _ in parts if rank != me))
-    receives = {
-        rank: sums[0].new_empty(distinct * kinds * sum(b for r, _, b in parts if r == rank))
-        for rank in others
-    }
+    sizes = {rank: distinct * kinds * sum(b for r, _, b in parts if r == rank) for rank in others}
     listeners = sorted({rank for table in tables for rank in table.peers.listeners})
     sends = {
         rank: torch.cat(
@@ -233,7 +288,7 @@ def _sum_over_columns(tables: Sequence[TileRows], name: str, sums: Sequence[Tens
         )
         for rank in listeners
     }
-    peers.group.exchange(name, receives, sends).wait()
+    receives = yield _Talk(name, sizes, sends)
     total = sums[0].new_zeros((distinct, kinds, dim // unit if unit else 1))
     at, own_at = dict.fromkeys(others, 0), 0
     for rank, begin, count in parts:
