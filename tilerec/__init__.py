@@ -9,6 +9,8 @@ from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
+from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.shard import shard as shard
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor

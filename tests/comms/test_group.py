@@ -120,6 +120,19 @@ def claim_an_exchange_goes_round_a_ring_with_sizes_of_its_own(group: Group) -> N
         assert torch.equal(got, sent(before, group.rank, before * width, torch.int64))
 
 
+def claim_a_swap_is_an_exchange_that_everyone_joins(group: Group) -> None:
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    for width in (0, 2):  # nothing at all; then something from all but rank 0
+        given = {peer: sent(group.rank, peer, group.rank * width, torch.int32) for peer in others}
+        got = {peer: torch.zeros(peer * width, dtype=torch.int32) for peer in others}
+        pending = group.swap("everyone", got, given)
+        pending.wait()
+        pending.wait()
+        for peer, tensor in got.items():
+            assert torch.equal(tensor, sent(peer, group.rank, peer * width, torch.int32))
+    group.swap("nobody", {}, {}).wait()
+
+
 def claim_messages_of_one_name_keep_their_order(group: Group) -> None:
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     got = [torch.zeros(2) for _ in range(4)]

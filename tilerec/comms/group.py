@@ -47,6 +47,19 @@ class Pending(Protocol):
         """Return when the tensors may be read and written. Raises like `Handle.wait`."""
 
 
+class _Swapped:
+    """A `swap` that has begun."""
+
+    def __init__(self, handle: Handle, into: list[Tensor], sizes: list[int]) -> None:
+        self._handle, self._into, self._sizes = handle, into, sizes
+
+    def wait(self) -> None:
+        received = self._handle.wait()
+        for tensor, part in zip(self._into, received.split(self._sizes) if self._into else [], strict=True):
+            tensor.copy_(part)
+        self._into = []
+
+
 class Group(ABC):
     """The ranks that hold a model's tables, seen from one of them.
 
@@ -121,6 +134,27 @@ class Group(ABC):
                 )
         self.traffic.record_to(name, {peer: t.numel() * t.element_size() for peer, t in sends.items()})
         return self._exchange(name, receives, sends)
+
+    @final
+    def swap(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
+        """`exchange` where every rank of the group calls, in the order of its other calls: one `all_to_all`.
+
+        On busy cores gloo is many times faster at that than at single messages. All tensors have one dtype; what is not
+        named is empty.
+        """
+        like = next(iter(sends.values()), None)
+        if like is None:
+            like = next(iter(receives.values()), torch.empty(0, device=self.device))
+        parts = [sends.get(rank, like.new_empty(0)) for rank in range(self.size)]
+        into = [receives.get(rank, like.new_empty(0)) for rank in range(self.size)]
+        sizes = [part.numel() for part in into]
+        full = [part for part in into if part.numel()]
+        # One peer: straight into its tensor.
+        output = full[0] if len(full) == 1 else like.new_empty(sum(sizes))
+        filled = [part for part in parts if part.numel()]
+        input = filled[0] if len(filled) == 1 else torch.cat(parts)
+        handle = self.all_to_all(name, output, input, sizes, [part.numel() for part in parts])
+        return _Swapped(handle, into if len(full) > 1 else [], sizes)
 
     @final
     def all_reduce_(self, name: str, tensor: Tensor) -> Handle:

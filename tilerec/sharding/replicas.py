@@ -15,14 +15,14 @@ Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R repli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from tilerec.comms.group import Group
+from tilerec.comms.group import Group, Pending
 from tilerec.ops.gradient import GradientRecord, sum_rows
 
 
@@ -121,11 +121,10 @@ def agree_on_gradients(
         wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
         wide += [tables[t].dim * size for t, size in zip(as_rows, sizes, strict=True)]
         rows[rank] = gradients.new_empty(sum(wide))
+    talk = _talk_of(group, others)
     if as_bags or as_rows:
-        told = group.exchange("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
-        sent = group.exchange(
-            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
-        )
+        told = talk("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
+        sent = talk("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients))
         told.wait()
         sent.wait()
     distinct[me] = [sums[t][0].numel() for t in as_rows]
@@ -138,11 +137,16 @@ def agree_on_gradients(
     return unpacked.record(record, tables)
 
 
+def _talk_of(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
+    """How replicas talk: all ranks of the group with one call, some of them point to point."""
+    return group.swap if len(others) == group.size - 1 else group.exchange
+
+
 def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
     """As many whole numbers from every peer as this rank has."""
     mine = torch.tensor(own, dtype=torch.int64, device=group.device)
     heard = {rank: torch.empty_like(mine) for rank in others}
-    group.exchange(name, heard, dict.fromkeys(others, mine)).wait()
+    _talk_of(group, others)(name, heard, dict.fromkeys(others, mine)).wait()
     return {rank: tensor.tolist() for rank, tensor in heard.items()}
 
 
