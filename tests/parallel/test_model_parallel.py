@@ -16,6 +16,8 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.feature_processed import FeatureProcessedEmbeddingBagCollection
+from tilerec.modules.feature_processor import PositionWeightedModule
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv
@@ -187,6 +189,33 @@ def test_a_conversion_keeps_parameters_and_tables_together_and_without_dense_par
     pool: Pool,
 ) -> None:
     pool(2).run(converted)
+
+
+def position_weighted() -> None:
+    torch.manual_seed(0)
+    names = ["everywhere", "rows", "columns"]
+    tables = EmbeddingBagCollection(
+        [EmbeddingBagConfig(7, 6, name, feature_names=[name]) for name in names], is_weighted=True
+    )
+    processors: dict[str, Any] = {name: PositionWeightedModule(12) for name in names}
+    base = FeatureProcessedEmbeddingBagCollection(tables, processors)
+    apply_optimizer_in_backward(SGD(lr=0.1), list(tables.parameters()))
+    dmp = DistributedModelParallel(copy.deepcopy(base), plan={"_embedding_bag_collection": plan(2)["ebc"]})
+    assert isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
+    weights = [[p for n, p in each.named_parameters() if "position_weight" in n] for each in (dmp, base)]
+    optimizers = [torch.optim.SGD(own, lr=0.1) for own in weights]
+    for step in range(3):
+        for each, features, scale in ((dmp, batch(dist.get_rank(), step), 2.0), (base, both(step), 1.0)):
+            each.zero_grad()
+            values = each(features).values()
+            ((values * values).sum() * scale).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    close(full_state_dict(dmp.module), base.state_dict())
+
+
+def test_position_weights_are_dense_parameters_and_train_as_unsharded(pool: Pool) -> None:
+    pool(2).run(position_weighted)
 
 
 # ------------------------------------------------------------------------------------------------------ starting values

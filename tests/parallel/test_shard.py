@@ -363,6 +363,21 @@ def test_ranks_with_different_tables_or_options_are_named() -> None:
     assert "['lr']" in raised(2, other_optimizers)
 
 
+def test_a_tiling_that_the_optimizer_cannot_add_rows_under_is_refused_before_anything_changes() -> None:
+    crossed = Tiling.of("t", 7, 4, [(0, 3, 0, 2, 0), (3, 7, 0, 2, 1), (0, 4, 2, 4, 1), (4, 7, 2, 4, 0)])
+    models: list[Model] = []
+
+    def run(group: Group) -> None:
+        model = Model()
+        models.append(model)
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), [model.ebc.embedding_bags["items"].weight])
+        shard(model, plan=plan(crossed), mesh=group)
+
+    message = raised(2, run)
+    assert "RowWiseAdagrad needs sums over whole rows" in message
+    assert not any(isinstance(part, ShardedTable) for model in models for part in model.modules())
+
+
 def test_a_topology_for_another_number_of_ranks_is_refused() -> None:
     message = raised(2, lambda group: shard(Model(), plan=plan(), mesh=group, topology=Topology(4, "cpu")))
     assert "4 ranks" in message

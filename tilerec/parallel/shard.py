@@ -24,6 +24,7 @@ from tilerec.parallel.tables import Name, collections_of, described, sizes_of, t
 from tilerec.parallel.values import take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.table import check_rule
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -148,7 +149,11 @@ def _prepare(
         given = _tied_alike(made, ties)
     whole = _with_wires(completed(given, collections, topology), wires)
     whole.check(sizes_of(collections), group.size)
-    _check_ties(ties, {(path, table): cast(Tiling, s.tiling) for path, table, s in whole.tables()})
+    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in whole.tables()}
+    _check_ties(ties, tilings)
+    for names in ties:
+        for name, table in names.items():
+            check_rule(table, tilings[name])
     return _Ready(collections, ties, whole, topology)
 
 

@@ -205,6 +205,27 @@ def fill_tile(table: Table, leaf: Tensor, tile: Tile) -> None:
         leaf[first - tile.r0 : last - tile.r0] = block[first - start : last - start, tile.c0 : tile.c1]
 
 
+def check_rule(table: Table, tiling: Tiling) -> None:
+    """Refuse a tiling under which the attached optimizer could not add up its rows.
+
+    Raises:
+        ConfigError: it needs sums over whole rows, and some row's columns are cut into different sets of rows.
+    """
+    spec = table.rows.spec
+    if spec is None or not spec.phases:
+        return
+    widths: dict[tuple[int, int], int] = {}
+    for tile in rectangles(tiling):
+        widths[(tile.r0, tile.r1)] = widths.get((tile.r0, tile.r1), 0) + tile.c1 - tile.c0
+    for (r0, r1), width in widths.items():
+        if width != tiling.dim:
+            raise ConfigError(
+                f"Table '{table.config.name}': {type(spec).__name__} needs sums over whole rows, and of rows [{r0}, "
+                f"{r1}) only {width} of {tiling.dim} columns are cut at these rows; cut all column blocks at the same "
+                "rows, or use an optimizer that works element by element (SGD, Adagrad, Adam)."
+            )
+
+
 def peers_of(tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool) -> Peers:
     """Whom a tile's updates concern; see `Peers`."""
     me = group.rank

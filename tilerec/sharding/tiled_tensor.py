@@ -12,6 +12,7 @@ that nothing reads it as a `Shard` that it is not.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn, final
@@ -232,7 +233,7 @@ def shown(logical: Logical) -> Tensor:
             "state_dict: ranks that are threads have no DTensors, and this table lies on several; gather whole "
             "tensors with tilerec.parallel.full_state_dict(module), or run the ranks as processes (run_ranks)."
         )
-    mesh = DeviceMesh.from_group(group.process_group, logical.like.device.type)
+    mesh = _mesh_of(group, logical.like.device.type)
     dim = cover.shard_dim(group.size)
     if dim is None:
         return TiledTensor(logical, mesh)
@@ -244,6 +245,18 @@ def shown(logical: Logical) -> Tensor:
         shape=torch.Size(cover.shape),
         stride=_strides(cover.shape),
     )
+
+
+# What a group's mesh is never changes, and making one costs more than all else about a table's entry.
+_MESHES: weakref.WeakKeyDictionary[ProcessGroupComms, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def _mesh_of(group: ProcessGroupComms, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks of a group."""
+    meshes = _MESHES.setdefault(group, {})
+    if device_type not in meshes:
+        meshes[device_type] = DeviceMesh.from_group(group.process_group, device_type)
+    return meshes[device_type]
 
 
 def _local(logical: Logical) -> Tensor:
