@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ MARKS = [
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, Ranks]]:
     made = {size: Ranks(size, timeout_s=90.0) for size in (3, 4)}
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        # Processes start with this path and unpickle cases of `tests.parity`; pytest alone does not put it there.
+        patch.syspath_prepend(str(Path(__file__).parents[2]))
+        yield made
     for ranks in made.values():
         ranks.close()
 
