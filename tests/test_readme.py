@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tilerec.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -25,14 +28,35 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def test_readme_example_trains_the_rows_it_touches() -> None:
+def _run_example(source: str) -> tuple[int, list[str]]:
+    scope: dict[str, Any] = {}
+    # The ranks of a test have their process group already.
+    exec(compile(source.replace('dist.init_process_group("gloo")\n', ""), str(README), "exec"), scope)
+    dense = [name for name, parameter in scope["ebc"].named_parameters() if parameter.grad is not None]
+    return scope["logits"].shape[0], dense
+
+
+def test_readme_example_runs_on_two_ranks() -> None:
     (source,) = _blocks("python")
-    scope: dict[str, object] = {}
+    assert 'dist.init_process_group("gloo")' in source
+    for samples, dense in run_ranks(2, _run_example, source):
+        assert samples == 2
+        assert dense == [], "these have a dense gradient although their optimizer is attached"
+
+
+def test_readme_example_without_ranks_trains_the_rows_it_touches() -> None:
+    (source,) = _blocks("python")
+    for line in ('dist.init_process_group("gloo")', "shard(ebc)"):
+        source = re.sub(rf"^{re.escape(line)}.*\n", "", source, flags=re.MULTILINE)
+    source = source.replace(
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 * 64, 1))", "torch.nn.Linear(3 * 64, 1)"
+    )
+    source = source.replace(', device="meta"', "")
+    scope: dict[str, Any] = {}
     exec(compile(source, str(README), "exec"), scope)
-    ebc, logits = scope["ebc"], scope["logits"]
-    assert logits.shape == (2,)  # type: ignore[attr-defined]
-    for name, parameter in ebc.named_parameters():  # type: ignore[attr-defined]
+    for name, parameter in scope["ebc"].named_parameters():
         assert parameter.grad is None, f"{name} has a dense gradient although its optimizer is attached"
+        assert scope["ebc"].fused_optimizer.state[parameter]["step"] == 1
 
 
 def test_readme_example_is_as_short_as_its_heading_says() -> None:
