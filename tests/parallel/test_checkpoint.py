@@ -27,8 +27,10 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.optim.combined import CombinedOptimizer
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.positional import PositionalOptimizer
+from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.shard import shard
@@ -377,6 +379,40 @@ def async_save(folder: str) -> None:
 
 def test_an_asynchronous_save_keeps_the_values_of_its_moment(pool: Pool, tmp_path: Path) -> None:
     pool(2).run(async_save, str(tmp_path / "async"))
+
+
+def combined(folder: str, turn: int, want: dict[str, Any] | None) -> dict[str, Any]:
+    """Tables and dense parameters in one optimizer, with its settings."""
+    dmp = wrapped(turn, turn)
+    dense = {name: p for name, p in dmp.named_parameters() if name.startswith("over")}
+    both = CombinedOptimizer(
+        [
+            dmp.fused_optimizer,
+            KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.1)),
+        ]
+    )
+    both.save_param_groups(True)
+    if want is None:
+        both.param_groups[0]["lr"] = 0.25
+        train(dmp)
+        both.step()
+        dcp.save({"optimizer": both.state_dict()}, checkpoint_id=folder)
+    else:
+        state = {"optimizer": both.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        both.load_state_dict(state["optimizer"])
+    tables = dmp.fused_optimizer.full_state_dict()["state"]
+    own = {name: {k: v.clone() for k, v in both.state_dict()["state"][name].items()} for name in dense}
+    assert both.param_groups[0]["lr"] == 0.25
+    if want is not None:
+        same(({}, {**tables, **own}), ({}, want))
+    return {**tables, **own}
+
+
+def test_tables_and_dense_parameters_are_saved_in_one_optimizer(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "combined")
+    want = pool(2).run(combined, folder, 0, None)[0]
+    pool(3).run(combined, folder, 2, want)
 
 
 def empty_face() -> None:

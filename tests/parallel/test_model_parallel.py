@@ -388,6 +388,22 @@ def test_state_loads_under_the_models_names_with_a_prefix_or_without() -> None:
         dmp.load_state_dict({})
 
 
+def nested() -> None:
+    """A module that holds the wrapped model saves and loads it like any child."""
+    outer = nn.ModuleDict({"ranker": DistributedModelParallel(model(), plan=plan(2))})
+    want = model(seed=5).state_dict()
+    assert list(outer.state_dict()) == [f"ranker.{name}" for name in want]
+    outer.load_state_dict({f"ranker.{name}": value for name, value in want.items()})
+    assert isinstance(outer["ranker"], DistributedModelParallel)
+    close(full_state_dict(outer["ranker"].module), want)
+    outer.load_state_dict(outer.state_dict())
+    close(full_state_dict(outer["ranker"].module), want)
+
+
+def test_a_wrapped_model_can_be_a_part_of_another(pool: Pool) -> None:
+    pool(2).run(nested)
+
+
 def test_names_of_tables_with_sparse_gradients_are_told() -> None:
     own = model()
     set_sparse_grad([own.ebc.embedding_bags["rows"].weight])

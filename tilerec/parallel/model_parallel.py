@@ -72,6 +72,7 @@ class DistributedModelParallel(nn.Module):
         model_tracker_configs: Any = None,
     ) -> None:
         super().__init__()
+        self.register_load_state_dict_pre_hook(_with_wrappers)
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
         self._env = env if env is not None else _default_env()
@@ -140,6 +141,7 @@ class DistributedModelParallel(nn.Module):
         """A copy on a device, over the same ranks. All ranks call it if the dense part is wrapped."""
         twin = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(twin)
+        twin.register_load_state_dict_pre_hook(_with_wrappers)
         twin._env, twin._group, twin._wrapper = self._env, self._group, self._wrapper
         twin.device = torch.device(device)
         twin._wrapped_once = False
@@ -210,6 +212,14 @@ class DistributedModelParallel(nn.Module):
         strict = prefix if isinstance(prefix, bool) else strict
         own = {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
         return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+
+def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A module around this one loads it child by child: give the keys the wrappers' names then."""
+    assert isinstance(dmp, DistributedModelParallel)
+    inner = "_dmp_wrapped_module." + ("" if dmp._dmp_wrapped_module is dmp.module else "module.")
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{inner}{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 def _default_env() -> ShardingEnv:
