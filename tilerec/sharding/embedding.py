@@ -40,6 +40,10 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
 
+# Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
+# `torch.compiler.disable` does the same, but imports the compiler with the package.
+_eager = torch._disable_dynamo
+
 
 class Stages(NamedTuple):
     """The machinery for one precision of the sums."""
@@ -128,6 +132,7 @@ class ShardedCollection(TableCollection):
         dtypes = {leaf.dtype for leaf in self._first_leaves()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
+    @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Send the ids to their rows' owners. A collective on a channel of its own: may run during a backward.
 
@@ -175,6 +180,7 @@ class ShardedCollection(TableCollection):
             ]
         return Batch(ids, offsets, weights, batches, bags), at
 
+    @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
         """Read and pool the rows this rank holds, and send them home."""
         return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
@@ -262,11 +268,13 @@ class ShardedCollection(TableCollection):
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     """An `EmbeddingBagCollection` whose rows lie on many ranks."""
 
+    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """As the unsharded module's; `features` may be routed already."""
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
         return self.combine(self.lookup(routed))
 
+    @_eager
     def combine(self, looked: LookedUp) -> KeyedTensor:
         """The unsharded module's output for this rank's batch."""
         features = looked.batch.features
@@ -354,11 +362,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
 class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     """An `EmbeddingCollection` whose rows lie on many ranks."""
 
+    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         """As the unsharded module's; `features` may be routed already."""
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
         return self.combine(self.lookup(routed))
 
+    @_eager
     def combine(self, looked: LookedUp) -> dict[str, JaggedTensor]:
         """The unsharded module's output for this rank's batch."""
         features = looked.batch.features
