@@ -424,6 +424,13 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     close(dmp.state_dict(), reference.state_dict())
 
 
+def test_without_a_plan_the_planner_makes_one_for_the_environments_ranks() -> None:
+    dmp = DistributedModelParallel(model(), alone())
+    assert dmp.plan.world_size == 1
+    assert sorted(dmp.plan.plan["ebc"]) == ["columns", "everywhere", "rows"]
+    close(dmp.state_dict(), model().state_dict())
+
+
 def test_without_a_process_group_the_way_out_is_told() -> None:
     with pytest.raises(ConfigError, match="from_local"):
         DistributedModelParallel(model())

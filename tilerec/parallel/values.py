@@ -21,12 +21,17 @@ from tilerec.storage.table_rows import Place
 CHUNK = 1 << 24
 """Bytes that travel at once."""
 
+BLOCK = 1 << 20
+"""Rows that are summed at once."""
+
 
 @torch.no_grad()
 def take_from_rank_0(
     group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]
 ) -> None:
-    """Give all ranks rank 0's seeds, weights and optimizer state. Two small collectives where nothing differs."""
+    """Give all ranks rank 0's seeds, weights and optimizer state. Digests travel, and nothing else where all agree."""
+    if group.size == 1:
+        return
     own = [(table.rows.place.key, [_digest(tensor) for tensor in _tensors(table)]) for table in tables]
     seeds = {path: part.seed for path, part in collections.items()}
     everyone = cast("list[tuple[dict[str, int], list[Any]]]", group.all_gather_object((seeds, own)))
@@ -52,12 +57,16 @@ def _tensors(table: Table) -> list[Tensor]:
 
 
 def _digest(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits, the second weighted by row."""
+    """Two sums over the bits, the second weighted by row; a block of rows at a time."""
     flat = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    sums = flat.contiguous().view(words).sum(dim=1, dtype=torch.int64)
-    weights = torch.arange(1, sums.numel() + 1, device=sums.device) * 2654435761 | 1
-    return int(sums.sum()), int((sums * weights).sum())
+    plain = weighted = 0
+    for start in range(0, flat.shape[0], BLOCK):
+        sums = flat[start : start + BLOCK].contiguous().view(words).sum(dim=1, dtype=torch.int64)
+        rows = torch.arange(start + 1, start + 1 + sums.numel(), device=sums.device)
+        plain += int(sums.sum())
+        weighted += int((sums * (rows * 2654435761 | 1)).sum())
+    return plain % 2**64, weighted % 2**64
 
 
 @torch.no_grad()
