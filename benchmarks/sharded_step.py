@@ -28,9 +28,10 @@ Stages (ours, mean over ranks of the medians over steps; `bound` beside each)
   rows       home                                   scatter    into the output
   gather     gradients out of the output's          rows'      gradients to the owners
   update     rows, in place                         rest       step minus all of these: Python, allocation, autograd
-Collectives hold the wait for the other rank. Bounds: for a collective a raw one of the same bytes between the same
-processes; for memory, bytes that must move once (distinct rows, ids, outputs) at the speed of a large copy, all ranks
-copying at once; both the best of a few. Replicas' ids and gradients travel at the same time: add the two.
+Collectives hold the wait for the other rank; "processor ms" is the main thread's own time, without any wait. Bounds:
+for a collective a raw one of the same bytes between the same processes; for memory, bytes that must move once (distinct
+rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data that is
+still in a cache may beat the latter. Replicas' ids and gradients travel at the same time: add the two.
 
 Legend: W ranks, T tables, E rows, D columns, B samples of a rank, L ids per bag, K batches.
 """
@@ -176,11 +177,15 @@ def _size(*tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
+
+
 class Clock:
     """Times of the outermost ops and calls of a step, taken by wrapping them; made for one process."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, list[float]] = {}  # elapsed, and of the main thread on the processor
         self.bytes: dict[str, int] = {}  # of a memory stage, filled while `recording`
         self.raw: dict[str, Callable[[], object]] = {}  # a bare call of the same bytes
         self.recording = False
@@ -196,15 +201,17 @@ class Clock:
         for method in ("encode", "decode"):
             setattr(wire, method, self._op(getattr(wire, method), method, method))
 
-    def add(self, stage: str, since: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - since
+    def add(self, stage: str, since: tuple[float, float]) -> None:
+        line = self.seconds.setdefault(stage, [0.0, 0.0])
+        for i, now in enumerate(_now()):
+            line[i] += now - since[i]
 
     def _op(self, op: Any, name: str, stage: str) -> Any:
         def timed(*args: Any) -> Any:
             if self._inside:
                 return op(*args)
             self._inside = True
-            since = time.perf_counter()
+            since = _now()
             try:
                 result = op(*args)
             finally:
@@ -226,7 +233,7 @@ class Clock:
                 self._handle, self._stage = handle, stage
 
             def wait(self) -> Any:
-                since = time.perf_counter()
+                since = _now()
                 try:
                     return self._handle.wait()
                 finally:
@@ -236,7 +243,7 @@ class Clock:
             stage = STAGE_OF_CALL.get(name, name)
             if self.recording:
                 self.raw[stage] = record(group, *args)
-            since = time.perf_counter()
+            since = _now()
             handle = method(group, name, *args)
             clock.add(stage, since)
             return Timed(handle, stage)
@@ -257,7 +264,8 @@ def _moved(name: str, args: Any, result: Any) -> int:
     if name == "update_rows_":
         return _size(args[2], args[3], args[4])
     if name == "sum_row_gradients":
-        return _size(args[0], args[1], args[2], *result)
+        # One table's share of gradients and ids: `bags` of `dim` numbers.
+        return sum(args[7]) * args[5] * 4 + _size(*result)
     return _size(args[1], result)  # encode, decode: methods
 
 
@@ -324,19 +332,24 @@ def measure_stages(request: dict[str, Any], runners: dict[str, Runner]) -> dict[
             bursts.append((time.perf_counter() - before) / 5)
         bounds[stage] = min(bursts)
     clock.raw.clear()
-    lines: dict[str, list[float]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     dist.barrier()
     for k in range(steps):
         clock.seconds.clear()
-        before = time.perf_counter()
+        before = _now()
         runner.step(k % len(runner.ids))
-        wall = time.perf_counter() - before
-        for stage, seconds in clock.seconds.items():
-            lines.setdefault(stage, []).append(seconds)
-        lines.setdefault("rest", []).append(wall - sum(clock.seconds.values()))
-        lines.setdefault("step", []).append(wall)
+        after = _now()
+        step = (after[0] - before[0], after[1] - before[1])
+        known = [sum(times) for times in zip(*clock.seconds.values(), strict=True)]
+        for stage, (elapsed, busy) in clock.seconds.items():
+            lines.setdefault(stage, []).append((elapsed, busy))
+        lines.setdefault("rest", []).append((step[0] - known[0], step[1] - known[1]))
+        lines.setdefault("step", []).append(step)
     return {
-        "stages": {stage: statistics.median(times) for stage, times in lines.items()},
+        "stages": {
+            stage: [statistics.median(column) for column in zip(*times, strict=True)]
+            for stage, times in lines.items()
+        },
         "bounds": bounds,
         "copy": speed,
     }
@@ -346,9 +359,9 @@ CLOCK: Clock | None = None
 
 
 def profile(request: dict[str, Any], runners: dict[str, Runner]) -> dict[str, Any]:
-    """Functions of rank 0 by their own time; the other ranks keep it company."""
+    """Functions of rank 0 by their own time on the processor (waits are none); the other ranks keep it company."""
     runner, steps = runners[request["name"]], request["steps"]
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.thread_time)
     dist.barrier()
     if runner.rank == 0:
         profiler.enable()
@@ -642,7 +655,7 @@ class Bench:
         if options.profile:
             told = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}: rank 0 by own time, "
-                  f"{told['total']:.1f} ms a step under the profiler\n")  # fmt: skip
+                  f"{told['total']:.1f} ms of processor time a step under the profiler\n")  # fmt: skip
             print("| ms/step | calls/step | where |\n|---|---|---|")
             for own, calls, where in told["profile"]:
                 print(f"| {own:.2f} | {calls:.0f} | {where.replace('|', '/')} |")
@@ -651,21 +664,19 @@ class Bench:
             copy = statistics.mean(told["copy"] for told in told_all) / 1e9
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}; copy {copy:.1f} GB/s on each "
                   f"of {case.ranks} ranks\n")  # fmt: skip
-            print("| stage | ms | bound ms | ms by rank |\n|---|---|---|---|")
+            print("| stage | ms | processor ms | bound ms | ms by rank |\n|---|---|---|---|---|")
             total = 0.0
             found = {stage for told in told_all for stage in told["stages"]}
             for stage in [*ORDER, *sorted(found - set(ORDER))]:
                 if stage not in found:
                     continue
-                times = [1e3 * told["stages"].get(stage, 0.0) for told in told_all]
-                bounds = [1e3 * told["bounds"].get(stage, 0.0) for told in told_all]
-                bound = statistics.mean(bounds)
+                times = [told["stages"].get(stage, (0.0, 0.0)) for told in told_all]
+                elapsed, busy = (1e3 * statistics.mean(column) for column in zip(*times, strict=True))
+                bound = 1e3 * statistics.mean(told["bounds"].get(stage, 0.0) for told in told_all)
                 total += bound
-                if stage == "step":
-                    bound = total
-                by_rank = " ".join(f"{t:.2f}" for t in times)
-                text = f"{bound:.2f}" if stage != "rest" else ""
-                print(f"| {stage} | {statistics.mean(times):.2f} | {text} | {by_rank} |", flush=True)
+                text = {"rest": "", "step": f"{total:.2f}"}.get(stage, f"{bound:.2f}")
+                by_rank = " ".join(f"{1e3 * own:.2f}" for own, _ in times)
+                print(f"| {stage} | {elapsed:.2f} | {busy:.2f} | {text} | {by_rank} |", flush=True)
         self.ours.ask("drop")
 
 
