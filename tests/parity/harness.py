@@ -110,7 +110,7 @@ OPTIMIZERS: dict[str, OptimizerSpec | None] = {
     "partial_rowwise_adam": PartialRowWiseAdam(lr=0.01, row_step=True),
     "lamb": LAMB(lr=0.01, weight_decay=0.01),
     "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.01),
-    "lars_sgd": LarsSGD(lr=0.1, weight_decay=0.01),
+    "lars_sgd": LarsSGD(lr=0.1, weight_decay=0.01, trust_coefficient=0.5),
 }
 """Every rule there is, and none."""
 

@@ -113,6 +113,17 @@ def test_ranks_without_samples_join_every_step(form: str, empty: tuple[int, ...]
         check(case, run_virtual(case))
 
 
+@pytest.mark.parametrize("tiling", ["row_wise", "grid", "two_copies", "mixed"])
+def test_two_hosts_of_eight_ranks_equal_unsharded(tiling: str) -> None:
+    hosts = (tuple(range(8)), tuple(range(8, 16)))
+    tables = (TableCase("t0", 40, 24, ("a", "b")), TableCase("t1", 5, 3, ("c", "a")))
+    case = Case(
+        tables, {t.name: TILINGS[tiling](t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}, hosts,
+        OPTIMIZERS["rowwise_adagrad"], (2, 0, 1, 3) * 4, steps=2,
+    )  # fmt: skip
+    check(case, run_virtual(case))
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not NIGHTLY, reason="the whole product takes minutes: make parity")
 @pytest.mark.timeout(600)

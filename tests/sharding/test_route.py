@@ -322,6 +322,16 @@ def test_a_rank_that_refuses_stops_every_rank_and_the_next_step_works(
             assert message.startswith("Rank 2 refused its batch")
 
 
+def test_a_batch_without_the_weights_that_a_module_wants_stops_every_rank() -> None:
+    def fn(group: Group) -> str:
+        module = sharded(group, rows(20, 2), weighted=True)
+        with pytest.raises(ValueError) as caught:
+            module(batch_of([[1, 12]]))
+        return str(caught.value)
+
+    assert all("weights" in message for message in run_virtual_ranks(2, fn))
+
+
 def test_two_ranks_that_refuse_each_say_why() -> None:
     def fn(group: Group) -> str:
         module = sharded(group, rows(20, 4))
@@ -352,6 +362,33 @@ def test_the_next_batch_may_be_routed_before_the_last_one_is_looked_up() -> None
     for second, first in run_virtual_ranks(2, fn):
         assert torch.equal(first, (table[1] + table[12])[None])
         assert torch.equal(second, table[[13, 4]])
+
+
+@pytest.mark.parametrize("hosts", [None, [[0, 1], [2, 3]]], ids=["one host", "two hosts"])
+def test_routing_waits_for_its_header_and_for_nothing_else(hosts: Any) -> None:
+    """The payload is on its way when `route` returns: sizes are all that a rank must know before it goes on."""
+
+    class Noting:
+        def __init__(self, handle: Any, note: list[str], name: str) -> None:
+            self.handle, self.note, self.name = handle, note, name
+
+        def wait(self) -> Tensor:
+            self.note.append(self.name)
+            out: Tensor = self.handle.wait()
+            return out
+
+    def fn(group: Group) -> tuple[list[str], list[str]]:
+        module = sharded(group, rows(20, 4), hosts=hosts)
+        route_group, note = module.exchange.route_group, []
+        real = route_group.all_to_all
+        route_group.all_to_all = lambda name, *args: Noting(real(name, *args), note, name)
+        routed = module.route(batch_of([[1, 11], [6, 16]]))
+        before = list(note)
+        routed.wait()
+        routed.wait()
+        return before, note
+
+    assert run_virtual_ranks(4, fn) == [(["header"], ["header", "ids"])] * 4
 
 
 def test_nothing_travels_in_a_world_of_one() -> None:
