@@ -1,0 +1,196 @@
+"""Troubles of the field with work that nobody needed. Names say the trouble; numbers are threads of torchrec."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.troubles.world import KINDS, SIZE, flat, sharded
+from tilerec.comms.group import Group
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.traffic import traffic
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD, Adam
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.testing.batches import random_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+
+class Ops(TorchDispatchMode):
+    """Counts the operators that run in this thread, in the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls that hand a tensor's numbers to Python: on a GPU each of them waits for it."""
+
+    NAMES = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "numpy", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collection(tables: int, *, weighted: bool = False) -> EmbeddingBagCollection:
+    base = EmbeddingBagCollection(
+        [EmbeddingBagConfig(9, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)], weighted
+    )
+    apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
+    return base
+
+
+def batch(tables: int, seed: int = 0, *, weighted: bool = False) -> KeyedJaggedTensor:
+    return random_batch([f"f{t}" for t in range(tables)], 9, 4, weighted=weighted, seed=seed)
+
+
+# --------------------------------------------------- 4712: gradients of sample weights that nobody asked for
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_4712_gradients_of_sample_weights_are_computed_only_if_asked_for(asked: bool) -> None:
+    base, features = collection(2, weighted=True), batch(2, weighted=True)
+    features.weights().requires_grad_(asked)
+    with Ops() as ops:
+        base(features).values().sum().backward()
+    assert ops.seen["tilerec.sample_weight_grad.default"] == int(asked)
+    assert (features.weights().grad is not None) == asked
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_4712_and_travel_only_if_asked_for(asked: bool) -> None:
+    base = collection(2, weighted=True)
+
+    def run(group: Group) -> int:
+        module = sharded(base, "row_wise", group)
+        features = batch(2, group.rank, weighted=True)
+        # One rank that wants them is enough: the others must take part.
+        features.weights().requires_grad_(asked and group.rank == 1)
+        flat(module(features)).sum().backward()
+        assert (features.weights().grad is not None) == (asked and group.rank == 1)
+        return traffic(module)["weight gradients"].calls
+
+    assert run_virtual_ranks(SIZE, run) == [int(asked)] * SIZE
+
+
+# ---------------------------------------------------------------------- 1990: freezing a table saves nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_1990_a_frozen_table_sends_no_gradient_and_has_no_state(kind: str) -> None:
+    def run(group: Group, frozen: bool) -> tuple[int, int]:
+        torch.manual_seed(0)
+        base = EmbeddingBagCollection(
+            [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")]
+        )
+        if frozen:
+            base.embedding_bags["a"].weight.requires_grad_(False)
+        apply_optimizer_in_backward(Adam(lr=0.1), [p for p in base.parameters() if p.requires_grad])
+        module = sharded(base, kind, group)
+        y = flat(module(random_batch(["a", "b"], 9, 6, seed=group.rank)))
+        forward = traffic(module).total()
+        y.sum().backward()
+        bytes_of_state = sum(
+            value.nbytes for rows in module._rows() for value in rows.state.values() if value.dim()
+        )
+        names = set(module.fused_optimizer.params)
+        assert names == {f"embedding_bags.{name}.weight" for name in ("ab", "b")[frozen]}
+        return traffic(module).total() - forward, bytes_of_state
+
+    both, one = (
+        [sum(part) for part in zip(*run_virtual_ranks(SIZE, run, f), strict=True)] for f in (False, True)
+    )
+    assert 0.35 < one[0] / both[0] < 0.65
+    assert one[1] * 2 == both[1] > 0
+
+
+# ------------------------------- per-key loops and hidden waits: work that grows with the number of features
+
+
+def ops_of(tables: int) -> Counter[str]:
+    base, features = collection(tables), batch(tables)
+    base(features).values().sum().backward()  # what is kept from batch to batch is kept now
+    features = batch(tables, 1)
+    with Ops() as ops:
+        base(features).values().sum().backward()
+    return ops.seen
+
+
+def test_a_step_runs_as_many_operators_for_300_features_as_for_3() -> None:
+    few, many = ops_of(3), ops_of(300)
+    for ops in (few, many):
+        del ops["aten.detach.default"]  # another handle of the same tensor, twice per table: no kernel runs
+    assert few == many
+
+
+def test_a_step_reads_no_number_back_to_python() -> None:
+    base, features = collection(5), batch(5)
+    with Reads() as reads:
+        base(features).values().sum().backward()
+    assert reads.seen == Counter()
+
+
+def sharded_reads(tables: int, kind: str) -> list[tuple[int, Counter[str], Counter[str]]]:
+    base = collection(tables)
+
+    def run(group: Group) -> tuple[int, Counter[str], Counter[str]]:
+        module = sharded(base, kind, group, None)
+        flat(module(batch(tables, group.rank))).sum().backward()
+        features = batch(tables, SIZE + group.rank)
+        with Reads() as routed:
+            handle = module.route(features)
+        with Reads() as rest:
+            out: Tensor = flat(module(handle))
+            out.sum().backward()
+        return group.rank, routed.seen, rest.seen
+
+    return run_virtual_ranks(SIZE, run)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "data_parallel"])
+def test_a_sharded_step_reads_sizes_in_route_and_nothing_after_it(kind: str) -> None:
+    """The sizes of what travels: those of this rank's parts, and those that the others tell. Nothing per feature."""
+    few, many = sharded_reads(3, kind), sharded_reads(60, kind)
+    for (_, routed, rest), (_, routed_of_many, _) in zip(few, many, strict=True):
+        assert routed == routed_of_many == Counter(tolist=2)
+        assert rest == Counter()
+
+
+def test_rows_of_a_sequence_are_not_cut_into_pieces_and_joined_again() -> None:
+    """PR 216: one slice per feature in the backward doubled its time."""
+
+    def run(tables: int) -> Counter[str]:
+        base = EmbeddingCollection(
+            [EmbeddingConfig(9, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)]
+        )
+        apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
+        features = batch(tables)
+        out = [jagged.values() for jagged in base(features).values()]
+        loss = torch.stack([rows.sum() for rows in out]).sum()
+        with Ops() as ops:
+            loss.backward()
+        return ops.seen
+
+    few, many = run(2), run(40)
+    assert many["tilerec.update_rows_.default"] == few["tilerec.update_rows_.default"] == 1
+    assert not [name for name in many if "slice" in name or "select_backward" in name]
