@@ -25,12 +25,13 @@ SIZE = 4
 KINDS = [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 
 
-def placed(kind: str, table: int) -> ParameterSharding:
+def placed(kind: str, table: int, dim: int) -> ParameterSharding:
     """The `table`-th table of a module under a sharding type; tables take turns where a type names one place."""
+    host = list(HOSTS[table % 2])
     ranks: dict[str, list[int]] = {
         "table_wise": [(2 * table + 1) % SIZE],
-        "table_row_wise": list(HOSTS[table % 2]),
-        "table_column_wise": list(HOSTS[table % 2]),
+        "table_row_wise": host,
+        "table_column_wise": host if dim % 2 == 0 else host[:1],
     }
     return ParameterSharding(kind, ranks=ranks.get(kind))
 
@@ -39,7 +40,10 @@ def sharded(
     base: TableCollection, kind: str, group: Group, hosts: Sequence[Sequence[int]] | None = HOSTS
 ) -> Any:
     """A copy of a collection, all its tables under one sharding type; `hosts=None` is one host."""
-    plan = {name: placed(kind, t) for t, name in enumerate(base._tables)}
+    plan = {
+        name: placed(kind, t, table.config.embedding_dim)
+        for t, (name, table) in enumerate(base._tables.items())
+    }
     topology = Topology(group.size, "cpu", hosts=hosts)
     return shard(copy.deepcopy(base), plan=plan, mesh=group, topology=topology)
 

@@ -1,0 +1,236 @@
+"""Troubles of the field with what is allowed, installed and compiled. Numbers are threads of meta-pytorch/torchrec."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.troubles.world import KINDS, SIZE, equals_unsharded, flat, sharded
+from tilerec.comms.group import Group
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.env import ShardingEnv
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.shard import shard
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.topology import Topology
+from tilerec.testing.batches import random_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+ROOT = Path(__file__).parents[2]
+
+# ------------------------------------------ 294, 1388: one dim for all tables; 1495: dims are multiples of 4
+
+
+DIMS = {"a": 1, "b": 3, "c": 8, "d": 17}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_294_and_1495_every_table_has_the_dim_it_is_given_also_1(kind: str, pooled: bool) -> None:
+    base: EmbeddingBagCollection | EmbeddingCollection
+    if pooled:
+        base = EmbeddingBagCollection(
+            [EmbeddingBagConfig(9, dim, name, feature_names=[name]) for name, dim in DIMS.items()]
+        )
+    else:
+        base = EmbeddingCollection(
+            [EmbeddingConfig(9, dim, name, feature_names=[name]) for name, dim in DIMS.items()]
+        )
+    apply_optimizer_in_backward(Adagrad(lr=0.1), list(base.parameters()))
+    features = random_batch(list(DIMS), 9, 3)
+    out = base(features)
+    if pooled:
+        assert out.length_per_key() == list(DIMS.values())
+    else:
+        assert [jagged.values().shape[1] for jagged in out.values()] == list(DIMS.values())
+    equals_unsharded(base, kind, lambda rank, step: random_batch(list(DIMS), 9, 3, seed=9 * step + rank))
+
+
+# ----------------------------------------------------------- 1591: rows that are not a multiple of the ranks
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_1591_any_number_of_rows_lies_on_any_number_of_ranks(kind: str, rows: int) -> None:
+    base = EmbeddingBagCollection([EmbeddingBagConfig(rows, 4, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
+    equals_unsharded(
+        base, kind, lambda rank, step: random_batch(["f"], rows, 3, seed=4 * step + rank), steps=1
+    )
+
+
+# ------------------------------------------------------ 2268: one table, pooled here and as a sequence there
+
+
+class Shared(nn.Module):
+    """Items are averaged for the user's profile and read one by one by the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "items", feature_names=["bought"])])
+        self.ec = EmbeddingCollection([EmbeddingConfig(9, 4, "items", feature_names=["seen"])])
+        self.ec.embeddings["items"].weight = self.ebc.embedding_bags["items"].weight
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled, each = flat(self.ebc(features)), flat(self.ec(features))
+        return (pooled * pooled).sum() + (each * each).sum()
+
+
+@pytest.mark.parametrize(
+    "rule", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)], ids=["sgd", "rows", "adam"]
+)
+def test_2268_a_table_serves_bags_and_sequences_and_moves_once_per_step(
+    rule: SGD | RowWiseAdagrad | Adam,
+) -> None:
+    base = Shared()
+    apply_optimizer_in_backward(rule, list(base.ebc.parameters()))
+    whole = copy.deepcopy(base)
+    dense = whole.ebc.embedding_bags["items"].weight.detach().clone().requires_grad_()
+    features = random_batch(["bought", "seen"], 9, 5)
+    jagged = features.to_dict()
+    offsets = jagged["bought"].offsets()[:-1]
+    pooled = nn.functional.embedding_bag(jagged["bought"].values(), dense, offsets, mode="sum")
+    (pooled.square().sum() + dense[jagged["seen"].values()].square().sum()).backward()
+    before = dense.detach().clone()
+    whole(features).backward()
+    moved = whole.ebc.embedding_bags["items"].weight.detach() - before
+    if isinstance(rule, SGD):
+        torch.testing.assert_close(moved, -0.1 * dense.grad)
+    (state,) = whole.ebc.fused_optimizer.state_dict()["state"].values()
+    assert int(state.get("step", 1)) == 1
+
+    def run(group: Group) -> Tensor:
+        model = copy.deepcopy(base)
+        shard(model, plan=None, mesh=group, topology=Topology(SIZE, "cpu"))
+        own = features if group.rank == 0 else random_batch(["bought", "seen"], 9, 0)
+        (model(own) * SIZE).backward()
+        return full_state_dict(model)["ec.embeddings.items.weight"]
+
+    for got in run_virtual_ranks(SIZE, run):
+        torch.testing.assert_close(got, before + moved, rtol=1e-5, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------- 1888, 1890: torch.compile
+
+
+class Scorer(nn.Module):
+    """What a model does with the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 1))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        scores: Tensor = self.layers(pooled)
+        return scores.square().sum()
+
+
+# Dynamo looks for a gradient on every input, also where there is none to be had, and silences torch's own warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_1888_the_dense_part_of_a_sharded_model_compiles_whole() -> None:
+    """In one graph without breaks, on rows that a sharded collection gave, gradients included."""
+    base = EmbeddingBagCollection(
+        [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b", "c")]
+    )
+    apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
+    scorer = Scorer()
+    twin = copy.deepcopy(scorer)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    results = []
+
+    def run(over: nn.Module) -> tuple[float, Tensor]:
+        module = sharded(base, "data_parallel", ShardingEnv.from_local(1, 0).group(), None)
+        total = 0.0
+        for step in range(2):
+            loss = over(flat(module(random_batch(["a", "b", "c"], 9, 4, seed=step))))
+            loss.backward()
+            total += float(loss.detach())
+        (weight, *_) = full_state_dict(module).values()
+        return total, weight
+
+    for over, own in ((scorer, scorer), (compiled, twin)):
+        total, weight = run(over)
+        results.append((total, weight, [p.grad for p in own.parameters()]))
+    (eager, graph) = results
+    assert graph[0] == pytest.approx(eager[0], rel=1e-6)
+    torch.testing.assert_close(graph[1:], eager[1:])
+
+
+# ----------------------------------------------------------- 551, 557, 392, 1483: another package's binaries
+
+# Runs in a process of its own. Everything that is not there for other users is not there for it.
+ALONE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("fbgemm_gpu", "torchrec", "triton", "torchao"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+import json
+import torch
+from tilerec import *
+from tilerec.ops import backends
+from tilerec.optim import RowWiseAdagrad
+from tilerec.testing import random_batch, run_virtual_ranks
+
+
+def run(group):
+    torch.manual_seed(0)
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, n, feature_names=[n]) for n in ("a", "b")])
+    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+    shard(ebc, mesh=group, topology=Topology(2, "cpu"))
+    for step in range(2):
+        y = ebc(random_batch(["a", "b"], 9, 4, seed=2 * step + group.rank)).values()
+        y.square().sum().backward()
+    return [p.detach().flatten().tolist() for p in ebc.parameters()]
+
+print(json.dumps([backends.NATIVE_CPU, run_virtual_ranks(2, run)]))
+"""
+
+
+def alone(native: bool) -> tuple[bool, list[list[list[float]]]]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TILEREC_NATIVE": "1" if native else "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, tables = json.loads(done.stdout)
+    return loaded, tables
+
+
+def test_551_training_needs_no_other_embedding_library_and_1483_no_binary_at_all() -> None:
+    loaded, plain = alone(native=False)
+    assert not loaded
+    assert [len(tables) for tables in plain] == [2, 2]
+    loaded, native = alone(native=True)
+    if loaded:
+        for one, other in zip(plain, native, strict=True):
+            for table, again in zip(one, other, strict=True):
+                assert table == pytest.approx(again, rel=1e-5, abs=1e-6)
+
+
+def test_3439_no_dependency_is_pinned_to_one_version() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    own = text.split("dependencies = [", 1)[1].split("]", 1)[0]
+    wanted = [line.strip().strip('",') for line in own.splitlines() if line.strip()]
+    assert any(line.startswith("torch>=") for line in wanted)
+    assert all("==" not in line and "<" not in line and "fbgemm" not in line for line in wanted)
