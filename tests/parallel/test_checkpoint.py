@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tilerec.errors import ConfigError
@@ -282,13 +282,24 @@ def dtensors(size: int) -> None:
     flat = init_device_mesh("cpu", (size,))
     state = dmp.state_dict()
     names = [name for name in state if name.startswith("ebc") and ROWS[name.split(".")[-2]] == 7]
-    for placement in (Shard(0), Shard(1), Replicate()):
+    cases: list[tuple[DeviceMesh, list[Any]]] = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (flat, [Replicate()]),
+    ]
+    square = init_device_mesh("cpu", (2, size // 2))
+    cases += [(square, [Shard(0), Shard(1)]), (square, [Replicate(), Shard(0)])]
+    for mesh, placements in cases:
         for name in names:
-            state[name] = distribute_tensor(table.clone(), flat, [placement])
+            state[name] = distribute_tensor(table.clone(), mesh, placements)
         dmp.load_state_dict(state)
         got = full_state_dict(dmp.module)
         assert all(torch.equal(got[name], table) for name in names)
         table = table + 1
+    alone = DeviceMesh("cpu", [0])
+    state[names[0]] = DTensor.from_local(table, alone, [Replicate()], run_check=False)
+    with pytest.raises(ConfigError, match="on every rank"):
+        dmp.load_state_dict(state)
 
 
 def test_dtensors_of_any_placement_load_into_any_tiling(pool: Pool) -> None:

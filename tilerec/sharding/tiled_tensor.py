@@ -284,6 +284,14 @@ def load(logical: Logical, value: Tensor) -> None:
         if source is not None:
             logical.load(source)
             return
+        ranks = value.device_mesh.mesh.flatten().tolist()
+        if isinstance(logical.group, ProcessGroupComms):
+            wanted = dist.get_process_group_ranks(logical.group.process_group)
+            if not set(wanted) <= set(ranks):
+                raise ConfigError(
+                    f"load_state_dict: got a DTensor on ranks {ranks[:8]} for a table on ranks {wanted[:8]}; the "
+                    "others could not read it. Gather it there and pass a plain tensor on every rank."
+                )
         value = value.full_tensor()
     logical.load_whole(value)
 
