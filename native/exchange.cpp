@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is done before a second thread has woken up
 constexpr int64_t kPiecesPerThread = 8;
 constexpr int64_t kBlockBytes = 1 << 20;
-constexpr int64_t kStreamBytes = 16 << 20;  // what is written from here on would push everything else out of the caches
-constexpr int64_t kHugeBytes = 32 << 20;    // from here on the C library takes fresh memory from the system every time
+constexpr int64_t kStreamBytes = 8 << 20;  // from here on writing past the caches pays, even if the result is read soon
+constexpr int64_t kHugeBytes = 32 << 20;   // from here on the C library takes fresh memory from the system every time
 
 int threads_for(int64_t bytes, int64_t threads) {
   return bytes < kBytesForThreads ? 1 : static_cast<int>(std::max<int64_t>(1, threads));
@@ -65,9 +65,12 @@ struct RouteState {
   std::vector<Cursor> cursors;
   std::vector<int64_t> counts;
   std::unique_ptr<char[]> marks;
+  std::unique_ptr<int32_t[]> bags;
   int mark_bytes, threads;
 
-  RouteWork work(const tr_route& call) { return {&call, routes.data(), cursors.data(), marks.get(), mark_bytes}; }
+  RouteWork work(const tr_route& call) {
+    return {&call, routes.data(), cursors.data(), marks.get(), mark_bytes, bags.get()};
+  }
 };
 
 // The routes of a call. False, and a report: a call that contradicts itself.
@@ -163,13 +166,14 @@ void place_cursors(tr_route& call, RouteState& state) {
     for (int64_t c = part.route->first_chunk; c < part.route->last_chunk; ++c) {
       Cursor& cursor = state.cursors[state.chunks[c].first_cursor + part.number];
       const Cursor counted = cursor;
-      cursor = {ids, present, part.route->copied ? present + counted.present : -1, part.route->cuts[part.number]};
+      cursor = {ids, present, part.route->copied ? present + counted.present : ids, part.route->cuts[part.number]};
       ids += counted.ids;
       present += counted.present;
     }
     state.counts.push_back(present - first_bag);
     state.counts.push_back(ids - first_id);
   }
+  state.bags.reset(new int32_t[static_cast<size_t>(ids)]);
   call.present = present;
   call.moved = ids;
 }

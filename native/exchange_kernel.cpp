@@ -100,21 +100,30 @@ RouteFault count_marked(const RouteWork& work, const Chunk& chunk) {
   mark(route, ids, begin, end, own);
   constexpr Mark kNone = static_cast<Mark>(-1);
   Cursor* cursors = work.cursors + chunk.first_cursor;
-  if (call.each_id) {
-    for (int64_t i = 0; i < end - begin; ++i)
-      if (own[i] != kNone) ++cursors[own[i]].ids;
-    for (int64_t p = 0; p < route.parts; ++p) cursors[p].present = cursors[p].ids;
-    return {TR_OK, 0, 0};
-  }
-  for (int64_t b = chunk.begin; b < chunk.end; ++b)
-    for (int64_t i = route.offsets[b] - begin, stop = route.offsets[b + 1] - begin; i < stop; ++i) {
+  for (int64_t b = chunk.begin, i = 0; b < chunk.end; ++b)
+    for (const int64_t stop = first_id(call, route, b + 1) - begin; i < stop; ++i) {
       if (own[i] == kNone) continue;
       Cursor& cursor = cursors[own[i]];
       ++cursor.ids;
-      cursor.present += cursor.last != b;
-      cursor.last = b;
+      cursor.present += cursor.mark != b;
+      cursor.mark = b;
     }
   return {TR_OK, 0, 0};
+}
+
+// Runs of equal bags are the present bags. No branch: where they end is a matter of chance.
+void write_runs(const tr_route& call, const int32_t* bags, const Cursor& cursor) {
+  int32_t *lengths = call.lengths, *slots = call.slots;
+  int64_t p = cursor.present - 1;
+  int32_t last = -1, length = 0;
+  for (int64_t n = cursor.mark; n < cursor.ids; ++n) {
+    const int32_t same = -(bags[n] == last);
+    last = bags[n];
+    p += 1 + same;
+    length = (length & same) + 1;
+    lengths[p] = length;
+    slots[p] = last;
+  }
 }
 
 template <class Id, class Mark, class Local>
@@ -124,36 +133,22 @@ void write_marked(const RouteWork& work, const Chunk& chunk) {
   const Id* ids = static_cast<const Id*>(call.ids);
   Local* local = static_cast<Local*>(call.local);
   int64_t* positions = call.positions;
-  int32_t *lengths = call.lengths, *slots = call.slots;
-  const int64_t begin = first_id(call, route, chunk.begin), end = first_id(call, route, chunk.end);
+  int32_t* bags = work.bags;
+  const int64_t begin = first_id(call, route, chunk.begin);
   const Mark* own = static_cast<const Mark*>(work.marks) + route.marks + (begin - route.begin);
   constexpr Mark kNone = static_cast<Mark>(-1);
   Cursor* cursors = work.cursors + chunk.first_cursor;
-  if (call.each_id) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (own[i - begin] == kNone) continue;
-      Cursor& cursor = cursors[own[i - begin]];
-      const int64_t n = cursor.ids++, p = cursor.present++;
-      local[n] = static_cast<Local>(static_cast<int64_t>(ids[i]) - cursor.lower);
-      positions[n] = i;
-      lengths[p] = 1;
-      slots[p] = static_cast<int32_t>(i - route.begin);
-    }
-    return;
-  }
-  for (int64_t b = chunk.begin; b < chunk.end; ++b)
-    for (int64_t i = route.offsets[b], stop = route.offsets[b + 1]; i < stop; ++i) {
+  for (int64_t b = chunk.begin, i = begin; b < chunk.end; ++b)
+    for (const int64_t stop = first_id(call, route, b + 1); i < stop; ++i) {
       if (own[i - begin] == kNone) continue;
       Cursor& cursor = cursors[own[i - begin]];
       const int64_t n = cursor.ids++;
       local[n] = static_cast<Local>(static_cast<int64_t>(ids[i]) - cursor.lower);
       positions[n] = i;
-      const bool opens = cursor.last != b;
-      cursor.last = b;
-      const int64_t p = (cursor.present += opens) - 1;
-      lengths[p] = opens ? 1 : lengths[p] + 1;
-      slots[p] = static_cast<int32_t>(b);
+      bags[n] = static_cast<int32_t>(b);
     }
+  for (int64_t p = 0; p < route.parts; ++p)
+    if (route.wire[p] >= 0) write_runs(call, bags, cursors[p]);
 }
 
 RouteFault count_copied(const RouteWork& work, const Chunk& chunk) {
@@ -189,7 +184,7 @@ RouteFault write_copied(const RouteWork& work, const Chunk& chunk) {
   }
   if (outside) return first_bad_id(ids, begin, end, rows);
   for (int64_t i = begin; i < end; ++i) positions[i] = i;
-  const int64_t bags = chunk.end - chunk.begin, present = cursor.last - cursor.present;
+  const int64_t bags = chunk.end - chunk.begin, present = cursor.mark - cursor.present;
   int32_t *lengths = call.lengths + cursor.present, *slots = call.slots + cursor.present;
   if (call.each_id) {
     for (int64_t b = 0; b < bags; ++b) lengths[b] = 1;

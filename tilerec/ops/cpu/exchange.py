@@ -7,6 +7,7 @@ for bit, for any number of threads. Sums of other numbers than fp32 and fp64 go 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -114,7 +115,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         """`lists`: those of `place_rows_`, without adds for `pick_rows`."""
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
-        numbers = array("q", [number for values in lists for number in values])
+        numbers = array("q", itertools.chain.from_iterable(lists))
         call = Segments(
             numbers.buffer_info()[0], count, flat.data_ptr(), flat.numel(), rows.data_ptr(), rows.numel(),
             slots.data_ptr(), slots.numel(), flat.element_size(), _SUM_BYTES.get(flat.dtype, 0),
