@@ -199,6 +199,8 @@ def test_two_processes_print_once_and_score_as_one_does_under_either_launcher(tm
     done = _run("-m", *arguments, str(tmp_path / "nproc"), "--nproc", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("512 held-out samples") == 1
+    assert done.stdout.count("320 samples in 6 steps") == 1
+    assert " s of training on 2 ranks: " in done.stdout
     assert done.stdout.count("train step      2") == 1
     assert "Traceback" not in done.stderr
     _assert_same_scores(tmp_path / "nproc", tmp_path / "one")

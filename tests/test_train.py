@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import math
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing import Ranks, random_batch
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.train.launch import RankFailed, cores, launch, under_torchrun
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
@@ -522,6 +525,60 @@ def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(
 def test_a_plan_without_ranks_is_warned_about() -> None:
     with pytest.warns(UserWarning, match="no effect without group="):
         train(dataclasses.replace(_run(max_steps=1), parallel=ParallelConfig(sharding="row_wise")))
+
+
+# Launching ----------------------------------------------------------------------------------------------------
+
+
+def _check_place(group: ProcessGroupComms, threads: int) -> None:
+    """As torchrun numbers ranks, with the cores shared out."""
+    place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if place != [str(group.rank), str(group.rank), "2", "2"] or torch.get_num_threads() != threads:
+        raise ConfigError(f"{place}, {torch.get_num_threads()} threads")
+    assert group.all_gather_object(group.rank) == [0, 1]
+
+
+def test_launched_ranks_are_numbered_as_torchrun_does_and_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch(2, _check_place, max(1, cores() // 2))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(RankFailed, match=r"^rank (\d) of 2: \['\1', '\1', '2', '2'\], 1 threads$"):
+        launch(2, _check_place, 7)
+
+
+def _busy_while_rank_1_fails(group: ProcessGroupComms) -> None:
+    if group.rank == 1:
+        raise InputError("line 3 is malformed")
+    threading.Event().wait(300)
+
+
+def test_a_rank_that_does_not_notice_a_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilerec.train.launch._GRACE_S", 0.2)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2: line 3 is malformed$"):
+        launch(2, _busy_while_rank_1_fails)
+
+
+def _exit_quietly(group: ProcessGroupComms) -> None:
+    if group.rank == 1:
+        os._exit(7)
+    group.barrier()
+
+
+def test_a_rank_that_ends_without_a_word_is_told_before_those_that_missed_it() -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with exit code 7$"):
+        launch(2, _exit_quietly)
+
+
+def test_a_launch_of_no_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 ranks"):
+        launch(0, _exit_quietly)
+
+
+def test_a_process_with_a_rank_knows_its_launcher() -> None:
+    assert under_torchrun({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not under_torchrun({"WORLD_SIZE": "2"})
 
 
 # Shares -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from tilerec.errors import ConfigError
 from tilerec.models.dlrm import DLRM
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig, DotConfig
+from tilerec.train.config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -46,3 +47,18 @@ def test_datasets_that_do_not_fit_a_model_are_refused() -> None:
         DLRMConfig().build(SyntheticData(num_rows=(5,), num_dense=0).open(), CPU)
     with pytest.raises(ConfigError, match="takes two sparse features"):
         DotConfig().build(SyntheticData(num_rows=(5,)).open(), CPU)
+
+
+@pytest.mark.parametrize(
+    "config", [DLRMConfig(embedding_dim=4, dense_arch=(5,), over_arch=(6,)), DotConfig(embedding_dim=4)]
+)
+def test_tables_may_be_on_meta_and_the_dense_part_has_the_same_values(config: ModelConfig) -> None:
+    data = SyntheticData(num_rows=(30, 20), num_dense=3).open()
+    torch.manual_seed(5)
+    real = dict(config.build(data, CPU).named_parameters())
+    torch.manual_seed(5)
+    apart = dict(config.build(data, CPU, torch.device("meta")).named_parameters())
+    assert set(real) == set(apart)
+    for name, parameter in apart.items():
+        assert parameter.is_meta == ("_table" in name)
+        assert parameter.is_meta or torch.equal(parameter, real[name])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
+from tilerec.comms.process import ProcessGroupComms
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
+from tilerec.testing import run_ranks
 from tilerec.train.config import RunConfig
+from tilerec.train.evaluate import Scores
 from tilerec.train.loop import train
 from tilerec.train.override import override_all, settings
 
@@ -54,3 +58,25 @@ def test_the_criteo_recipe_runs_on_a_generated_file(tmp_path: Path) -> None:
     assert result.held_out.samples == 30
     assert result.rows.rows == 300
     assert result.held_out.auc > 0.9
+
+
+def _scores_of_rank(run: RunConfig) -> Scores:
+    return train(run, group=ProcessGroupComms()).held_out
+
+
+def test_movielens_scores_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """A source that every rank reads whole, shuffled, in batches that are never shared equally."""
+    draw = random.Random(0)
+    lines = ["userId,movieId,rating,timestamp"]
+    for user in range(1, 41):
+        for movie in draw.sample(range(1, 60), 30):
+            stars = 5 if (user + movie) % 2 else 2
+            lines.append(f"{user},{movie},{stars},{draw.randrange(10**6)}")
+    (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
+    run = override_all(make_run("movielens", str(tmp_path)), ["train.batch_size=33", "train.epochs=2"])
+    single = train(run).held_out
+    sharded = override_all(run, ["parallel.sharding=row_wise"])
+    for scores in run_ranks(2, _scores_of_rank, sharded):
+        assert scores.samples == single.samples == 400
+        assert scores.auc == pytest.approx(single.auc, abs=2e-4)
+        assert scores.log_loss == pytest.approx(single.log_loss, abs=1e-5)

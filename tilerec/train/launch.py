@@ -182,8 +182,8 @@ def _live(place: _Place, work: bytes, pipe: Connection) -> None:
     """The life of one rank."""
     os.environ.clear()
     os.environ.update(place.environment)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores() // place.size))
+    # Said to torch: the server that this process was forked from has read the variable long ago.
+    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // place.size)) or 1)
     leaving = threading.Event()
     threading.Thread(target=_end_with_launcher, args=(pipe, leaving), daemon=True).start()
     failure: _Failure | None = None
@@ -290,5 +290,5 @@ def _backend(device: str) -> str:
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r} in the environment; a launcher sets it to a number.")
+        raise ConfigError(f"{name} is {text!r} in the environment; wanted a number.")
     return int(text)

@@ -34,8 +34,8 @@ def report(result: RunResult) -> RenderableType:
             cells += [_number(reachable), _number(value - reachable, sign=True)]
         table.add_row(*cells)
     lines = [
-        f"{result.samples:,} samples in {result.steps:,} steps, {result.seconds:.1f} s of training: "
-        f"{result.samples_per_second:,.0f} samples/s"
+        f"{result.samples:,} samples in {result.steps:,} steps, {result.seconds:.1f} s of training"
+        f"{f' on {result.ranks} ranks' if result.ranks > 1 else ''}: {result.samples_per_second:,.0f} samples/s"
     ]
     if best is not None and result.best_expected_auc is not None:
         lines.append(
