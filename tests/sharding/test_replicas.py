@@ -1,0 +1,127 @@
+"""Replicas of a tile: the cheapest form wins, every form gives the same rows, few messages carry all tables.
+
+Legend: W ranks, D columns.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sharding import replicas
+from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.replicas import Form, choose_form
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.testing.batches import concat_batches, random_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+ROWS, DIM = 30, 5
+KEYS = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "group_size", "form"),
+    [
+        (
+            1_000_000,
+            [(2048, 2048)] * 2,
+            2,
+            Form.ROWS,
+        ),  # single ids: repeated rows are added before they travel
+        (1_000_000, [(2048, 20480)] * 2, 2, Form.BAGS),  # long bags: one gradient for ten ids
+        (1_000, [(65536, 655360)] * 8, 8, Form.DENSE),  # every rank touches every row of a small table
+        (1_000, [(65536, 655360)] * 8, 16, Form.ROWS),  # the same among some ranks only: no all-reduce there
+        (1_000_000, [(0, 0)] * 4, 4, Form.ROWS),  # nothing at all: nothing to send
+    ],
+)
+def test_the_form_with_the_fewest_bytes_is_chosen(
+    rows: int, counts: list[tuple[int, int]], group_size: int, form: Form
+) -> None:
+    assert choose_form(rows, 64, counts, group_size, bags_can_travel=True, exact=False) is form
+
+
+def test_exact_sums_need_the_bags_and_sample_weights_need_the_rows() -> None:
+    long_bags, single = [(2048, 20480)] * 2, [(2048, 2048)] * 2
+    assert choose_form(10**6, 64, single, 2, bags_can_travel=True, exact=True) is Form.BAGS
+    assert choose_form(10**6, 64, long_bags, 2, bags_can_travel=False, exact=False) is Form.ROWS
+
+
+def configs() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["a", "b"]),
+        EmbeddingBagConfig(ROWS + 1, 3, "u", feature_names=["c"]),
+    ]
+
+
+def batches(size: int) -> list[KeyedJaggedTensor]:
+    return [random_batch(KEYS, ROWS, 4 * rank, seed=rank) for rank in range(size)]
+
+
+def attached() -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    module = EmbeddingBagCollection(configs())
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    return module
+
+
+def train(group: Group, whole: EmbeddingBagCollection) -> tuple[list[Tensor], dict[str, int]]:
+    module = copy.deepcopy(whole)
+    everyone = tuple(range(group.size))
+    tilings = {
+        c.name: Tiling.of(
+            c.name, c.num_embeddings, c.embedding_dim, [(0, c.num_embeddings, 0, c.embedding_dim, everyone)]
+        )
+        for c in configs()
+    }
+    shard_collection(module, tilings, group, group.split("route"), Topology(group.size, "cpu"))
+    group.traffic.reset()
+    out = module(batches(group.size)[group.rank]).values()
+    (out.square().sum() * group.size).backward()
+    return [p.detach().clone() for p in module.parameters()], {
+        sent.name: sent.calls for sent in group.traffic.table()
+    }
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_form_updates_the_rows_of_the_unsharded_module(
+    form: Form, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
+    whole = attached()
+    before = [p.detach().clone() for p in whole.parameters()]
+    results = run_virtual_ranks(size, train, whole)
+    whole(concat_batches(batches(size))).values().square().sum().backward()
+    for rows, _ in results:
+        for own, want, old, first in zip(rows, whole.parameters(), before, results[0][0], strict=True):
+            torch.testing.assert_close(own, want.detach(), rtol=0, atol=1e-6)
+            untouched = (want.detach() == old).all(1)
+            assert untouched.any()
+            assert torch.equal(own[untouched], old[untouched])
+            assert torch.equal(own, first), "replicas differ"
+
+
+@pytest.mark.parametrize(
+    ("form", "calls"),
+    [
+        (Form.BAGS, {"replica counts": 1, "replica ids": 1, "replica gradients": 1}),
+        (Form.ROWS, {"replica counts": 1, "replica rows": 1, "replica ids": 1, "replica gradients": 1}),
+        (Form.DENSE, {"replica counts": 1, "replica gradients, dense": 1}),
+    ],
+)
+def test_all_tables_share_one_message_of_each_kind(
+    form: Form, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
+    for _, made in run_virtual_ranks(2, train, attached()):
+        assert {name: count for name, count in made.items() if name.startswith("replica")} == calls
