@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.troubles.world import KINDS, SIZE, equals_unsharded, flat, sharded
 from tilerec.comms.group import Group
@@ -20,6 +21,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
@@ -166,6 +168,42 @@ def test_1888_the_dense_part_of_a_sharded_model_compiles_whole() -> None:
     (eager, graph) = results
     assert graph[0] == pytest.approx(eager[0], rel=1e-6)
     torch.testing.assert_close(graph[1:], eager[1:])
+
+
+class Model(nn.Module):
+    """Tables and what is made of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b", "c")]
+        )
+        self.scorer = Scorer()
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        total: Tensor = self.scorer(self.ebc(features).values())
+        return total
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_1888_a_sharded_model_compiles_around_its_tables_once_for_all_batches() -> None:
+    model = Model()
+    apply_optimizer_in_backward(SGD(lr=0.1), list(model.ebc.parameters()))
+    eager = copy.deepcopy(model)
+    dmp = DistributedModelParallel(model, ShardingEnv.from_local(1, 0))
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dmp, backend=graphs, dynamic=True)
+    seen = []
+    for step in range(4):
+        features = random_batch(["a", "b", "c"], 9, 4 + step, seed=step)
+        got, want = compiled(features), eager(features)
+        torch.testing.assert_close(got.detach(), want.detach())
+        got.backward()
+        want.backward()
+        seen.append(graphs.frame_count)
+    assert 1 <= seen[0] == seen[-1]
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(full_state_dict(dmp.module)[name], value)
 
 
 # ----------------------------------------------------------- 551, 557, 392, 1483: another package's binaries
