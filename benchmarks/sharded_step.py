@@ -28,10 +28,11 @@ Stages (ours, mean over ranks of the medians over steps; `bound` beside each)
   rows       home                                   scatter    into the output
   gather     gradients out of the output's          rows'      gradients to the owners
   update     rows, in place                         rest       step minus all of these: Python, allocation, autograd
-Collectives hold the wait for the other rank; "processor ms" is the main thread's own time, without any wait. Bounds:
-for a collective a raw one of the same bytes between the same processes; for memory, bytes that must move once (distinct
-rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data that is
-still in a cache may beat the latter. Replicas' ids and gradients travel at the same time: add the two.
+Collectives hold the wait for the other rank; "processor ms" is the main thread's own time, without any wait; "faults"
+are pages that the process touched first (memory fresh from the system; 1,000 cost about 0.5 ms or more). Bounds: for a
+collective a raw one of the same bytes between the same processes; for memory, bytes that must move once (distinct
+rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data that is still
+in a cache may beat the latter. Replicas' ids and gradients travel at the same time: add the two.
 
 Legend: W ranks, T tables, E rows, D columns, B samples of a rank, L ids per bag, K batches.
 """
@@ -47,6 +48,7 @@ import json
 import os
 import platform
 import pstats
+import resource
 import selectors
 import statistics
 import subprocess
@@ -177,15 +179,16 @@ def _size(*tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.thread_time()
+def _now() -> tuple[float, float, float]:
+    """Seconds elapsed, seconds of the main thread on the processor, page faults of the process."""
+    return time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Clock:
     """Times of the outermost ops and calls of a step, taken by wrapping them; made for one process."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}  # elapsed, and of the main thread on the processor
+        self.spent: dict[str, list[float]] = {}  # what `_now` counts
         self.bytes: dict[str, int] = {}  # of a memory stage, filled while `recording`
         self.raw: dict[str, Callable[[], object]] = {}  # a bare call of the same bytes
         self.recording = False
@@ -201,8 +204,8 @@ class Clock:
         for method in ("encode", "decode"):
             setattr(wire, method, self._op(getattr(wire, method), method, method))
 
-    def add(self, stage: str, since: tuple[float, float]) -> None:
-        line = self.seconds.setdefault(stage, [0.0, 0.0])
+    def add(self, stage: str, since: tuple[float, ...]) -> None:
+        line = self.spent.setdefault(stage, [0.0, 0.0, 0.0])
         for i, now in enumerate(_now()):
             line[i] += now - since[i]
 
@@ -332,18 +335,17 @@ def measure_stages(request: dict[str, Any], runners: dict[str, Runner]) -> dict[
             bursts.append((time.perf_counter() - before) / 5)
         bounds[stage] = min(bursts)
     clock.raw.clear()
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[list[float]]] = {}
     dist.barrier()
     for k in range(steps):
-        clock.seconds.clear()
+        clock.spent.clear()
         before = _now()
         runner.step(k % len(runner.ids))
-        after = _now()
-        step = (after[0] - before[0], after[1] - before[1])
-        known = [sum(times) for times in zip(*clock.seconds.values(), strict=True)]
-        for stage, (elapsed, busy) in clock.seconds.items():
-            lines.setdefault(stage, []).append((elapsed, busy))
-        lines.setdefault("rest", []).append((step[0] - known[0], step[1] - known[1]))
+        step = [now - then for now, then in zip(_now(), before, strict=True)]
+        known = [sum(column) for column in zip(*clock.spent.values(), strict=True)]
+        for stage, spent in clock.spent.items():
+            lines.setdefault(stage, []).append(spent)
+        lines.setdefault("rest", []).append([all_of - some for all_of, some in zip(step, known, strict=True)])
         lines.setdefault("step", []).append(step)
     return {
         "stages": {
@@ -664,19 +666,22 @@ class Bench:
             copy = statistics.mean(told["copy"] for told in told_all) / 1e9
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}; copy {copy:.1f} GB/s on each "
                   f"of {case.ranks} ranks\n")  # fmt: skip
-            print("| stage | ms | processor ms | bound ms | ms by rank |\n|---|---|---|---|---|")
+            print("| stage | ms | processor ms | faults | bound ms | ms by rank |\n|---|---|---|---|---|---|")
             total = 0.0
             found = {stage for told in told_all for stage in told["stages"]}
             for stage in [*ORDER, *sorted(found - set(ORDER))]:
                 if stage not in found:
                     continue
-                times = [told["stages"].get(stage, (0.0, 0.0)) for told in told_all]
-                elapsed, busy = (1e3 * statistics.mean(column) for column in zip(*times, strict=True))
+                times = [told["stages"].get(stage, (0.0, 0.0, 0.0)) for told in told_all]
+                elapsed, busy, faults = (statistics.mean(column) for column in zip(*times, strict=True))
                 bound = 1e3 * statistics.mean(told["bounds"].get(stage, 0.0) for told in told_all)
                 total += bound
                 text = {"rest": "", "step": f"{total:.2f}"}.get(stage, f"{bound:.2f}")
-                by_rank = " ".join(f"{1e3 * own:.2f}" for own, _ in times)
-                print(f"| {stage} | {elapsed:.2f} | {busy:.2f} | {text} | {by_rank} |", flush=True)
+                by_rank = " ".join(f"{1e3 * own:.2f}" for own, *_ in times)
+                print(
+                    f"| {stage} | {1e3 * elapsed:.2f} | {1e3 * busy:.2f} | {faults:.0f} | {text} | {by_rank} |",
+                    flush=True,
+                )
         self.ours.ask("drop")
 
 
