@@ -477,7 +477,7 @@ def test_rank_0_alone_writes_the_logs_and_its_plan_can_be_given_again(
     plan = folder / "plan.json"
     assert "column_wise" in plan.read_text()
     _assert_same_run(two_ranks.run(_train_on_rank, _uneven(plan=str(plan))), alone)
-    with pytest.raises(ConfigError, match="ranks"), Ranks(3) as ranks:
+    with pytest.raises(ConfigError, match="made for 2 ranks, this world has 3"), Ranks(3) as ranks:
         ranks.run(_train_on_rank, _uneven(plan=str(plan)))
 
 
