@@ -65,7 +65,7 @@ def route_case(slots: int, batch: int, length: int, parts: int, ids: torch.dtype
 
 
 def rows_case(op: str, slots: int, batch: int, dim: int, parts: int) -> Case:
-    """Rows of `slots` features side by side in `[batch, slots * dim]`: all bags of one part, or several parts summed."""
+    """Rows of `slots` features side by side in `[batch, slots * dim]`: all bags of one part, or parts summed."""
     generator = torch.Generator().manual_seed(0)
     lists: list[list[int]] = [[], [], [], [], [], []]
     numbers: list[Tensor] = []
