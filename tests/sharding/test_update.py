@@ -198,6 +198,25 @@ def test_ranks_that_hold_nothing_of_a_tile_take_no_part_in_its_talk() -> None:
         )
 
 
+def test_a_rank_may_hear_sums_and_tell_none() -> None:
+    """Columns [0, 2) on both ranks, [2, 20) on rank 1, which has all it needs: rank 0 has nobody to tell."""
+    hosts = WORLDS["2"]
+    tiling = Tiling.of("t", 10, 20, [(0, 10, 0, 2, (0, 1)), (0, 10, 2, 20, 1)])
+    table = TableCase("t0", 10, 20, ("a",))
+    case = Case((table,), {"t0": tiling}, hosts, OPTIMIZERS["rowwise_adagrad"], (3, 2))
+    check(case, run_virtual(case))
+
+
+def test_split_rows_of_float32_and_float64_tables_travel_in_their_own_precision() -> None:
+    hosts = WORLDS["2"]
+    tables = (TableCase("t0", 10, 20, ("a",)), TableCase("t1", 9, 6, ("b",), DataType.FP64))
+    case = Case(
+        tables, {t.name: TILINGS["column_wise"](t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}, hosts,
+        OPTIMIZERS["partial_rowwise_lamb"], (3, 2),
+    )  # fmt: skip
+    check(case, run_virtual(case))
+
+
 # ---------------------------------------------------------------------------------------------------- replicas
 
 
