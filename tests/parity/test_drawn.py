@@ -106,19 +106,19 @@ def cases(
     )  # fmt: skip
 
 
-@settings(max_examples=40 * MORE)
+@settings(max_examples=30 * MORE)
 @given(cases())
 def test_any_tiling_equals_unsharded(case: Case) -> None:
     check(case, run_virtual(case))
 
 
-@settings(max_examples=15 * MORE)
+@settings(max_examples=10 * MORE)
 @given(cases(types=(DataType.FP64,)))
 def test_any_tiling_of_float64_tables_equals_unsharded(case: Case) -> None:
     check(case, run_virtual(case))
 
 
-@settings(max_examples=20 * MORE)
+@settings(max_examples=15 * MORE)
 @given(cases(sizes=(1, 2, 4), optimizers=ROUNDED, forms=("sum",), types=FLOATS, dims=(1, 3, 8)))
 def test_where_sums_are_exact_every_tiling_rounds_to_the_same_bits(case: Case) -> None:
     """Gradients are small whole numbers, so no sum rounds; stochastic rounding draws by place, not by tile."""
@@ -128,7 +128,7 @@ def test_where_sums_are_exact_every_tiling_rounds_to_the_same_bits(case: Case) -
     assert figures.outputs <= 2**-7  # partial sums add in another order, then are rounded to the tables' type
 
 
-@settings(max_examples=15 * MORE)
+@settings(max_examples=10 * MORE)
 @given(cases(optimizers=("sgd", "adagrad", "rowwise_adagrad", "adam"), types=FLOATS))
 def test_tables_of_mixed_types_stay_within_a_rounding_step_of_unsharded(case: Case) -> None:
     """Sums run in fp32 on both sides, so where they round alike bits agree, and else neighbours do."""
@@ -139,7 +139,7 @@ def test_tables_of_mixed_types_stay_within_a_rounding_step_of_unsharded(case: Ca
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
-@settings(max_examples=4 * MORE)
+@settings(max_examples=3 * MORE)
 @given(data=st.data())
 def test_exact_mode_has_the_same_bits_under_any_tiling(optimizer: str, data: st.DataObject) -> None:
     """At a fixed W: against every table on one rank."""
