@@ -8,7 +8,7 @@ Nouns
 The header is the one host synchronization of a step. A rank that refuses its own batch says so in its header, so
 every rank raises and nobody waits.
 
-Legend: W ranks, P present bags of a part, N its ids, U bags of a merge (the union of its parts' present bags).
+Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (the union of its parts' present bags).
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ class Router:
         for p, part in enumerate(layout.parts):
             wire_slots[layout.wire[p]] = part.slot
         self._slot_of = wire_slots + [layout.parts[merge.parts[0]].slot for merge in layout.own_merges]
+        self._merge_slots = [layout.parts[merge.parts[0]].slot for merge in layout.own_merges]
+        self._merge_of = [-1] * len(layout.parts)  # in wire order
+        for m, merge in enumerate(layout.own_merges):
+            for p in merge.parts:
+                self._merge_of[layout.wire[p]] = m
+        self._header_index = torch.tensor(self._index_header())
         self._header_out = [
             1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
             for parts, merges in zip(layout.sent, self._merges_to, strict=True)
@@ -112,11 +118,23 @@ class Router:
             for parts, merges in zip(layout.received, layout.merging, strict=True)
         ]
 
+    def _index_header(self) -> list[int]:
+        """Where each word of my headers stands among [flags, (P, N) of each part in wire order, U of each merge]."""
+        layout, index, wire = self.layout, [], 0
+        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
+            index.append(0)
+            index.extend(range(1 + 2 * wire, 1 + 2 * (wire + size)))
+            wire += size
+            for m in merges:
+                index.append(1 + 2 * len(layout.parts) + m)
+                index.extend(1 + 2 * layout.wire[p] for p in layout.own_merges[m].parts)
+        return index
+
     def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
         """Tell every rank that this one's batch cannot be routed, then raise `failure`."""
-        parts, nothing = len(self.layout.parts), torch.empty(0, dtype=torch.int32, device=device)
-        unions = [_Union(nothing, [], [0] * len(merge.parts)) for merge in self.layout.own_merges]
-        self._exchange_headers(REFUSED, [[0, 0]] * parts, unions, device)
+        nothing = torch.zeros(len(self.layout.parts), 2, dtype=torch.int64, device=device)
+        sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int32, device=device)
+        self._exchange_headers(REFUSED, nothing, sizes_M)
         raise failure
 
     def __call__(self, batch: Batch, keys: Sequence[int]) -> Routed:
@@ -135,63 +153,77 @@ class Router:
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
-            counts = counts_K2.tolist()
         except InputError as error:
             self.refuse(error, batch.ids.device)
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
-        present = [p for p, _ in counts]
-        starts = list(itertools.accumulate(present, initial=0))
-        unions = self._unite(slots, starts, present, batch.bags)
-        heard = self._exchange_headers(flags, counts, unions, batch.ids.device)
+        marks = self._mark(slots, counts_K2, batch.bags)
+        counts, sizes, heard = self._exchange_headers(flags, counts_K2, marks.sizes_M)
         refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
         if refused:
             raise InputError(
                 f"Rank {refused[0]} refused its batch (its own error says why), so no rank routes this step; "
                 "see the error of that rank."
             )
+        unions = self._unite(marks, counts, sizes)
         return self._exchange_payloads(
             batch, weights, counts, lengths, local, slots, positions, unions, heard
         )
 
     # ------------------------------------------------------------------------------------------------ home
 
-    def _unite(self, slots: Tensor, starts: list[int], present: list[int], bags: list[int]) -> list[_Union]:
-        """Per merge: the bags present in any of its parts, and where each part's bags stand among them."""
-        layout, unions = self.layout, []
-        for merge in layout.own_merges:
-            wires = [layout.wire[p] for p in merge.parts]
-            count = bags[layout.parts[merge.parts[0]].slot]
-            mark = torch.zeros(count, dtype=torch.bool, device=slots.device)
-            own = [slots[starts[w] : starts[w] + present[w]].long() for w in wires]
-            for slots_P in own:
-                mark[slots_P] = True
-            rank_of = mark.cumsum(0) - 1
-            union = mark.nonzero()[:, 0].to(torch.int32)
-            unions.append(
-                _Union(
-                    union, [rank_of[slots_P].to(torch.int32) for slots_P in own], [present[w] for w in wires]
-                )
-            )
+    def _mark(self, slots: Tensor, counts_K2: Tensor, bags: list[int]) -> _Marks:
+        """Which bags are present in any part of each merge, for all merges at once; the host learns no size yet."""
+        device = slots.device
+        starts = list(itertools.accumulate([bags[slot] for slot in self._merge_slots], initial=0))
+        total = starts[-1]
+        if not self._merge_slots:
+            nothing = torch.empty(0, dtype=torch.int32, device=device)
+            return _Marks(nothing, nothing, nothing, nothing)
+        first_K = torch.tensor([total if m < 0 else starts[m] for m in self._merge_of], device=device)
+        part_P = torch.repeat_interleave(
+            torch.arange(len(self._merge_of), device=device), counts_K2[:, 0], output_size=slots.numel()
+        )
+        first_P = first_K[part_P]
+        # What belongs to no merge goes to one place past the end.
+        place_P = torch.where(first_P < total, first_P + slots, total)
+        mark = torch.zeros(total + 1, dtype=torch.bool, device=device).index_fill_(0, place_P, True)[:total]
+        before = torch.zeros(total + 1, dtype=torch.int32, device=device)
+        torch.cumsum(mark, 0, dtype=torch.int32, out=before[1:])
+        edges = torch.tensor(starts, device=device)
+        at_edges = before[edges]
+        return _Marks(mark, edges, before[place_P] - before[first_P], at_edges[1:] - at_edges[:-1])
+
+    def _unite(self, marks: _Marks, counts: list[list[int]], sizes: list[int]) -> list[_Union]:
+        """Per merge: its bags, and where each part's bags stand among them."""
+        if not sizes:
+            return []
+        total = sum(sizes)
+        starts_U = torch.repeat_interleave(marks.edges[:-1], marks.sizes_M, output_size=total)
+        slots_U = (torch.nonzero_static(marks.mark, size=total)[:, 0] - starts_U).to(torch.int32)
+        starts = list(itertools.accumulate([p for p, _ in counts], initial=0))
+        unions = []
+        for merge, slots in zip(self.layout.own_merges, slots_U.split(sizes), strict=True):
+            wires = [self.layout.wire[p] for p in merge.parts]
+            unions.append(_Union(slots, [marks.ranks_P[starts[w] : starts[w + 1]] for w in wires]))
         return unions
 
     def _exchange_headers(
-        self, flags: int, counts: list[list[int]], unions: list[_Union], device: torch.device
-    ) -> list[list[int]]:
-        header: list[int] = []
-        at = 0
-        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
-            header.append(flags)
-            for pair in counts[at : at + size]:
-                header.extend(pair)
-            at += size
-            for m in merges:
-                header.append(unions[m].slots.numel())
-                header.extend(unions[m].present)
-        out = torch.tensor(header, dtype=torch.int32, device=device)
+        self, flags: int, counts_K2: Tensor, sizes_M: Tensor
+    ) -> tuple[list[list[int]], list[int], list[list[int]]]:
+        """Tell every rank what comes, and hear it: own counts, own merges' sizes, headers. The host waits here only."""
+        device, parts = counts_K2.device, counts_K2.shape[0]
+        said = torch.tensor([flags], dtype=torch.int32, device=device)
+        values = torch.cat((said, counts_K2.view(-1).to(torch.int32), sizes_M))
+        if self._header_index.device != device:
+            self._header_index = self._header_index.to(device)
+        out = values[self._header_index]
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
-        flat = self.group.all_to_all("header", into, out, self._header_in, self._header_out).wait().tolist()
-        ends = itertools.accumulate(self._header_in, initial=0)
-        return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+        heard = self.group.all_to_all("header", into, out, self._header_in, self._header_out).wait()
+        flat = torch.cat((values, heard)).tolist()
+        counts = [flat[at : at + 2] for at in range(1, 1 + 2 * parts, 2)]
+        sizes = flat[1 + 2 * parts : values.numel()]
+        ends = itertools.accumulate(self._header_in, initial=values.numel())
+        return counts, sizes, [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def _exchange_payloads(
         self, batch: Batch, weights: Tensor | None, counts: list[list[int]], lengths: Tensor, local: Tensor,
@@ -319,7 +351,16 @@ class _Union:
 
     slots: Tensor
     ranks: list[Tensor]
-    present: list[int]
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """All merges side by side; nothing that the host would have to wait for."""
+
+    mark: Tensor  # per bag of each merge, whether any of its parts has it
+    edges: Tensor  # where each merge begins in `mark`, and the end
+    ranks_P: Tensor  # per present bag of all parts, its place in the union of its merge
+    sizes_M: Tensor  # U of each merge, int32
 
 
 def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
