@@ -216,7 +216,7 @@ class Router:
         values = torch.cat((said, counts_K2.view(-1).to(torch.int32), sizes_M))
         if self._header_index.device != device:
             self._header_index = self._header_index.to(device)
-        out = values[self._header_index]
+        out = values.index_select(0, self._header_index)
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         heard = self.group.all_to_all("header", into, out, self._header_in, self._header_out).wait()
         flat = torch.cat((values, heard)).tolist()
