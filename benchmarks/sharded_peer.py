@@ -306,7 +306,7 @@ def _placed(case: Case, table: int) -> Any:
 def _remarks(case: Case, shards: list[Any]) -> Iterator[str]:
     """What a reader should know about the peer's side of a row; what can be asked is asked."""
     if case.tiling == "data-parallel":
-        yield "TorchRec: no fused optimizer for replicas, the dense step of torch.optim.SGD (fused=True) is timed with it"
+        yield "TorchRec: no optimizer in the backward of replicas; torch.optim.SGD(fused=True) is timed with it"
         return
     sizes = sorted({tuple(shard.shard_sizes) for shard in shards})
     if case.tiling == "column-wise":
