@@ -150,6 +150,7 @@ class _Talk:
     name: str
     sizes: dict[int, int]  # elements to hear, by rank
     sends: dict[int, Tensor]
+    like: Tensor  # of the type and device of what it hears
 
 
 _Update = Generator[_Talk, "dict[int, Tensor]", None]
@@ -181,10 +182,9 @@ def _in_step(group: Group, updates: Sequence[_Update]) -> list[NonFiniteGradient
                 sends.setdefault(rank, []).append(tensor)
             for rank, size in talk.sizes.items():
                 sizes.setdefault(rank, []).append((i, size))
-        like = next(t for talk in talks.values() for t in talk.sends.values())
-        heard = {rank: like.new_empty(sum(size for _, size in own)) for rank, own in sizes.items()}
-        name = next(iter(talks.values())).name
-        group.exchange(name, heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
+        first = next(iter(talks.values()))
+        heard = {rank: first.like.new_empty(sum(size for _, size in own)) for rank, own in sizes.items()}
+        group.exchange(first.name, heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
         for rank, own in sizes.items():
             for (i, _), part in zip(own, heard[rank].split([size for _, size in own]), strict=True):
                 answers[i][rank] = part  # type: ignore[index]
@@ -288,7 +288,7 @@ def _sum_over_columns(
         )
         for rank in listeners
     }
-    receives = yield _Talk(name, sizes, sends)
+    receives = yield _Talk(name, sizes, sends, sums[0])
     total = sums[0].new_zeros((distinct, kinds, dim // unit if unit else 1))
     at, own_at = dict.fromkeys(others, 0), 0
     for rank, begin, count in parts:
