@@ -25,7 +25,7 @@ def test_the_print_says_what_each_rank_holds_and_where() -> None:
         [[0, 1], [2, 3]],
     )
     assert str(plan) == (
-        "plan for 4 ranks on hosts 0-1 | 2-3\n"
+        "plan for 4 ranks on 2 hosts (ranks 0-1 | 2-3)\n"
         "\n"
         "module     table  rows x dim  type         kernel  ranks  hosts     each holds  bytes each\n"
         "model.ebc  user        7 x 4  row_wise     fused   0-2    0-1            2 x 4        32 B\n"

@@ -5,6 +5,8 @@ from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as Default
 from tilerec.parallel.env import ShardingEnv as ShardingEnv
 from tilerec.parallel.full_state import full_state_dict as full_state_dict
 from tilerec.parallel.fused_params import EmbOptimType as EmbOptimType
+from tilerec.parallel.join import Turn as Turn
+from tilerec.parallel.join import even_batches as even_batches
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.qcomms import CommOp as CommOp
 from tilerec.parallel.qcomms import CommType as CommType

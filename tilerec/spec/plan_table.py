@@ -80,7 +80,10 @@ def bytes_text(count: int | None) -> str:
 
 def _head(plan: ShardingPlan) -> str:
     world = "an unknown number of" if plan.world_size is None else str(plan.world_size)
-    hosts = "" if plan.hosts is None else " on hosts " + " | ".join(ranks_to_text(h) for h in plan.hosts)
+    hosts = ""
+    if plan.hosts is not None:
+        ranks = " | ".join(ranks_to_text(host) for host in plan.hosts)
+        hosts = f" on {len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} (ranks {ranks})"
     return f"plan for {world} rank{'s' * (plan.world_size != 1)}{hosts}"
 
 
