@@ -53,7 +53,7 @@ def both_move(kind: str) -> tuple[list[float], list[float]]:
     model = RowAndBias()
     apply_optimizer_in_backward(SGD(lr=1.0), [model.ebc.embedding_bags["t"].weight])
     before = model.ebc.embedding_bags["t"].weight[0].detach().clone()
-    dmp = DistributedModelParallel(model, plan={"ebc": {"t": ParameterSharding(kind)}})
+    dmp = DistributedModelParallel(model, plan={"ebc": {"t": ParameterSharding(kind, ranks=[0, 1])}})
     dense = torch.optim.SGD([model.bias], lr=1.0)
     dmp(KeyedJaggedTensor(["f"], torch.tensor([0]), lengths=torch.tensor([1]))).backward()
     dense.step()

@@ -96,7 +96,7 @@ def test_1252_what_a_sharder_offers_the_planner_plans_and_shard_does_on_cpu(whic
         module = COLLECTIONS[which]()
         if kernel == "fused":
             apply_optimizer_in_backward(SGD(lr=0.5), list(module.parameters()))
-        limits = {"t": ParameterConstraints(sharding_types=[kind], compute_kernels=[kernel])}
+        limits = {"t": ParameterConstraints(sharding_types=[kind], compute_kernels=[kernel], min_partition=2)}
         plan = EmbeddingShardingPlanner(topology=topology, constraints=limits).plan(module)
         shard(module, plan=plan, mesh=group, topology=topology)
         before = full_state_dict(module)

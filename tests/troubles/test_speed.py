@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.troubles.world import KINDS, SIZE, flat, sharded
@@ -36,32 +36,73 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Reads(TorchFunctionMode):
-    """Counts the calls that hand a tensor's numbers to Python: on a GPU each of them waits for it."""
+class Reads:
+    """Counts the calls that hand a tensor's numbers to Python: on a GPU each of them waits for it.
 
-    NAMES = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "numpy", "nonzero")
+    Those of this thread, which runs the backward pass of CPU tensors too.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
+    NAMES = ("tolist", "item", "numpy", "nonzero", "__int__", "__float__", "__bool__", "__index__")
+    _own = threading.local()
+
+    def __enter__(self) -> Reads:
         self.seen: Counter[str] = Counter()
+        self._own.seen = self.seen
+        return self
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self.NAMES:
-            self.seen[name] += 1
-        return func(*args, **(kwargs or {}))
+    def __exit__(self, *_: object) -> None:
+        self._own.seen = None
+
+    @classmethod
+    def watched(cls, name: str) -> Any:
+        real = getattr(Tensor, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen = getattr(cls._own, "seen", None)
+            if seen is not None:
+                seen[name] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Reads.NAMES:
+        monkeypatch.setattr(Tensor, name, Reads.watched(name))
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * grad.sum().item()
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_step_that_reads_numbers_is_seen_to_do_so() -> None:
+    """In the forward and in the backward: what the tests below rely on."""
+    x = torch.ones(3, requires_grad=True)
+    with Reads() as reads:
+        y = ReadsInBackward.apply(x).sum()
+        assert bool(y > 0)
+        y.backward()
+    assert reads.seen == Counter(__bool__=1, item=1)
 
 
 def collection(tables: int, *, weighted: bool = False) -> EmbeddingBagCollection:
     base = EmbeddingBagCollection(
-        [EmbeddingBagConfig(9, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)], weighted
+        [EmbeddingBagConfig(12, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)], weighted
     )
     apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
     return base
 
 
 def batch(tables: int, seed: int = 0, *, weighted: bool = False) -> KeyedJaggedTensor:
-    return random_batch([f"f{t}" for t in range(tables)], 9, 4, weighted=weighted, seed=seed)
+    return random_batch([f"f{t}" for t in range(tables)], 12, 4, weighted=weighted, seed=seed)
 
 
 # --------------------------------------------------- 4712: gradients of sample weights that nobody asked for
@@ -143,18 +184,31 @@ def test_a_step_runs_as_many_operators_for_300_features_as_for_3() -> None:
     assert few == many
 
 
-def test_a_step_reads_no_number_back_to_python() -> None:
-    base, features = collection(5), batch(5)
-    with Reads() as reads:
-        base(features).values().sum().backward()
-    assert reads.seen == Counter()
+def reads_of(tables: int) -> tuple[Counter[str], Counter[str]]:
+    """In the forward, and in the backward."""
+    base, features = collection(tables), batch(tables)
+    with Reads() as forward:
+        out = base(features).values().sum()
+    with Reads() as backward:
+        out.backward()
+    return forward.seen, backward.seen
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_step_reads_as_few_numbers_for_300_features_as_for_3() -> None:
+    """None in the forward. In the backward two that live on the host, and whether a gradient was not finite."""
+    for tables in (3, 300):
+        forward, backward = reads_of(tables)
+        assert forward == Counter()
+        # Counts of updates live on the host and are read as what they are.
+        assert backward == Counter(tolist=3, numpy=2 * tables)
 
 
 def sharded_reads(tables: int, kind: str) -> list[tuple[int, Counter[str], Counter[str]]]:
     base = collection(tables)
 
     def run(group: Group) -> tuple[int, Counter[str], Counter[str]]:
-        module = sharded(base, kind, group, None)
+        module = sharded(base, kind, group)
         flat(module(batch(tables, group.rank))).sum().backward()
         features = batch(tables, SIZE + group.rank)
         with Reads() as routed:
@@ -167,13 +221,21 @@ def sharded_reads(tables: int, kind: str) -> list[tuple[int, Counter[str], Count
     return run_virtual_ranks(SIZE, run)
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "data_parallel"])
-def test_a_sharded_step_reads_sizes_in_route_and_nothing_after_it(kind: str) -> None:
-    """The sizes of what travels: those of this rank's parts, and those that the others tell. Nothing per feature."""
-    few, many = sharded_reads(3, kind), sharded_reads(60, kind)
-    for (_, routed, rest), (_, routed_of_many, _) in zip(few, many, strict=True):
-        assert routed == routed_of_many == Counter(tolist=2)
-        assert rest == Counter()
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_step_reads_sizes_once_in_route_and_one_number_after_it(kind: str) -> None:
+    """The sizes of what travels, on two hosts of two ranks, for 4 features and for 60."""
+    few, many = sharded_reads(4, kind), sharded_reads(60, kind)
+    for rank, routed, rest in [*few, *many]:
+        assert routed == Counter(tolist=1)
+        del rest["numpy"]  # counts of updates, on the host
+        if kind == "data_parallel":
+            # Sizes of what the replicas tell one another; and rows that were touched, table by table.
+            assert rest["tolist"] == 9
+            assert rest["nonzero"] <= 60
+            continue
+        # Whether a gradient was not finite; nothing on ranks 0 and 2, which hold no whole table.
+        assert rest == Counter(tolist=int(kind != "table_wise" or rank % 2 == 1))
 
 
 def test_rows_of_a_sequence_are_not_cut_into_pieces_and_joined_again() -> None:
@@ -181,7 +243,7 @@ def test_rows_of_a_sequence_are_not_cut_into_pieces_and_joined_again() -> None:
 
     def run(tables: int) -> Counter[str]:
         base = EmbeddingCollection(
-            [EmbeddingConfig(9, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)]
+            [EmbeddingConfig(12, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)]
         )
         apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
         features = batch(tables)

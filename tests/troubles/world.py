@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,14 @@ KINDS = [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICI
 
 def placed(kind: str, table: int, dim: int) -> ParameterSharding:
     """The `table`-th table of a module under a sharding type; tables take turns where a type names one place."""
-    host = list(HOSTS[table % 2])
+    host, everyone = list(HOSTS[table % 2]), [(table + r) % SIZE for r in range(SIZE)]
+    # Columns are cut into as many blocks as divide them, however narrow.
     ranks: dict[str, list[int]] = {
         "table_wise": [(2 * table + 1) % SIZE],
+        "column_wise": everyone[: math.gcd(dim, SIZE)],
         "table_row_wise": host,
-        "table_column_wise": host if dim % 2 == 0 else host[:1],
+        "table_column_wise": host[: math.gcd(dim, 2)],
+        "grid_shard": [*HOSTS[0], *HOSTS[1]] if dim % 2 == 0 else host,
     }
     return ParameterSharding(kind, ranks=ranks.get(kind))
 
