@@ -261,6 +261,7 @@ def test_551_training_needs_no_other_embedding_library_and_1483_no_binary_at_all
             assert table == pytest.approx(again, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="part of the repository, not of the wheel")
 def test_3439_no_dependency_is_pinned_to_one_version() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     own = text.split("dependencies = [", 1)[1].split("]", 1)[0]
