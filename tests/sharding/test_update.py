@@ -198,7 +198,6 @@ def test_ranks_that_hold_nothing_of_a_tile_take_no_part_in_its_talk() -> None:
         )
 
 
-@pytest.mark.xfail(strict=True, reason="a rank without sends finds no type for what it hears (StopIteration)")
 def test_a_rank_may_hear_sums_and_tell_none() -> None:
     """Columns [0, 2) on both ranks, [2, 20) on rank 1, which has all it needs: rank 0 has nobody to tell."""
     hosts = WORLDS["2"]
