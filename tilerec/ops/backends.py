@@ -13,6 +13,7 @@ from tilerec.ops import random as random
 from tilerec.ops import update as update
 from tilerec.ops.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.cpu.library import library
+from tilerec.ops.cpu.memory import reused_empty as reused_empty
 
 
 def _register_cpu() -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
+from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient import GradientRecord, next_serial
 from tilerec.sharding.layout import Layout, OwnerSegment
 from tilerec.sharding.route import Routed
@@ -177,7 +178,7 @@ class Combiner:
         out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
         in_splits = received.sums(decoder.sizes(received.counts, received.widths))
         wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
-        into = torch.empty(sum(in_splits), dtype=decoder.wire_dtype, device=rows.device)
+        into = reused_empty(sum(in_splits), decoder.wire_dtype, rows.device)
         handle = self.group.all_to_all(name, into, wire, in_splits, out_splits)
         return handle if decoder.plain else _Decoded(handle, decoder, received)
 
@@ -199,8 +200,9 @@ class Combiner:
         """Put the rows into a flat output of `size` elements; `places`: per slot."""
         segments, whole = self._home_segments(looked.routed, places)
         rows = looked.handle.wait()
-        make = torch.empty if whole else torch.zeros
-        out = make(size, dtype=self.wide, device=rows.device)
+        out = reused_empty(size, self.wide, rows.device)
+        if not whole:
+            out.zero_()
         torch.ops.tilerec.place_rows_(out, rows, looked.routed.slots, *segments)
         return out
 
@@ -258,7 +260,7 @@ class Combiner:
         direct = sizes_per_peer(self.layout.direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         cut = sum(direct)
-        into = torch.empty(sum(from_siblings), dtype=rows.dtype, device=rows.device)
+        into = reused_empty(sum(from_siblings), rows.dtype, rows.device)
         self.group.all_to_all("rows in host", into, rows[cut:], from_siblings, to_proxies).wait()
         segments, per_home = self._merge_segments(routed)
         merged = torch.zeros(sum(per_home), dtype=rows.dtype, device=rows.device)
@@ -278,7 +280,7 @@ class Combiner:
         pieces = grads.split([size for pair in zip(direct, per_home, strict=True) for size in pair])
         merged = torch.cat(pieces[1::2])
         out = torch.ops.tilerec.pick_rows(merged, routed.member_slots, *segments[:-1])
-        into = torch.empty(sum(to_proxies), dtype=grads.dtype, device=grads.device)
+        into = reused_empty(sum(to_proxies), grads.dtype, grads.device)
         self.group.all_to_all("gradients in host", into, out, to_proxies, from_siblings).wait()
         return torch.cat([*pieces[0::2], into])
 

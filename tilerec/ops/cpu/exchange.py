@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY
+from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Report, Route, Segments
 from tilerec.ops.exchange import (
     _pick_rows_reference,
@@ -177,7 +178,7 @@ def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
         strides: Sequence[int],
     ) -> Tensor:
         size = sum([count * width for count, width in zip(counts, widths, strict=True)])
-        rows = torch.empty(max(size, 0), dtype=source.dtype)
+        rows = reused_empty(max(size, 0), source.dtype)
         if not _serves(source, rows, slots):
             return _pick_rows_reference(source, slots, counts, widths, slot_starts, places, strides)
         move(source, rows, slots, counts, widths, slot_starts, places, strides)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
+from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Lookup, Report
 from tilerec.ops.gradient import new_ticket
 from tilerec.ops.library import LIBRARY
@@ -213,7 +214,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
             return _pooled_lookup_reference(
                 weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
             )
-        out = torch.empty(_output_shape(layout, keys, batches, offsets, names), dtype=dtype)
+        out = reused_empty(_output_shape(layout, keys, batches, offsets, names), dtype)
         ids, offsets = _ids(ids), _int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
@@ -251,7 +252,7 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         layout = _layout_of(weights, tables, (), (), False)
         if layout is None or not tables or dtype not in DTYPES:
             return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
-        out = torch.empty((ids.shape[0], layout.dims[0]), dtype=dtype)
+        out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
         ids, starts = _ids(ids), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         call = Lookup(

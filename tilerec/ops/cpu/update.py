@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
+from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Gradient, Report, Rows
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import make_rule
@@ -301,7 +302,7 @@ def register(library: ctypes.CDLL) -> None:
             _raise(op, report, [rows or ANY_ROWS], tables, record.ids_count)
         try:
             rows_U = torch.empty(distinct.value, dtype=torch.int64)
-            grads_UD = torch.empty((distinct.value, dim), dtype=torch.float32)
+            grads_UD = reused_empty((distinct.value, dim), torch.float32)
             call_finish(handle, rows_U.data_ptr(), grads_UD.data_ptr())
         finally:
             call_free(handle)

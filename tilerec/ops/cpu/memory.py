@@ -1,0 +1,83 @@
+"""Large CPU memory that steps give back and take again.
+
+The C library maps an allocation above 32 MiB (and, at first, smaller ones) anew each time and unmaps it when it is
+freed, so a training step pays for fresh pages, zeroed by the system, again and again: with 27 MB per buffer as much as
+for the work that fills them. PyTorch has a caching allocator for GPUs and none for the CPU; here is the little one that
+the ops need for their large outputs.
+
+Nouns
+  block  memory of one size class, in 2 MiB pages where the system gives them
+  lease  a tensor's hold on a block; the block is free again when the tensor's storage is
+
+Size classes are eighths of powers of two: a block is at most an eighth larger than asked for. Free blocks are kept up
+to `KEEP` bytes, the latest first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.cpu.library import advise_huge_pages
+
+LEAST = 4 << 20
+"""Bytes from which memory is reused; the C library keeps smaller pieces itself."""
+
+KEEP = 1 << 30
+"""Bytes of free blocks that are kept."""
+
+
+def size_class(size: int) -> int:
+    """Bytes of the block for `size` bytes. Example: 27 MiB -> 28 MiB, 4 MiB + 1 -> 4.5 MiB."""
+    step = 1 << max(0, (size - 1).bit_length() - 4)
+    return -(-size // step) * step
+
+
+class _Blocks:
+    """Free blocks, the latest given back last. Tensors are freed in any thread, also while this one allocates."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._free: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        with self._lock:
+            for i in range(len(self._free) - 1, -1, -1):
+                if self._free[i].numel() == size:
+                    return self._free.pop(i)
+        block = torch.empty(size, dtype=torch.uint8)
+        advise_huge_pages(block)
+        return block
+
+    def give(self, block: Tensor) -> None:
+        with self._lock:
+            self._free.append(block)
+            kept = sum(free.numel() for free in self._free)
+            while kept > KEEP:
+                kept -= self._free.pop(0).numel()
+
+
+_BLOCKS = _Blocks()
+
+
+def reused_empty(
+    shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """As `torch.empty(shape)`; large CPU memory comes from blocks that were given back, with whatever is in them.
+
+    The tensor's storage cannot be resized (`resize_`); all else works as usual.
+    """
+    size = (math.prod(shape) if not isinstance(shape, int) else shape) * dtype.itemsize
+    if size < LEAST or (device is not None and device.type != "cpu"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    block = _BLOCKS.take(size_class(size))
+    lease = (ctypes.c_char * size).from_address(block.data_ptr())
+    weakref.finalize(lease, _BLOCKS.give, block).atexit = False
+    # The storage holds the lease until it is freed.
+    return torch.frombuffer(lease, dtype=dtype).view(shape)
