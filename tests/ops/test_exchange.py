@@ -22,8 +22,32 @@ NO_SLOTS = torch.empty(0, dtype=torch.int32)
 # The op as it is dispatched here (native where that is built), and its reference.
 ROUTE: dict[str, Callable[..., Any]] = {"op": OPS.route_ids, "reference": exchange._route_ids_reference}
 PLACE: dict[str, Callable[..., Any]] = {"op": OPS.place_rows_, "reference": exchange._place_rows_reference_}
-PICK: dict[str, Callable[..., Any]] = {"op": OPS.pick_rows, "reference": exchange._pick_rows_reference}
+
+
+def _into(pick_: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """`pick_rows_` as `pick_rows`, into the middle of a tensor whose ends it must leave alone."""
+
+    def pick(
+        source: torch.Tensor, slots: torch.Tensor, counts: list[int], widths: list[int], *rest: Any
+    ) -> Any:
+        size = sum(count * width for count, width in zip(counts, widths, strict=True))
+        memory = torch.full((size + 4,), 77).to(source.dtype)
+        pick_(memory[2 : 2 + size], source, slots, counts, widths, *rest)
+        assert (memory[:2] == 77).all()
+        assert (memory[2 + size :] == 77).all()
+        return memory[2 : 2 + size]
+
+    return pick
+
+
+PICK: dict[str, Callable[..., Any]] = {
+    "op": OPS.pick_rows,
+    "reference": exchange._pick_rows_reference,
+    "op into": _into(OPS.pick_rows_),
+    "reference into": _into(exchange._pick_rows_reference_),
+}
 BOTH = pytest.mark.parametrize("which", ["op", "reference"])
+PICKS = pytest.mark.parametrize("which", list(PICK))
 
 
 class Batch(NamedTuple):
@@ -326,7 +350,7 @@ def test_placing_takes_rows_in_order_and_adds_where_told(which: str, drawn: tupl
     assert out.tolist() == expected
 
 
-@BOTH
+@PICKS
 @given(drawn=segments())
 def test_picking_reads_what_placing_would_write(which: str, drawn: tuple[Moves, int]) -> None:
     moves, size = drawn
@@ -419,4 +443,5 @@ def test_routing_passes_opcheck(each_id: bool) -> None:
 def test_moving_rows_passes_opcheck() -> None:
     slots = torch.tensor([0, 2], dtype=torch.int32)
     opcheck(OPS.place_rows_.default, (torch.zeros(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1]))
+    opcheck(OPS.pick_rows_.default, (torch.zeros(4), torch.ones(9), slots, [2], [2], [0], [1], [3]))
     opcheck(OPS.pick_rows.default, (torch.ones(9), slots, [2], [2], [0], [1], [3]))

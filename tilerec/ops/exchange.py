@@ -38,6 +38,10 @@ LIBRARY.define(
     "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
     "int[] strides) -> Tensor"
 )
+LIBRARY.define(
+    "pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
+    "int[] places, int[] strides) -> ()"
+)
 
 
 def _feature(names: str, route: int) -> str:
@@ -252,13 +256,28 @@ def _pick_rows_reference(
         dtype=source.dtype,
         device=source.device,
     )
+    _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
+    return rows
+
+
+def _pick_rows_reference_(
+    rows: Tensor,
+    source: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+) -> None:
+    """`pick_rows` into a 1-D tensor that is there (contiguous, at least as long)."""
     for here, there, slots_P, _ in _segments(
         rows, source, slots, counts, widths, slot_starts, places, strides
     ):
         here.copy_(there[slots_P])
-    return rows
 
 
+LIBRARY.impl("pick_rows_", _pick_rows_reference_, "CompositeExplicitAutograd")
 LIBRARY.impl("route_ids", _route_ids_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("place_rows_", _place_rows_reference_, "CompositeExplicitAutograd")
 LIBRARY.impl("pick_rows", _pick_rows_reference, "CompositeExplicitAutograd")
@@ -280,6 +299,7 @@ def _fake_route_ids(
     )
 
 
+@torch.library.register_fake("tilerec::pick_rows_", lib=LIBRARY)
 @torch.library.register_fake("tilerec::place_rows_", lib=LIBRARY)
 def _fake_place_rows(*args: Any) -> None:
     return None

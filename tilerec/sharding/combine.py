@@ -23,8 +23,8 @@ from torch import Tensor
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient import GradientRecord, next_serial
-from tilerec.sharding.layout import Layout, OwnerSegment
-from tilerec.sharding.route import Routed
+from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
+from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 
 
@@ -37,10 +37,16 @@ class Place(NamedTuple):
 
 @dataclass
 class Looked:
-    """Rows on their way home."""
+    """Rows on their way home, and those that are there already."""
 
     routed: Routed
     handle: Handle
+    local: Tensor  # rows of my own bags that I hold
+
+    def without_rows(self) -> Looked:
+        """What the backward needs of it."""
+        nothing = self.local[:0].clone()
+        return Looked(self.routed, Here(nothing), nothing)
 
 
 class Segments(NamedTuple):
@@ -64,7 +70,11 @@ class Rows(NamedTuple):
 
     counts: list[int]
     widths: list[int]
-    per_peer: list[int]  # how many of them are each peer's
+    per_peer: list[int]  # how many of them are each peer's; none of them is this rank's own
+
+    def sizes(self) -> list[int]:
+        """Elements of each segment."""
+        return [count * width for count, width in zip(self.counts, self.widths, strict=True)]
 
     def sums(self, sizes: Sequence[int]) -> list[int]:
         """Sizes of segments, added up per peer."""
@@ -92,7 +102,11 @@ class Combiner:
 
     def __init__(self, layout: Layout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
         self.layout, self.group, self.wide, self.each_id = layout, group, wide, each_id
-        self._to_homes: list[OwnerSegment] = [s for own in layout.direct for s in own]
+        # Rows for my own bags come first: they stay here, and what follows travels.
+        me = layout.rank
+        self._local = layout.direct[me]
+        self._direct = [[] if home == me else own for home, own in enumerate(layout.direct)]
+        self._to_homes: list[OwnerSegment] = [*self._local, *(s for own in self._direct for s in own)]
         self._to_proxies: list[OwnerSegment] = [s for own in layout.inner for s in own]
         self._looked_up = self._to_homes + self._to_proxies
         self._tables = [s.leaf for s in self._looked_up]
@@ -104,7 +118,10 @@ class Combiner:
         )
         # Leaf of each feature of a record.
         self.leaf_order = [self._looked_up[i].leaf for i in self._order]
-        self._home = [s for own in layout.home for s in own]
+        # Where they go: mine, segment for segment those of `_local`, then the others' in the order of the ranks.
+        self._local_home = layout.home[me]
+        self._per_owner = [0 if owner == me else len(own) for owner, own in enumerate(layout.home)]
+        self._home = [s for owner, own in enumerate(layout.home) if owner != me for s in own]
         self._home_widths = [s.width for s in self._home]
         merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
         self._merge_units = [
@@ -117,15 +134,15 @@ class Combiner:
         at_home = [table_of[s.slot] for s in self._home]
         at_owner: list[int] = []
         self._merged: list[list[tuple[int, int]]] = []  # per home: (merge, width) of the merged rows it gets
-        for home, own in enumerate(layout.direct):
+        for home, own in enumerate(self._direct):
             at_owner.extend(table_of[s.slot] for s in own)
             merged = [(m, width) for m, h, width in self._merge_units if h == home]
             at_owner.extend(table_of[layout.parts[merges[m][1].parts[0]].slot] for m, _ in merged)
             self._merged.append(merged)
-        self._owner_segments = [len(a) + len(b) for a, b in zip(layout.direct, self._merged, strict=True)]
+        self._owner_segments = [len(a) + len(b) for a, b in zip(self._direct, self._merged, strict=True)]
         self._owner_widths = [
             width
-            for own, merged in zip(layout.direct, self._merged, strict=True)
+            for own, merged in zip(self._direct, self._merged, strict=True)
             for width in [*(s.width for s in own), *(w for _, w in merged)]
         ]
         forward = [table.wire.forward for table in layout.tables]
@@ -134,6 +151,9 @@ class Combiner:
         self._rows_in = RowWire([forward[t] for t in at_home], forward, wide)
         self._grads_out = RowWire([backward[t] for t in at_home], backward, wide)
         self._grads_in = RowWire([backward[t] for t in at_owner], backward, wide)
+        here = [table_of[s.slot] for s in self._local]
+        self._rows_here = RowWire([forward[t] for t in here], forward, wide)
+        self._grads_here = RowWire([backward[t] for t in here], backward, wide)
         # Table of each of a `Routed`'s counts.
         wire_tables = [0] * len(layout.parts)
         for p, part in enumerate(layout.parts):
@@ -162,63 +182,77 @@ class Combiner:
             )  # fmt: skip
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
+        here = sum(routed.present[s.count] * s.width for s in self._local)
+        local, rows = self._kept(self._rows_here, rows[:here], routed), rows[here:]
         if layout.hierarchical:
             rows = self._merge(routed, rows)
-        return Looked(
-            routed,
-            self._send(
-                "rows", rows, self._owner_rows(routed), self._home_rows(routed), self._rows_out, self._rows_in
-            ),
+        received = self._home_rows(routed)
+        into = self._room(self._rows_in, received, rows.device)
+        handle = self._send(
+            "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
         )
+        return Looked(routed, handle, local)
+
+    def _kept(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
+        """Rows that stay here, as they would have arrived: no value depends on where its table lies."""
+        if wire.plain:
+            return rows
+        counts, widths = [routed.present[s.count] for s in self._local], [s.width for s in self._local]
+        return wire.decode(wire.encode(rows, counts, widths), counts, widths)
+
+    def _room(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
+        return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
 
     def _send(
-        self, name: str, rows: Tensor, sent: Rows, received: Rows, encoder: RowWire, decoder: RowWire
-    ) -> Handle:
+        self, name: str, rows: Tensor, into: Tensor, sent: Rows, received: Rows, encoder: RowWire, decoder: RowWire
+    ) -> Handle:  # fmt: skip
         """Rows to their homes, or gradients to their owners, in their number formats."""
+        if self.layout.alone:
+            return Here(into)
         out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
         in_splits = received.sums(decoder.sizes(received.counts, received.widths))
         wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
-        into = reused_empty(sum(in_splits), decoder.wire_dtype, rows.device)
         handle = self.group.all_to_all(name, into, wire, in_splits, out_splits)
         return handle if decoder.plain else _Decoded(handle, decoder, received)
 
     def _home_rows(self, routed: Routed) -> Rows:
-        return Rows(
-            [routed.counts[s.count] for s in self._home],
-            self._home_widths,
-            [len(s) for s in self.layout.home],
-        )
+        return Rows([routed.counts[s.count] for s in self._home], self._home_widths, self._per_owner)
 
     def _owner_rows(self, routed: Routed) -> Rows:
         counts: list[int] = []
-        for own, merged in zip(self.layout.direct, self._merged, strict=True):
+        for own, merged in zip(self._direct, self._merged, strict=True):
             counts.extend([routed.present[s.count] for s in own])
             counts.extend([routed.unions[m] for m, _ in merged])
         return Rows(counts, self._owner_widths, self._owner_segments)
 
     def combine(self, looked: Looked, places: Sequence[Place], size: int) -> Tensor:
         """Put the rows into a flat output of `size` elements; `places`: per slot."""
-        segments, whole = self._home_segments(looked.routed, places)
-        rows = looked.handle.wait()
-        out = reused_empty(size, self.wide, rows.device)
+        routed = looked.routed
+        local = self._segments(self._local_home, routed, places)
+        others = self._segments(self._home, routed, places)
+        whole = all(start < 0 for start in (*local.slot_starts, *others.slot_starts)) and not any(
+            (*local.adds, *others.adds)
+        )
+        out = reused_empty(size, self.wide, looked.local.device)
         if not whole:
             out.zero_()
-        torch.ops.tilerec.place_rows_(out, rows, looked.routed.slots, *segments)
+        if local.counts:
+            torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local)
+        rows = looked.handle.wait()
+        if others.counts:
+            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others)
         return out
 
-    def _home_segments(self, routed: Routed, places: Sequence[Place]) -> tuple[Segments, bool]:
-        """Where rows go; and whether they fill the output, each element once."""
-        counts = [routed.counts[s.count] for s in self._home]
-        starts = [routed.slot_starts[s.count] for s in self._home]
-        segments = Segments(
-            counts,
-            self._home_widths,
-            starts,
-            [places[s.slot].base + s.c0 for s in self._home],
-            [places[s.slot].stride for s in self._home],
-            [int(s.adds) for s in self._home],
+    def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[Place]) -> Segments:
+        """Where rows go in the output."""
+        return Segments(
+            [routed.counts[s.count] for s in home],
+            [s.width for s in home],
+            [routed.slot_starts[s.count] for s in home],
+            [places[s.slot].base + s.c0 for s in home],
+            [places[s.slot].stride for s in home],
+            [int(s.adds) for s in home],
         )
-        return segments, all(start < 0 for start in starts) and not any(segments.adds)
 
     # ------------------------------------------------------------------------------------------------ within hosts
 
@@ -257,7 +291,7 @@ class Combiner:
 
     def _merge(self, routed: Routed, rows: Tensor) -> Tensor:
         """Send rows to their proxies, add what siblings send; rows for homes: direct ones, then merged ones."""
-        direct = sizes_per_peer(self.layout.direct, routed.present)
+        direct = sizes_per_peer(self._direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         cut = sum(direct)
         into = reused_empty(sum(from_siblings), rows.dtype, rows.device)
@@ -274,7 +308,7 @@ class Combiner:
 
     def _unmerge(self, routed: Routed, grads: Tensor) -> Tensor:
         """The transpose of `_merge`: gradients of merged rows go to every sibling that fed them."""
-        direct = sizes_per_peer(self.layout.direct, routed.present)
+        direct = sizes_per_peer(self._direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         segments, per_home = self._merge_segments(routed)
         pieces = grads.split([size for pair in zip(direct, per_home, strict=True) for size in pair])
@@ -302,22 +336,32 @@ class Combiner:
             unions=kept(routed.unions, self._table_of_union),
             member_counts=kept(routed.member_counts, self._table_of_member),
         )
-        return Looked(fewer, looked.handle)
+        return Looked(fewer, looked.handle, looked.local)
 
     def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
         """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
         routed, layout = looked.routed, self.layout
-        segments, _ = self._home_segments(routed, places)
-        out = torch.ops.tilerec.pick_rows(grad, routed.slots, *segments[:-1])
-        rows = self._send(
-            "gradients",
-            out,
-            self._home_rows(routed),
-            self._owner_rows(routed),
-            self._grads_out,
-            self._grads_in,
-        ).wait()
-        return self._unmerge(routed, rows) if layout.hierarchical else rows
+        others = self._segments(self._home, routed, places)
+        out = torch.ops.tilerec.pick_rows(grad, routed.slots, *others[:-1])
+        received = self._owner_rows(routed)
+        here = sum(routed.present[s.count] * s.width for s in self._local)
+        # Mine and theirs side by side, so that nothing is copied once it is here.
+        plain = self._grads_in.plain and not layout.hierarchical
+        both = reused_empty(here + sum(received.sizes()), grad.dtype, grad.device) if plain else None
+        into = self._room(self._grads_in, received, grad.device) if both is None else both[here:]
+        handle = self._send(
+            "gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in
+        )
+        local = grad.new_empty(here) if both is None else both[:here]
+        torch.ops.tilerec.pick_rows_(
+            local, grad, routed.slots, *self._segments(self._local_home, routed, places)[:-1]
+        )
+        rows = handle.wait()
+        if both is not None:
+            return both
+        if layout.hierarchical:
+            rows = self._unmerge(routed, rows)
+        return torch.cat([self._kept(self._grads_here, local, routed), rows])
 
     def record(
         self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]

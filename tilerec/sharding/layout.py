@@ -113,6 +113,8 @@ class Layout:
             self._add_slot(s, slot.table)
         self._groups = self._find_groups()
         self.hierarchical = bool(self._groups)
+        # Every rank holds all that it looks up: ids and rows travel nowhere.
+        self.alone = all(len(part.owners) == self.size for part in self.parts)
         # What I hold: rectangle number -> position among my leaves.
         self.held = [r for r, (_, tile) in enumerate(self.rectangles) if rank in tile.owners]
         self.leaf_of = {r: i for i, r in enumerate(self.held)}

@@ -69,7 +69,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         combiner, looked, output, gradients, _anchor, sample_weights, *_leaves = args
-        ctx.combiner, ctx.looked, ctx.output, ctx.gradients = combiner, looked, output, gradients
+        ctx.combiner, ctx.looked, ctx.output, ctx.gradients = (
+            combiner,
+            looked.without_rows(),
+            output,
+            gradients,
+        )
         ctx.weights = None if sample_weights is None else (sample_weights.shape[0], sample_weights.dtype)
         ctx.spent = False
         return output.divide_(combiner.combine(looked, output.places, output.size))

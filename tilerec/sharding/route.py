@@ -74,6 +74,16 @@ class Batch:
     bags: list[int]  # per slot
 
 
+@dataclass
+class Here:
+    """What needs no travel: a call of a module whose ranks all hold what they look up."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
 class Router:
     """Routes batches of one module."""
 
@@ -280,8 +290,11 @@ class Router:
             in_splits.append(total)
             received_ids.append(n)
             present.extend(p_k for p_k, _ in pairs)
-        into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
-        handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
+        if layout.alone:
+            handle: Handle = Here(payload)
+        else:
+            into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
+            handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
 
         # Bag numbers of parts, then of merges, one after another; a full list of bags needs none.
         own_counts = [*(p_k for p_k, _ in counts), *(union.slots.numel() for union in unions)]

@@ -20,6 +20,7 @@ from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Report, Route, Segments
 from tilerec.ops.exchange import (
     _pick_rows_reference,
+    _pick_rows_reference_,
     _place_rows_reference_,
     raise_bad_offsets,
     raise_few_offsets,
@@ -187,12 +188,34 @@ def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
     return pick_rows
 
 
+def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
+    move = _move_rows("pick_rows_", library.tr_pick_rows)
+
+    def pick_rows_(
+        rows: Tensor,
+        source: Tensor,
+        slots: Tensor,
+        counts: Sequence[int],
+        widths: Sequence[int],
+        slot_starts: Sequence[int],
+        places: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:
+        if _serves(source, rows, slots):
+            move(source, rows, slots, counts, widths, slot_starts, places, strides)
+        else:
+            _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
+
+    return pick_rows_
+
+
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """The kernels by op name."""
     return {
         "route_ids": _route_ids(library),
         "place_rows_": _place_rows_(library),
         "pick_rows": _pick_rows(library),
+        "pick_rows_": _pick_rows_(library),
     }
 
 
