@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.ops.backends import reused_empty
 
 Segments = Sequence[tuple[int, int]]
 
@@ -86,10 +87,10 @@ class _Cast(Codec):
         self._dtype = dtype
 
     def encode(self, flat: Tensor, segments: Segments) -> Tensor:
-        return flat.to(self._dtype)
+        return reused_empty(flat.numel(), self._dtype, flat.device).copy_(flat)
 
     def decode(self, wire: Tensor, segments: Segments) -> Tensor:
-        return wire.float()
+        return reused_empty(wire.numel(), torch.float32, wire.device).copy_(wire)
 
 
 _SCALE_BYTES = 4

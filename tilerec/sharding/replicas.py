@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group, Pending
+from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient import GradientRecord, sum_rows
 
 
@@ -111,27 +112,33 @@ def agree_on_gradients(
     distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
 
     small = all(table.rows < 1 << 31 for table in tables)
-    numbers, gradients = _pack(record, bounds, tables, as_bags, [sums[t] for t in as_rows], small)
+    distinct[me] = [sums[t][0].numel() for t in as_rows]
+    numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
     heard: dict[int, Tensor] = {me: numbers}
-    rows: dict[int, Tensor] = {me: gradients}
-    for rank in others:
+    sizes: list[int] = []  # of each replica's gradients
+    for rank in replicas:
         bags = [counts[rank][t] for t in as_bags]
-        sizes = distinct.get(rank, [])
-        heard[rank] = numbers.new_empty(sum(2 * c.features + c.bags + c.ids for c in bags) + sum(sizes))
+        if rank != me:
+            size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
+            heard[rank] = numbers.new_empty(size)
         wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
-        wide += [tables[t].dim * size for t, size in zip(as_rows, sizes, strict=True)]
-        rows[rank] = gradients.new_empty(sum(wide))
+        wide += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
+        sizes.append(sum(wide))
+    # All replicas' gradients side by side, mine among them: what arrives is where it is read.
+    room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
+    rows = dict(zip(replicas, room.split(sizes), strict=True))
+    gradients = rows[me]
+    _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
     talk = _talk_of(group, others)
     if as_bags or as_rows:
         told = talk("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
         sent = talk("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients))
         told.wait()
         sent.wait()
-    distinct[me] = [sums[t][0].numel() for t in as_rows]
-    unpacked = _Unpacked()
+    unpacked = _Unpacked(room)
     for rank in replicas:
-        unpacked.add(heard[rank], rows[rank], tables, as_bags, [counts[rank][t] for t in as_bags],
-                     as_rows, distinct.get(rank, []))  # fmt: skip
+        unpacked.add(heard[rank], tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
+                     distinct.get(rank, []))  # fmt: skip
     if as_dense:
         unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
     return unpacked.record(record, tables)
@@ -173,15 +180,11 @@ def _bounds(record: GradientRecord) -> list[tuple[int, int]]:
     return list(zip(at[0::2], at[1::2], strict=True))
 
 
-def _pack(
+def _pack_numbers(
     record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable],
-    as_bags: Sequence[int], sums: Sequence[tuple[Tensor, Tensor]], small: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What goes to every peer.
-
-    Numbers: (place in the sum, bags) of each feature, the bags' lengths, their ids, then touched rows. Gradients: of
-    bags, then of touched rows.
-    """
+    as_bags: Sequence[int], rows: Sequence[Tensor], small: bool,
+) -> Tensor:  # fmt: skip
+    """(Place in the sum, bags) of each feature, the bags' lengths, their ids, then touched rows."""
     device = record.grad.device
     features = [f for t in as_bags for f in tables[t].features]
     about = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
@@ -195,16 +198,26 @@ def _pack(
             lengths.append(edges[1:] - edges[:-1])
     dtype = torch.int32 if small else torch.int64
     pieces = [torch.tensor(about, dtype=dtype, device=device)]
-    pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, [rows_U for rows_U, _ in sums]) if part]
-    grads = [grads_UD.reshape(-1) for _, grads_UD in sums]
+    pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, list(rows)) if part]
+    return torch.cat(pieces)
+
+
+def _pack_gradients(
+    room: Tensor, record: GradientRecord, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+    sums: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Write gradients of bags, then of touched rows, into `room`."""
+    features = [f for t in as_bags for f in tables[t].features]
+    counts, dims = [record.bags[f] for f in features], [record.dims[f] for f in features]
+    end = sum(count * dim for count, dim in zip(counts, dims, strict=True))
     if features:
-        bags = torch.ops.tilerec.pick_rows(
-            record.grad.reshape(-1), torch.empty(0, dtype=torch.int32, device=device),
-            [record.bags[f] for f in features], [record.dims[f] for f in features], [-1] * len(features),
-            [record.grad_starts[f] for f in features], [record.grad_strides[f] for f in features],
+        torch.ops.tilerec.pick_rows_(
+            room[:end], record.grad.reshape(-1), torch.empty(0, dtype=torch.int32, device=room.device), counts, dims,
+            [-1] * len(features), [record.grad_starts[f] for f in features],
+            [record.grad_strides[f] for f in features],
         )  # fmt: skip
-        grads = [bags, *grads]
-    return torch.cat(pieces), torch.cat(grads) if grads else record.grad.new_empty(0)
+    if sums:
+        torch.cat([grads_UD.reshape(-1) for grads_UD in sums], out=room[end:])
 
 
 def _reduce_dense(
@@ -231,10 +244,10 @@ def _reduce_dense(
 class _Unpacked:
     """The replicas' messages, taken apart and laid one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: Tensor) -> None:
         self.lengths: list[Tensor] = []
         self.ids: list[Tensor] = []
-        self.grads: list[Tensor] = []
+        self.grads = [gradients]
         # Per feature: (table, place in the sum, arrival), first bag, bags, first gradient.
         self.features: list[tuple[tuple[int, int, int], int, int, int]] = []
         self._bag = self._element = 0
@@ -245,7 +258,7 @@ class _Unpacked:
         self._element += bags * dim
 
     def add(
-        self, numbers: Tensor, grads: Tensor, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+        self, numbers: Tensor, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
         counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
     ) -> None:  # fmt: skip
         """One replica's message."""
@@ -261,7 +274,6 @@ class _Unpacked:
             self._take(t, 0, size, tables[t].dim)
         self.lengths += [lengths, torch.ones_like(rows)]
         self.ids += [ids, rows]
-        self.grads.append(grads)
 
     def add_dense(self, found: dict[int, tuple[Tensor, Tensor]], tables: Sequence[ReplicaTable]) -> None:
         """Rows that every replica has now."""
@@ -278,8 +290,9 @@ class _Unpacked:
         torch.cumsum(lengths_P, 0, out=offsets[1:])
         features = sorted(self.features)
         dims = tuple([tables[mark[0]].dim for mark, *_ in features])
+        grads = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)
         return GradientRecord(
-            own.serial, torch.cat(self.grads), torch.cat(self.ids), offsets, None,
+            own.serial, grads, torch.cat(self.ids), offsets, None,
             tuple([tables[mark[0]].handle for mark, *_ in features]), dims,
             tuple([bag for _, bag, _, _ in features]), tuple([count for _, _, count, _ in features]),
             tuple([element for _, _, _, element in features]), dims, (0,) * len(features),

@@ -13,6 +13,7 @@ Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -380,5 +381,11 @@ def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
 
 
-def _ones(count: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=8)
+def _many_ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=torch.int32, device=device)
+
+
+def _ones(count: int, device: torch.device) -> Tensor:
+    """Lengths of bags that have one id each; read only."""
+    return _many_ones(1 << max(10, count.bit_length()), device)[:count]

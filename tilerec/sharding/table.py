@@ -34,10 +34,12 @@ class ShardedTable(Table):
     tiling: Tiling
     tiles: tuple[Tile, ...]  # this rank's
     tile_rows: list[TileRows]  # parallel to the leaves: the tiles', or one empty one
+    leaf_names: tuple[str, ...]  # parallel to them
 
     def leaves(self) -> list[nn.Parameter]:
         """The leaves, in the order of the tiles."""
-        return [cast(nn.Parameter, self._parameters[leaf_name(i)]) for i in range(len(self.tile_rows))]
+        held: list[nn.Parameter] = list(map(self._parameters.__getitem__, self.leaf_names))  # type: ignore[arg-type]
+        return held
 
     def place_of(self, i: int) -> Tile:
         """The rectangle of leaf i; of no rows for the empty leaf."""
@@ -289,6 +291,7 @@ def shard_table(
         for i, rows in enumerate(made):
             sharded._parameters[leaf_name(i)] = rows.leaf
         sharded.tiling, sharded.tiles, sharded.tile_rows = tiling, tiles, list(made)
+        sharded.leaf_names = tuple(leaf_name(i) for i in range(len(made)))
         sharded.rows = made[0]
         sharded._bind()
 

@@ -28,7 +28,7 @@ from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
 from tilerec.ops.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, Place, TableRows
+from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, Place, TableRows, count_updates
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Upda
             table.leaf, table.slots, rows_U, grads_UD, scalars_PU, table.dim, spec.rule, hyper, step,
             list(table.place.key), table.place.row_offset, table.place.column_offset,
         )  # fmt: skip
-        table.count_update(spec)
+    count_updates(tables, spec)
     if bad:
         first.report_skipped(spec, bad, first_bad)
 

@@ -175,21 +175,10 @@ class TableRows(GradientSink):
             row_offsets, column_offsets,
         )  # fmt: skip
         # An op that raised has updated nothing.
-        for table in tables:
-            table.count_update(spec)
+        count_updates(tables, spec)
         skipped, t, row = result.tolist()
         if skipped:
             tables[t].report_skipped(spec, skipped, row)
-
-    def count_update(self, spec: OptimizerSpec) -> None:
-        """Rows and slots have been written: count the update, and tell autograd."""
-        count = self.state[self._counter].numpy()
-        count += 1
-        leaf = self.leaf
-        # Ops write through raw pointers; autograd must learn that saved copies of these tensors are stale.
-        torch.autograd.graph.increment_version([leaf, *(self.state[slot.name] for slot in spec.slots)])
-        if leaf.grad is not None and not self._warned:
-            self._warn_dense_grad(spec)
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         """Rows whose summed gradient was not finite, `row` the first of them, were left alone."""
@@ -239,3 +228,18 @@ def rows_of(parameter: Tensor) -> TableRows | None:
     # A number without its rows is a stranger's: a parameter that was copied, or loaded from a file.
     sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
     return sink if isinstance(sink, TableRows) and getattr(sink, "leaf", None) is parameter else None
+
+
+def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
+    """Rows and slots have been written: count the updates, and tell autograd."""
+    written: list[Tensor] = []
+    for table in tables:
+        count = table.state[table._counter].numpy()
+        count += 1
+        written.append(table.leaf)
+        written.extend([table.state[slot.name] for slot in spec.slots])
+    # Ops write through raw pointers; autograd must learn that saved copies of these tensors are stale.
+    torch.autograd.graph.increment_version(written)
+    for table in tables:
+        if not table._warned and table.leaf.grad is not None:
+            table._warn_dense_grad(spec)
