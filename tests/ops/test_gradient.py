@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilerec.errors import CommsError, TilerecError
 from tilerec.ops.gradient import GradientRecord, GradientSink, bag_starts, new_ticket, pooled_blocks, sum_rows
 
 IDS, OFFSETS = torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3])
@@ -161,3 +162,31 @@ def test_writing_into_the_batch_before_the_backward_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     assert not sink.taken
+
+
+class Refuser(Recorder):
+    """Takes, then raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        super().take(sinks, record)
+        raise self.error
+
+
+def test_a_sink_that_refuses_keeps_no_other_from_its_gradients() -> None:
+    first, second = Refuser(TilerecError("row 1 is not finite")), Recorder()
+    tables = [table(), table()]
+    with pytest.raises(TilerecError, match="row 1 is not finite"):
+        (lookup([first], tables[:1]) + lookup([second], tables[1:])).sum().backward()
+    assert second.taken == [(1, {1: 2.0, 2: 1.0})]
+
+
+def test_a_lost_peer_is_not_waited_for_again() -> None:
+    first, second = Refuser(CommsError("rank 1 is gone")), Recorder()
+    tables = [table(), table()]
+    with pytest.raises(CommsError, match="rank 1 is gone"):
+        (lookup([first], tables[:1]) + lookup([second], tables[1:])).sum().backward()
+    assert second.taken == []

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilerec.errors import CommsError, TilerecError
 from tilerec.ops.library import LIBRARY
 
 
@@ -129,7 +130,21 @@ def submit(record: GradientRecord) -> None:
 
 
 def deliver(records: Sequence[GradientRecord]) -> None:
-    """Hand records to their sinks: together where a table stands in one record, merged where it stands in several."""
+    """Hand records to their sinks: together where a table stands in one record, merged where it stands in several.
+
+    A sink that raises a `TilerecError` (a gradient that is not finite) does not keep the others from theirs: they may be
+    what other ranks wait for. The first of these errors is raised in the end.
+    """
+    failures: list[TilerecError] = []
+
+    def take(sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        try:
+            sinks[0].take(sinks, record)
+        except CommsError:  # nobody is there to wait for
+            raise
+        except TilerecError as error:
+            failures.append(error)
+
     records = sorted(records, key=lambda record: record.serial)
     seen_in: defaultdict[int, list[GradientRecord]] = defaultdict(list)
     for record in records:
@@ -144,14 +159,16 @@ def deliver(records: Sequence[GradientRecord]) -> None:
                     groups.setdefault((type(sink), sink.batch_key()), []).append(sink)
             for sinks in groups.values():
                 handles = {sink.handle for sink in sinks}
-                sinks[0].take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
+                take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
         merged: dict[Hashable, list[tuple[GradientSink, GradientRecord]]] = {}
         for handle, several in seen_in.items():
             sink = _SINKS.get(handle)
             if sink is not None and len(several) > 1:
                 merged.setdefault((type(sink), sink.batch_key()), []).append((sink, _merged(handle, several)))
         for pairs in merged.values():
-            pairs[0][0].take([sink for sink, _ in pairs], concatenated([record for _, record in pairs]))
+            take([sink for sink, _ in pairs], concatenated([record for _, record in pairs]))
+    if failures:
+        raise failures[0]
 
 
 def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
