@@ -132,8 +132,8 @@ def submit(record: GradientRecord) -> None:
 def deliver(records: Sequence[GradientRecord]) -> None:
     """Hand records to their sinks: together where a table stands in one record, merged where it stands in several.
 
-    A sink that raises a `TilerecError` (a gradient that is not finite) does not keep the others from theirs: they may be
-    what other ranks wait for. The first of these errors is raised in the end.
+    A sink that raises a `TilerecError` (a gradient that is not finite) does not keep the others from theirs: they may
+    be what other ranks wait for. The first of these errors is raised in the end.
     """
     failures: list[TilerecError] = []
 
