@@ -138,7 +138,10 @@ bool sum_group(const Bags<E, I>& bags, int64_t begin, int64_t end) {
   int64_t column = 0;
   for (int64_t left = bags.dim; left > 0; left = bags.dim - column) {
     bool fine;
-    if (left >= 8 * kLanes) {
+    if (left >= 20 * kLanes) {  // wide rows: fewer passes over the ids
+      fine = sum_columns<12, kWeighted>(bags, column, 0, begin, end);
+      column += 12 * kLanes;
+    } else if (left >= 8 * kLanes) {
       fine = sum_columns<8, kWeighted>(bags, column, 0, begin, end);
       column += 8 * kLanes;
     } else if (left >= 4 * kLanes) {

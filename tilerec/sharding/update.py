@@ -89,9 +89,10 @@ class TileRows(TableRows):
         alone: dict[tuple[str, tuple[int, ...]], list[TileRows]] = {}
         split: dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]] = {}
         failures: list[NonFiniteGradientError] = []
+        specs = {id(table.group): table.group.spec() for table in tables if table.group is not None}
+        names = {mark: repr(spec) for mark, spec in specs.items()}
         for table in tables:
-            spec = None if table.group is None else table.group.spec()
-            alone.setdefault((repr(spec), table.peers.replicas), []).append(table)
+            alone.setdefault((names.get(id(table.group), ""), table.peers.replicas), []).append(table)
         # Marks that every rank computes alike, so peers meet in one order.
         for mark in sorted(alone):
             same, replicas = alone[mark], mark[1]
@@ -104,16 +105,17 @@ class TileRows(TableRows):
                     [table._as_replica(own) for table in same],
                     exact=same[0].peers.exact,
                 )
-            whole = [table for table in same if not table._adds_over_columns()]
+            phases = id(same[0].group) in specs and specs[id(same[0].group)].phases > 0
+            cut = [table for table in same if phases and len(table.peers.columns or ()) > 1]
+            whole = [table for table in same if table not in cut] if cut else same
             if whole:
                 try:
                     TableRows.take(whole[0], whole, _only(own, whole))
                 except NonFiniteGradientError as error:  # peers wait for what is still to be told
                     failures.append(error)
-            for table in same:
-                if table._adds_over_columns():
-                    rows = (str(table.leaf.dtype), mark[0], *table.place.key, table.place.row_offset)
-                    split.setdefault(rows, []).append((table, _only(own, [table])))
+            for table in cut:
+                rows = (str(table.leaf.dtype), mark[0], *table.place.key, table.place.row_offset)
+                split.setdefault(rows, []).append((table, _only(own, [table])))
         for _, several in itertools.groupby(sorted(split.items()), key=lambda item: item[0][0]):
             updates = [
                 _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
@@ -126,15 +128,6 @@ class TileRows(TableRows):
     def _as_replica(self, record: GradientRecord) -> ReplicaTable:
         features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
-
-    def _adds_over_columns(self) -> bool:
-        columns = self.peers.columns
-        return (
-            self.group is not None
-            and bool(self.group.spec().phases)
-            and columns is not None
-            and len(columns) > 1
-        )
 
 
 def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:
