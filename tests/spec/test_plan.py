@@ -243,7 +243,9 @@ def test_a_plan_says_what_a_rank_holds() -> None:
         Held("ebc", "b", (Rectangle(0, 5, 0, 4),), None),
         Held("deep.ec", "c", (Rectangle(0, 5, 0, 4), Rectangle(5, 10, 2, 4)), None),
     )
-    with pytest.raises(ConfigError, match=r"table 'd' of module 'deep\.ec' says column_wise but not yet where"):
+    with pytest.raises(
+        ConfigError, match=r"table 'd' of module 'deep\.ec' says column_wise but not yet where"
+    ):
         whole_plan().held_by(0)
 
 
