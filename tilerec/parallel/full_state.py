@@ -17,6 +17,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     Names are those of the unsharded model; tables are copies (the whole of them: mind the memory), everything else is
     the live tensor, as in `module.state_dict()`.
     """
+    if hasattr(module, "_dmp_wrapped_module"):  # names are the model's, not the wrapper's
+        module = module.module  # type: ignore[assignment]
     out: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):

@@ -28,6 +28,9 @@ from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 
 
+_NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
 class Place(NamedTuple):
     """Where a slot's bags lie in the output: bag b at element `base + b * stride`."""
 
@@ -177,7 +180,7 @@ class Combiner:
         layout = self.layout
         if self._looked_up:
             rows, _ = torch.ops.tilerec.pooled_lookup(
-                list(leaves), torch.empty(0, dtype=torch.int64), routed.ids, routed.offsets, routed.sample_weights,
+                list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
                 self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
             )  # fmt: skip
         else:

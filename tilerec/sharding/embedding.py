@@ -85,7 +85,7 @@ class Exchange:
         self.group, self.route_group, self.topology = group, route_group, topology
         self.layout = Layout(tables, slots, topology, group.rank)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
@@ -158,6 +158,8 @@ class ShardedCollection(TableCollection):
                 )
         own = [position[slot.feature] for slot in self._slots]
         variable = features.variable_stride_per_key()
+        if variable and isinstance(self, EmbeddingBagCollection):
+            self._check_inverse(features)
         batches = features.stride_per_key() if variable else [features.stride()]
         weights = features.weights() if getattr(self, "_is_weighted", False) else None
         if self.exchange.each_id or self.exchange.exact:
@@ -179,6 +181,22 @@ class ShardedCollection(TableCollection):
                 for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
         return Batch(ids, offsets, weights, batches, bags), at
+
+    def _check_inverse(self, features: KeyedJaggedTensor) -> None:
+        """Refuse, before anything travels, a variable batch that could not be expanded at the end."""
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            raise InputError(
+                f"{type(self).__name__}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no "
+                "inverse_indices, so its features have no common batch size; pass inverse_indices=(keys, indices) with "
+                "the KeyedJaggedTensor."
+            )
+        missing = [slot.feature for slot in self._slots if slot.feature not in inverse[0]]
+        if missing:
+            raise InputError(
+                f"{type(self).__name__}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, "
+                f"{list(inverse[0])[:20]}; give indices for every feature that the tables read."
+            )
 
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
@@ -294,12 +312,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             size = features.stride()
             return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
         inverse = features.inverse_indices_or_none()
-        if inverse is None:
-            raise InputError(
-                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no inverse_indices, "
-                "so its features have no common batch size; pass inverse_indices=(keys, indices) with the "
-                "KeyedJaggedTensor."
-            )
+        assert inverse is not None, "checked before the batch was routed"
         row = {key: i for i, key in enumerate(inverse[0])}
         parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
         blocks = [

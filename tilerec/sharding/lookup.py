@@ -101,7 +101,8 @@ class _Combine(torch.autograd.Function):
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(routed, rows, gradients.leaves, count)
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
-        record = combiner.record(looked.routed, rows, gradients.sinks, routed.present)
+        sinks = _reached(ctx, gradients)
+        record = combiner.record(looked.routed, rows, sinks, routed.present)
         submit(record)
         dense = gradients.dense(record) if -1 in gradients.sinks else {}
         return (
@@ -113,6 +114,33 @@ class _Combine(torch.autograd.Function):
             sample_grad,
             *(dense.get(i) for i in range(len(gradients.leaves))),
         )
+
+
+def _reached(ctx: Any, gradients: Gradients) -> list[int]:
+    """The leaves' sinks, -1 for those that the running pass was not asked for.
+
+    `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` some: a table that was not
+    asked for must not be updated. Torch gives no gradient of an attached table to `autograd.grad`, whose caller wants one.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return gradients.sinks
+    sinks = list(gradients.sinks)
+    nodes = ctx.next_functions[len(ctx.next_functions) - len(sinks) :]  # the leaves are the last inputs
+    for i, (node, _) in enumerate(nodes):
+        if sinks[i] == -1 or node is None:
+            continue
+        try:
+            reached = torch._C._will_engine_execute_node(node)
+        except (
+            RuntimeError
+        ) as error:  # how torch says that the pass returns this leaf's gradient to its caller
+            raise RuntimeError(
+                "torch.autograd.grad was asked for the gradient of a sharded table with an attached optimizer, which "
+                "takes it in the backward pass; call loss.backward(), or ask for it before attaching the optimizer."
+            ) from error
+        if not reached:
+            sinks[i] = -1
+    return sinks
 
 
 def combine(

@@ -119,7 +119,7 @@ class Router:
         for m, merge in enumerate(layout.own_merges):
             for p in merge.parts:
                 self._merge_of[layout.wire[p]] = m
-        self._header_index = torch.tensor(self._index_header())
+        self._header_index = torch.tensor(self._index_header(), device="cpu")
         self._header_out = [
             1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
             for parts, merges in zip(layout.sent, self._merges_to, strict=True)
@@ -164,8 +164,8 @@ class Router:
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
-        except InputError as error:
-            self.refuse(error, batch.ids.device)
+        except Exception as error:
+            self.refuse(error, self.group.device)
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         marks = self._mark(slots, counts_K2, batch.bags)
         counts, sizes, heard = self._exchange_headers(flags, counts_K2, marks.sizes_M)

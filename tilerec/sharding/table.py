@@ -277,7 +277,7 @@ def shard_table(
             else Peers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact)
         )
         rows = TileRows(table.config.name, Place(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
-        rows.takes_gradients = old.takes_gradients
+        rows.takes_gradients, rows.origin = old.takes_gradients, old.handle
         rows.bind(leaf)
         if old.spec is not None and old.group is not None:
             rows.attach(old.spec, old.group)

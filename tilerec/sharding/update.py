@@ -70,6 +70,7 @@ class TileRows(TableRows):
         self.peers = peers
         self.dim = dim  # of the whole table
         self.divisor = float(peers.group.size)
+        self.origin = 0  # of the table, in the order of making: what tells twins of one key apart
 
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         if self.peers.columns is None and spec.phases:
@@ -86,36 +87,36 @@ class TileRows(TableRows):
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
-        alone: dict[tuple[str, tuple[int, ...]], list[TileRows]] = {}
         split: dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]] = {}
         failures: list[NonFiniteGradientError] = []
         specs = {id(table.group): table.group.spec() for table in tables if table.group is not None}
         names = {mark: repr(spec) for mark, spec in specs.items()}
-        for table in tables:
-            alone.setdefault((names.get(id(table.group), ""), table.peers.replicas), []).append(table)
-        # Marks that every rank computes alike, so peers meet in one order.
-        for mark in sorted(alone):
-            same, replicas = alone[mark], mark[1]
-            own = _only(record, same)
+        # Peers meet in one order: that of the tiles' places, which no number written on one rank changes.
+        by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
+        for table in sorted(tables, key=TileRows._mark):
+            by_replicas.setdefault(table.peers.replicas, []).append(table)
+        for replicas, peers in sorted(by_replicas.items()):
+            own = _only(record, peers)
             if len(replicas) > 1:
+                told = [table._as_replica(own) for table in peers]
                 own = agree_on_gradients(
-                    same[0].peers.group,
-                    replicas,
-                    own,
-                    [table._as_replica(own) for table in same],
-                    exact=same[0].peers.exact,
+                    peers[0].peers.group, replicas, own, told, exact=peers[0].peers.exact
                 )
-            phases = id(same[0].group) in specs and specs[id(same[0].group)].phases > 0
-            cut = [table for table in same if phases and len(table.peers.columns or ()) > 1]
-            whole = [table for table in same if table not in cut] if cut else same
-            if whole:
+            alike: dict[str, list[TileRows]] = {}
+            for table in peers:
+                spec = specs.get(id(table.group))
+                if spec is None:  # sparse gradients: each table's are its own
+                    TableRows.take(table, [table], _only(own, [table]))
+                elif spec.phases and len(table.peers.columns or ()) > 1:
+                    rows = (str(table.leaf.dtype), *table._mark()[:4])
+                    split.setdefault(rows, []).append((table, _only(own, [table])))
+                else:
+                    alike.setdefault(names[id(table.group)], []).append(table)
+            for same in alike.values():
                 try:
-                    TableRows.take(whole[0], whole, _only(own, whole))
+                    TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # peers wait for what is still to be told
                     failures.append(error)
-            for table in cut:
-                rows = (str(table.leaf.dtype), mark[0], *table.place.key, table.place.row_offset)
-                split.setdefault(rows, []).append((table, _only(own, [table])))
         for _, several in itertools.groupby(sorted(split.items()), key=lambda item: item[0][0]):
             updates = [
                 _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
@@ -124,6 +125,11 @@ class TileRows(TableRows):
             failures += _in_step(tables[0].peers.group, updates)
         if failures:
             raise failures[0]
+
+    def _mark(self) -> tuple[int, ...]:
+        """The tile's place among all, in one order on every rank; the first four numbers: which rows of which table."""
+        place = self.place
+        return (*place.key, self.origin, place.row_offset, place.column_offset)
 
     def _as_replica(self, record: GradientRecord) -> ReplicaTable:
         features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]

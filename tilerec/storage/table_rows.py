@@ -131,7 +131,7 @@ class TableRows(GradientSink):
             for slot in spec.slots
         }
         self._counter = "updates" if "step" in self.state else "step"
-        self.state[self._counter] = torch.zeros((), dtype=torch.int64)
+        self.state[self._counter] = torch.zeros((), dtype=torch.int64, device="cpu")
         self.bind(leaf)
 
     @property

@@ -70,7 +70,7 @@ def test_no_more_free_memory_is_kept_than_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "KEEP", 3 * size_class(120_000))
     tensors = [reused_empty(SHAPE, torch.float32) for _ in range(7)]
     del tensors
-    assert len(memory._BLOCKS._free) == 3
+    assert memory._BLOCKS.kept() == 3 * size_class(120_000)
 
 
 def test_threads_never_get_each_others_memory() -> None:

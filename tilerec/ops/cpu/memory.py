@@ -44,23 +44,36 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._free: list[Tensor] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    def kept(self) -> int:
+        """Bytes of free blocks."""
+        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
 
     def take(self, size: int) -> Tensor:
         with self._lock:
-            for i in range(len(self._free) - 1, -1, -1):
-                if self._free[i].numel() == size:
-                    return self._free.pop(i)
-        block = torch.empty(size, dtype=torch.uint8)
+            # One step: a tensor that the garbage collector frees meanwhile gives back in this very thread.
+            blocks = self._free.get(size)
+            if blocks:
+                return blocks.pop()
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
         advise_huge_pages(block)
         return block
 
     def give(self, block: Tensor) -> None:
         with self._lock:
-            self._free.append(block)
-            kept = sum(free.numel() for free in self._free)
-            while kept > KEEP:
-                kept -= self._free.pop(0).numel()
+            own = self._free.setdefault(block.numel(), [])
+            own.append(block)
+            # Sizes that nobody asked for lately go first.
+            for size in list(self._free):
+                while (
+                    self.kept() > KEEP
+                    and self._free[size]
+                    and (size != block.numel() or len(self._free) == 1)
+                ):
+                    self._free[size].pop(0)
+                if not self._free[size]:
+                    del self._free[size]
 
 
 _BLOCKS = _Blocks()
@@ -77,7 +90,8 @@ def reused_empty(
     if size < LEAST or (device is not None and device.type != "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
     block = _BLOCKS.take(size_class(size))
-    lease = (ctypes.c_char * size).from_address(block.data_ptr())
+    # A C type per size class, not per size: they are never freed.
+    lease = (ctypes.c_char * block.numel()).from_address(block.data_ptr())
     weakref.finalize(lease, _BLOCKS.give, block).atexit = False
     # The storage holds the lease until it is freed.
-    return torch.frombuffer(lease, dtype=dtype).view(shape)
+    return torch.frombuffer(lease, dtype=dtype, count=size // dtype.itemsize).view(shape)
