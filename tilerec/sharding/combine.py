@@ -27,7 +27,6 @@ from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 
-
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 

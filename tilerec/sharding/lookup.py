@@ -120,7 +120,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[int]:
     """The leaves' sinks, -1 for those that the running pass was not asked for.
 
     `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` some: a table that was not
-    asked for must not be updated. Torch gives no gradient of an attached table to `autograd.grad`, whose caller wants one.
+    asked for must not be updated.
     """
     if torch._C._current_graph_task_id() == -1:
         return gradients.sinks
