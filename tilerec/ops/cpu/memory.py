@@ -64,16 +64,11 @@ class _Blocks:
         with self._lock:
             own = self._free.setdefault(block.numel(), [])
             own.append(block)
-            # Sizes that nobody asked for lately go first.
-            for size in list(self._free):
-                while (
-                    self.kept() > KEEP
-                    and self._free[size]
-                    and (size != block.numel() or len(self._free) == 1)
-                ):
-                    self._free[size].pop(0)
-                if not self._free[size]:
-                    del self._free[size]
+            # Blocks of other sizes go first. None of this minds a block that comes back in between.
+            others = [blocks for blocks in list(self._free.values()) if blocks is not own]
+            for blocks in (*others, own):
+                while blocks and self.kept() > KEEP:
+                    blocks.pop()
 
 
 _BLOCKS = _Blocks()
