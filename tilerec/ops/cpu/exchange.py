@@ -19,7 +19,6 @@ from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Report, Route, Segments
 from tilerec.ops.exchange import (
-    _pick_rows_reference,
     _pick_rows_reference_,
     _place_rows_reference_,
     raise_bad_offsets,
@@ -167,7 +166,7 @@ def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
 
 
 def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
-    move = _move_rows("pick_rows", library.tr_pick_rows)
+    pick_rows_ = _pick_rows_(library)
 
     def pick_rows(
         source: Tensor,
@@ -180,9 +179,7 @@ def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
     ) -> Tensor:
         size = sum([count * width for count, width in zip(counts, widths, strict=True)])
         rows = reused_empty(max(size, 0), source.dtype)
-        if not _serves(source, rows, slots):
-            return _pick_rows_reference(source, slots, counts, widths, slot_starts, places, strides)
-        move(source, rows, slots, counts, widths, slot_starts, places, strides)
+        pick_rows_(rows, source, slots, counts, widths, slot_starts, places, strides)
         return rows
 
     return pick_rows
