@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
@@ -133,8 +134,7 @@ class TableCollection(nn.Module):
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
         self._readers = readers(self._configs)
         self._sizes = self._slot_sizes()
-        # The default generator and the CPU, whatever `with torch.device(...)` says.
-        self.seed = int(torch.randint(1 << 62, (), device="cpu"))
+        self.seed = draw_seed()
         memory = self._memory(device)
         made = {c.name: Table(c, memory[c.name], self.seed) for c in self._configs}
         self.add_module(holder, Tables(made))

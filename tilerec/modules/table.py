@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
+from tilerec.modules.initial import fill_initial
 from tilerec.ops.random import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.table_rows import Place, TableRows, rows_of
-
-INIT_BLOCK = 1 << 20
-"""Rows that a user's `init_fn` gets at once: full width, the same blocks under every sharding."""
 
 
 class Table(nn.Module):
@@ -42,36 +38,16 @@ class Table(nn.Module):
         self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
         self.rows = TableRows(config.name, Place((first, second)))
-        if config.init_fn is not None:
-            memory.zero_()  # a user's function may write a part only
         self.weight = nn.Parameter(memory)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Write the initial values: the same for the same seed, however the table is cut."""
         weight = self.weight
         if weight.is_meta:
             return
-        init_fn, place = self.config.init_fn, self.rows.place
-        if init_fn is None:
-            low, high = self.config.get_weight_init_min(), self.config.get_weight_init_max()
-            torch.ops.tilerec.random_fill_(
-                weight, place.key, place.row_offset, place.column_offset, "uniform", low, high
-            )
-            return
-        takes_offset = "row_offset" in inspect.signature(init_fn).parameters
-        for start in range(0, weight.shape[0], INIT_BLOCK):
-            block = weight[start : start + INIT_BLOCK]
-            result = init_fn(block, row_offset=start) if takes_offset else init_fn(block)
-            if isinstance(result, Tensor) and result.data_ptr() != block.data_ptr():
-                if result.shape != block.shape:
-                    raise ConfigError(
-                        f"Table '{self.config.name}': init_fn returned shape {tuple(result.shape)} for a "
-                        "block of shape "
-                        f"{tuple(block.shape)}; fill the block in place or return one of its shape."
-                    )
-                block.copy_(result)
+        place = self.rows.place
+        fill_initial(weight, self.config, place.key, place.row_offset, place.column_offset)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name == "weight" and isinstance(value, nn.Parameter)

@@ -33,6 +33,17 @@ def table_key(seed: int, table: str) -> list[int]:
     return [seed & _MASK, zlib.crc32(table.encode()) ^ ((seed >> 32) & _MASK)]
 
 
+def block_seed(key: Sequence[int], block: int) -> int:
+    """What torch's generators are seeded with for one block of a table's rows.
+
+    `word 0 of philox(0, 0, 2^32 - 1, 0) + block` in the lower 32 bits, which are all that torch's CPU generator
+    takes: no two of a table's blocks have the same. Word 1 of it in the upper ones.
+    """
+    zero, last = torch.zeros((), dtype=torch.int64, device="cpu"), torch.tensor(_MASK, device="cpu")
+    low, high, _, _ = philox((zero, zero, last, zero), key)
+    return (int(low) + block) & _MASK | int(high) << 32
+
+
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product, held in int64 (which wraps, keeping the right bits)."""
     product = a * constant

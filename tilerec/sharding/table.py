@@ -9,7 +9,6 @@ Nouns
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.modules.table import INIT_BLOCK, Table
+from tilerec.modules.initial import fill_initial
+from tilerec.modules.table import Table
 from tilerec.sharding.layout import reader, rectangles
 from tilerec.sharding.state import Cover, Logical, Piece, load, shown, size_mismatch
 from tilerec.sharding.update import Peers, TileRows
@@ -45,12 +45,11 @@ class ShardedTable(Table):
         """The rectangle of leaf i; of no rows for the empty leaf."""
         return self.tiles[i] if self.tiles else Tile(0, 0, 0, self.tiling.dim, ())
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Write the initial values: those that the whole table would have here."""
         for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
             if not leaf.is_meta:
-                fill_tile(self, leaf, tile)
+                fill_initial(leaf, self.config, self.rows.place.key, tile.r0, tile.c0)
 
     def _check(self, weight: nn.Parameter) -> None:
         tile = self.place_of(0)
@@ -185,28 +184,6 @@ def leaf_name(i: int) -> str:
     return f"weight.{i}" if i else "weight"
 
 
-@torch.no_grad()
-def fill_tile(table: Table, leaf: Tensor, tile: Tile) -> None:
-    """Initial values of a tile, the bits of the whole table's rectangle.
-
-    A user's `init_fn` is called on full-width blocks of rows, as it is for a whole table; one block is in memory at a
-    time.
-    """
-    config, key = table.config, table.rows.place.key
-    if config.init_fn is None:
-        low, high = config.get_weight_init_min(), config.get_weight_init_max()
-        torch.ops.tilerec.random_fill_(leaf, key, tile.r0, tile.c0, "uniform", low, high)
-        return
-    takes_offset = "row_offset" in inspect.signature(config.init_fn).parameters
-    for start in range(tile.r0 // INIT_BLOCK * INIT_BLOCK, tile.r1, INIT_BLOCK):
-        rows = min(INIT_BLOCK, config.num_embeddings - start)
-        block = torch.zeros((rows, config.embedding_dim), dtype=leaf.dtype, device=leaf.device)
-        result = config.init_fn(block, row_offset=start) if takes_offset else config.init_fn(block)
-        block = result if isinstance(result, Tensor) else block
-        first, last = max(start, tile.r0), min(start + rows, tile.r1)
-        leaf[first - tile.r0 : last - tile.r0] = block[first - start : last - start, tile.c0 : tile.c1]
-
-
 def check_rule(table: Table, tiling: Tiling) -> None:
     """Refuse a tiling under which the attached optimizer could not add up its rows.
 
@@ -267,7 +244,7 @@ def shard_table(
     for tile, own in zip(places, memory, strict=True):
         if not own.is_meta and own.numel():
             if whole.is_meta:
-                fill_tile(table, own, tile)
+                fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:
                 own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own, requires_grad=whole.requires_grad)

@@ -174,7 +174,11 @@ class EmbeddingConfig(_TableConfig):
         weight_init_max, weight_init_min: bounds of the uniform initial values, `±sqrt(1/num_embeddings)`
             unless given.
         init_fn: called as `init_fn(rows)` (or `init_fn(rows, row_offset=…)` where it takes one) on full-width
-            blocks of rows, which it fills in place, instead of the uniform values.
+            blocks of rows, 2^20 at most, which it fills in place (they are zero before) or returns, instead of the
+            uniform values. What it draws from torch's default generators does not depend on plan, ranks or order: they
+            are seeded for each block by the collection's seed, the table's name and the block, and are afterwards as
+            they were. What it draws elsewhere (numpy, a `torch.Generator` of its own) is its own affair: on tables
+            that are cut from `meta`, ranks then hold different numbers.
 
     Raises:
         ConfigError: a size below 1, a type that cannot be trained, repeated features, contradictory bounds.
