@@ -10,9 +10,11 @@ from torch import Tensor
 
 from tests.sharding.test_route import batch_of, rows, sharded
 from tilerec.comms.group import Group
+from tilerec.errors import InputError
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.lookup import pooled_output
-from tilerec.spec.optimizer import SGD
+from tilerec.spec.optimizer import SGD, Adagrad, Adam
+from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -100,15 +102,103 @@ def test_gradients_that_are_no_plain_memory_travel_too() -> None:
 
 
 def test_a_second_backward_is_refused_on_every_rank() -> None:
+    """Rank 2 holds nothing of the table, and raises all the same: the others would not take part."""
+
     def fn(group: Group) -> str:
-        module = sharded(group, rows(20, 2))
+        module = sharded(group, Tiling.of("t", 20, 4, [(0, 10, 0, 4, 0), (10, 20, 0, 4, 1)]))
+        apply_optimizer_in_backward(SGD(lr=1.0), module.parameters())
         loss = module(batch_of([[1, 12]])).values().sum()
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second time") as caught:
             loss.backward()
         return str(caught.value)
 
-    assert all("look the features up again" in message for message in run_virtual_ranks(2, fn))
+    assert all("look the features up again" in message for message in run_virtual_ranks(3, fn))
+
+
+def test_a_second_backward_adds_to_the_gradients_of_tables_without_an_optimizer() -> None:
+    def fn(group: Group) -> tuple[Tensor, Tensor]:
+        module = sharded(group, Tiling.of("t", 20, 4, [(0, 20, 0, 4, 0)]))
+        loss = module(batch_of([[1, 12]])).values().sum()
+        loss.backward(retain_graph=True)
+        first = module.embedding_bags["t"].weight.grad.clone()
+        loss.backward()
+        return first, module.embedding_bags["t"].weight.grad
+
+    (once, twice), (nothing, still) = run_virtual_ranks(2, fn)
+    assert once.sum() == 8
+    assert torch.equal(twice, 2 * once)
+    assert nothing.shape == still.shape == (0, 4)
+
+
+def test_a_pass_that_asks_for_other_tensors_leaves_the_table_alone_and_meets_on_every_rank() -> None:
+    """Rank 1 holds nothing of the table, so only its empty leaf says that the pass does not concern it."""
+
+    def fn(group: Group) -> tuple[Tensor, Tensor]:
+        module = sharded(group, Tiling.of("t", 20, 4, [(0, 20, 0, 4, 0)]))
+        apply_optimizer_in_backward(SGD(lr=1.0), module.parameters())
+        scale = torch.ones(4, requires_grad=True)
+        loss = (module(batch_of([[1, 12]])).values() * scale).sum()
+        loss.backward(inputs=[scale], retain_graph=True)
+        before = module.embedding_bags["t"].weight.detach().clone()
+        loss.backward(inputs=[module.embedding_bags["t"].weight])
+        return before, module.embedding_bags["t"].weight.detach()
+
+    (before, after), _ = run_virtual_ranks(2, fn)
+    assert torch.equal(before, TABLE)
+    expected = TABLE.clone()
+    expected[[1, 12]] -= 1.0
+    assert torch.equal(after, expected)
+
+
+def test_every_tile_of_a_table_that_the_pass_names_is_updated() -> None:
+    """Rank 0 holds two tiles; `weight` stands for the table."""
+
+    def fn(group: Group) -> list[Tensor]:
+        module = sharded(group, Tiling.of("t", 20, 4, [(0, 5, 0, 4, 0), (5, 10, 0, 4, 1), (10, 20, 0, 4, 0)]))
+        apply_optimizer_in_backward(SGD(lr=1.0), module.parameters())
+        table = module.embedding_bags["t"]
+        module(batch_of([[1, 12]])).values().sum().backward(inputs=[table.weight])
+        return [leaf.detach() for leaf in table.leaves()]
+
+    (first, second), _ = run_virtual_ranks(2, fn)
+    expected = TABLE.clone()
+    expected[[1, 12]] -= 1.0
+    assert torch.equal(first, expected[:5])
+    assert torch.equal(second, expected[10:])
+
+
+def test_a_table_that_is_frozen_on_one_rank_only_is_refused_on_all() -> None:
+    def fn(group: Group) -> str:
+        module = sharded(group, rows(20, 2))
+        module.requires_grad_(group.rank == 0)
+        with pytest.raises(InputError) as caught:
+            module(batch_of([[1, 12]]))
+        return str(caught.value)
+
+    for message in run_virtual_ranks(2, fn):
+        assert message.startswith(
+            "Table 't': it trains without an attached optimizer on rank 0 and is frozen on rank 1"
+        )
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=1.0, non_finite="skip"), Adagrad(lr=1.0, non_finite="skip"),
+                                  Adam(lr=1.0, non_finite="skip")], ids=lambda rule: type(rule).__name__)  # fmt: skip
+def test_a_row_with_one_column_that_is_not_finite_stays_whole_under_column_cuts(rule: Any) -> None:
+    """Column 3 of sample 1's gradient is infinite: its row 12 keeps all four columns, as unsharded; row 1 moves."""
+
+    def fn(group: Group, tiles: Any) -> list[Tensor]:
+        module = sharded(group, Tiling.of("t", 20, 4, tiles))
+        apply_optimizer_in_backward(rule, module.parameters())
+        out = module(batch_of([[1], [12]])).values()
+        out.backward(torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, float("inf")]]))
+        return [leaf.detach() for leaf in module.embedding_bags["t"].leaves()]
+
+    (left,), (right,) = run_virtual_ranks(2, fn, [(0, 20, 0, 2, 0), (0, 20, 2, 4, 1)])
+    ((whole,), _) = run_virtual_ranks(2, fn, [(0, 20, 0, 4, 0)])
+    assert torch.equal(torch.cat([left, right], dim=1), whole)
+    assert torch.equal(whole[12], TABLE[12])
+    assert not torch.equal(whole[1], TABLE[1])
 
 
 def test_without_grad_nothing_is_kept_and_nothing_travels_back() -> None:

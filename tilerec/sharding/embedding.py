@@ -30,7 +30,7 @@ from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.layout import Layout, SlotRead
 from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
-from tilerec.sharding.route import Batch, Routed, Router
+from tilerec.sharding.route import ATTACHED, TRAINED, Batch, Routed, Router
 from tilerec.sharding.table import ShardedTable, shard_table
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -85,6 +85,10 @@ class Exchange:
         self.group, self.route_group, self.topology = group, route_group, topology
         self.layout = Layout(tables, slots, topology, group.rank)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
+        # Slots whose rows' columns have several owners, each with its table.
+        self.column_cut = [
+            (s, slot.table) for s, slot in enumerate(slots) if len(tables[slot.table].tiling.blocks) > 1
+        ]
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}
 
@@ -125,8 +129,8 @@ class ShardedCollection(TableCollection):
     def _lay_flat(self) -> None:
         """Tiles keep the memory that the conversion gave them."""
 
-    def _first_leaves(self) -> list[Tensor]:
-        return [cast(Tensor, table._parameters["weight"]) for table in self._tables.values()]
+    def _first_leaves(self) -> list[nn.Parameter]:
+        return [cast(nn.Parameter, table._parameters["weight"]) for table in self._tables.values()]
 
     def _wide(self) -> torch.dtype:
         dtypes = {leaf.dtype for leaf in self._first_leaves()}
@@ -180,7 +184,16 @@ class ShardedCollection(TableCollection):
                 key + self._sizes[route.slot] * len(keys)
                 for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
-        return Batch(ids, offsets, weights, batches, bags), at
+        return Batch(ids, offsets, weights, batches, bags, self._training()), at
+
+    def _training(self) -> bytes:
+        """Per table, how it is trained; the same on all ranks, or no rank routes."""
+        return bytes(
+            [
+                0 if not leaf.requires_grad else TRAINED | ATTACHED * table.rows.takes_gradients
+                for leaf, table in zip(self._first_leaves(), self._sharded_tables, strict=True)
+            ]
+        )
 
     def _check_inverse(self, features: KeyedJaggedTensor) -> None:
         """Refuse, before anything travels, a variable batch that could not be expanded at the end."""
@@ -226,21 +239,40 @@ class ShardedCollection(TableCollection):
             r.handle if r.takes_gradients and leaf.requires_grad else -1
             for r, leaf in zip(rows, leaves, strict=True)
         ]
-        wants = any(leaf.requires_grad for leaf in self._first_leaves()) or batch.routed.weights_need_grad
+        first = self._first_leaves()
+        trained = [leaf.requires_grad for leaf in first]
+        wants = any(trained) or batch.routed.weights_need_grad
         travels = batch.stages.router.weighted
         combiner = batch.stages.combiner
         return combine(
             combiner,
             looked.looked,
             output,
-            Gradients(
-                leaves,
-                sinks,
-                [leaf.requires_grad for leaf in self._first_leaves()],
-                functools.partial(self._dense_grads, combiner, leaves, sinks),
-            ),
+            self._gradients(combiner, leaves, sinks, first, trained),
             self.exchange.anchor if wants else None,
             batch.sample_weights if travels else None,
+        )
+
+    def _gradients(
+        self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], first: list[nn.Parameter],
+        trained: list[bool],
+    ) -> Gradients:  # fmt: skip
+        tables = self._sharded_tables
+        held = [t for t, table in enumerate(tables) for _ in table.tiles]
+        bare = [t for t, table in enumerate(tables) if not table.tiles]
+        attached = [
+            trains and table.rows.takes_gradients for trains, table in zip(trained, tables, strict=True)
+        ]
+        guarded = [s for s, t in self.exchange.column_cut if attached[t] and _by_elements(tables[t])]
+        return Gradients(
+            leaves,
+            [first[t] for t in bare],
+            held + bare,
+            sinks,
+            trained,
+            attached,
+            guarded,
+            functools.partial(self._dense_grads, combiner, leaves, sinks),
         )
 
     def _dense_grads(
@@ -401,6 +433,12 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
                 feature.offsets(),
             )
         return results
+
+
+def _by_elements(table: ShardedTable) -> bool:
+    """Whether the attached rule looks at single elements, so that owners of a row's columns do not hear each other."""
+    spec = table.rows.spec
+    return spec is not None and not spec.phases
 
 
 def _wide_of(leaf: Tensor) -> torch.dtype:

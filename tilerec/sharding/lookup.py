@@ -43,6 +43,20 @@ class Output:
                 self.block(flat, slot).div_(sizes[:, None])
         return flat
 
+    def spread_non_finite(self, grad: Tensor, slots: Sequence[int]) -> Tensor:
+        """A bag's gradient that is not finite in one column of these slots is so in all of them.
+
+        The owners of a row's other columns would update it, where the whole table skips the row. `[1, inf]` becomes
+        `[nan, nan]`.
+        """
+        if not slots or (grad.device.type == "cpu" and bool(torch.isfinite(grad.sum()))):
+            return grad
+        grad = grad.clone()
+        for slot in slots:
+            block = self.block(grad, slot)
+            block += (block * 0).sum(dim=1, keepdim=True)
+        return grad
+
 
 def pooled_output(
     dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]
@@ -57,12 +71,23 @@ def pooled_output(
 
 @dataclass(frozen=True)
 class Gradients:
-    """How the leaves of a rank take their gradients."""
+    """How the leaves of a rank take their gradients.
+
+    What is said per table is the same on every rank, so that all ranks take the same turns.
+    """
 
     leaves: list[nn.Parameter]
+    bare: list[nn.Parameter]  # empty leaves, of the tables that this rank holds nothing of
+    tables: list[int]  # of each leaf, then of each bare one
     sinks: list[int]  # handle per leaf; -1: a dense `.grad`, or none
-    trained: list[bool]  # per table; the same on every rank
+    trained: list[bool]  # per table
+    attached: list[bool]  # per table: trained, and updated in the backward pass
+    guarded: list[int]  # slots whose rows' owners each see some columns, and skip rows that are not finite
     dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
+
+    def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
+        """The bare leaves, each with its table."""
+        return list(zip(self.bare, self.tables[len(self.leaves) :], strict=True))
 
 
 class _Combine(torch.autograd.Function):
@@ -82,16 +107,17 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        combiner, routed = ctx.combiner, ctx.looked.routed
         gradients: Gradients = ctx.gradients
+        reached = _reached(ctx, gradients)
         if ctx.spent:
             raise RuntimeError(
-                "A sharded lookup's backward ran a second time (retain_graph=True), but its gradients already "
-                "travelled; look the features up again."
+                "A sharded lookup's backward ran a second time (retain_graph=True), but its tables were already "
+                "updated by the first: look the features up again, or detach the optimizer and step it by hand."
             )
-        ctx.spent = True
+        combiner, routed = ctx.combiner, ctx.looked.routed
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
             grad = ctx.output.divide_(grad.clone())
+        grad = ctx.output.spread_non_finite(grad, gradients.guarded)
         # Gradients of sample weights need those of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
         looked = combiner.thawed(ctx.looked, live)
@@ -101,36 +127,46 @@ class _Combine(torch.autograd.Function):
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(routed, rows, gradients.leaves, count)
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
-        sinks = _reached(ctx, gradients)
+        sinks = [
+            sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)
+        ]
         record = combiner.record(looked.routed, rows, sinks, routed.present)
         submit(record)
         dense = gradients.dense(record) if -1 in gradients.sinks else {}
+        if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
+            ctx.spent, ctx.looked = True, None
+        bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
         return (
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
             sample_grad,
             *(dense.get(i) for i in range(len(gradients.leaves))),
+            *bare,
         )
 
 
-def _reached(ctx: Any, gradients: Gradients) -> list[int]:
-    """The leaves' sinks, -1 for those that the running pass was not asked for.
+def _no_rows(leaf: Tensor, attached: bool) -> Tensor | None:
+    """The gradient of an empty leaf: what a leaf that holds rows gets, without rows."""
+    return torch.zeros_like(leaf) if leaf.requires_grad and not attached else None
+
+
+def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
+    """Per table, whether the running pass was asked for it.
 
     `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` some: a table that was not
     asked for must not be updated.
     """
+    reached = [True] * len(gradients.trained)
     if torch._C._current_graph_task_id() == -1:
-        return gradients.sinks
-    sinks = list(gradients.sinks)
-    nodes = ctx.next_functions[len(ctx.next_functions) - len(sinks) :]  # the leaves are the last inputs
-    for i, (node, _) in enumerate(nodes):
-        if sinks[i] == -1 or node is None:
+        return reached
+    asked = [False] * len(reached)
+    nodes = ctx.next_functions[
+        len(ctx.next_functions) - len(gradients.tables) :
+    ]  # leaves are the last inputs
+    for t, (node, _) in zip(gradients.tables, nodes, strict=True):
+        if not gradients.attached[t] or node is None:
             continue
         try:
-            reached = torch._C._will_engine_execute_node(node)
+            asked[t] |= torch._C._will_engine_execute_node(node)
         except (
             RuntimeError
         ) as error:  # how torch says that the pass returns this leaf's gradient to its caller
@@ -138,9 +174,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[int]:
                 "torch.autograd.grad was asked for the gradient of a sharded table with an attached optimizer, which "
                 "takes it in the backward pass; call loss.backward(), or ask for it before attaching the optimizer."
             ) from error
-        if not reached:
-            sinks[i] = -1
-    return sinks
+    return [a or not attached for a, attached in zip(asked, gradients.attached, strict=True)]
 
 
 def combine(
@@ -151,4 +185,6 @@ def combine(
     if anchor is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return output.divide_(combiner.combine(looked, output.places, output.size))
-    return _Combine.apply(combiner, looked, output, gradients, anchor, sample_weights, *gradients.leaves)
+    return _Combine.apply(
+        combiner, looked, output, gradients, anchor, sample_weights, *gradients.leaves, *gradients.bare
+    )

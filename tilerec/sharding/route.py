@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from tilerec.errors import InputError
 from tilerec.sharding.layout import Layout
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
-"""Flags of a header."""
+"""Flags of a header; above them stands a digest of how its rank trains the tables."""
+TRAINING = 2
+"""Bits below the digest."""
 
 
 @dataclass
@@ -64,6 +67,10 @@ class Routed:
         return self
 
 
+TRAINED, ATTACHED = 1, 2
+"""A table's weight requires a gradient; and takes it in the backward pass."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What routing reads of a jagged batch: `keys[r]` and the other per-route facts are in the router."""
@@ -73,6 +80,7 @@ class Batch:
     weights: Tensor | None
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
+    training: bytes = b""  # per table, how this rank trains it (`TRAINED`, `ATTACHED`)
 
 
 @dataclass
@@ -167,6 +175,8 @@ class Router:
         except Exception as error:
             self.refuse(error, self.group.device)
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
+        # 31 bits in all: the word has a sign.
+        flags |= (zlib.crc32(batch.training) & 0x1FFFFFFF) << TRAINING
         marks = self._mark(slots, counts_K2, batch.bags)
         counts, sizes, heard = self._exchange_headers(flags, counts_K2, marks.sizes_M)
         refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
@@ -175,9 +185,22 @@ class Router:
                 f"Rank {refused[0]} refused its batch (its own error says why), so no rank routes this step; "
                 "see the error of that rank."
             )
+        if any(header[0] >> TRAINING != flags >> TRAINING for header in heard):
+            self._refuse_training(batch.training)
         unions = self._unite(marks, counts, sizes)
         return self._exchange_payloads(
             batch, weights, counts, lengths, local, slots, positions, unions, heard
+        )
+
+    def _refuse_training(self, own: bytes) -> NoReturn:
+        """Some ranks would send gradients that others do not wait for; every rank knows, so every rank says so."""
+        said = cast("list[bytes]", self.group.all_gather_object(own))
+        rank = next(r for r, words in enumerate(said) if words != said[0])
+        t = next(t for t, (a, b) in enumerate(zip(said[0], said[rank], strict=True)) if a != b)
+        raise InputError(
+            f"Table '{self.layout.tables[t].name}': it {_training(said[0][t])} on rank 0 and "
+            f"{_training(said[rank][t])} on rank {rank}, whose gradients would not meet; freeze tables "
+            "(requires_grad_) and attach optimizers on all ranks alike."
         )
 
     # ------------------------------------------------------------------------------------------------ home
@@ -375,6 +398,12 @@ class _Marks:
     edges: Tensor  # where each merge begins in `mark`, and the end
     ranks_P: Tensor  # per present bag of all parts, its place in the union of its merge
     sizes_M: Tensor  # U of each merge, int32
+
+
+def _training(word: int) -> str:
+    if not word & TRAINED:
+        return "is frozen"
+    return "trains with an attached optimizer" if word & ATTACHED else "trains without an attached optimizer"
 
 
 def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,15 +20,17 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.initial import fill_initial
 from tilerec.modules.table import Table
+from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.layout import reader, rectangles
-from tilerec.sharding.state import Cover, Logical, Piece, load, shown, size_mismatch
+from tilerec.sharding.logical import Cover, Logical, Piece
+from tilerec.sharding.state import load, shown, size_mismatch
 from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.table_rows import Place, TableRows, rows_of
 
 
-class ShardedTable(Table):
+class ShardedTable(Table, TiledTable):
     """What a rank holds of a table. Made in place from a `Table` by `shard_table`."""
 
     tiling: Tiling
@@ -116,18 +118,84 @@ class ShardedTable(Table):
         return self._logical([rows.state[name] for rows in self.tile_rows])
 
     def _logical(self, parts: Sequence[Tensor]) -> Logical:
-        """Args: parts: one per leaf, each of as many dimensions as the whole has."""
+        """Args: parts: one per leaf: of its shape, `[rows]`, `[rows, 1]`, or a number."""
         tiles, like = rectangles(self.tiling), parts[0].new_empty(0)
-        if parts[0].dim() == 2:
+        cells = parts[0].dim() == 2 and parts[0].shape == self.leaves()[0].shape
+        if cells:
             cover = Cover.of_cells((self.tiling.rows, self.tiling.dim), tiles)
+        elif parts[0].dim():
+            cover = Cover.of_rows(self.tiling.rows, tiles, column=parts[0].dim() == 2)
         else:
-            cover = Cover.of_rows(self.tiling.rows, tiles) if parts[0].dim() else Cover.of_one(tiles)
+            cover = Cover.of_one(tiles)
         place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
         pieces = []
         for tile, part in zip(self.tiles, parts, strict=False):
-            key = (tile.r0, tile.r1, tile.c0 if part.dim() == 2 else 0) if part.dim() else (0, 1, 0)
+            key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
             pieces.append(Piece(place[key], part))
         return Logical(cover, tuple(pieces), self.tile_rows[0].peers.group, like)
+
+    # ------------------------------------------------------------------------------- optimizers that are not attached
+
+    def shape_of(self, parts: Sequence[Tensor], what: str) -> tuple[int, ...]:
+        """See `TiledTable`. A number per row is one only where whole rows lie together."""
+        first = parts[0]
+        if self._whole_everywhere():
+            return tuple(first.shape)  # of any shape: every rank has it
+        leaves = self.leaves()
+        if all(part.dim() == 0 for part in parts):
+            return ()
+        if all(part.shape == leaf.shape for part, leaf in zip(parts, leaves, strict=True)):
+            return (self.tiling.rows, self.tiling.dim)
+        ones = (1,) * (first.dim() - 1)
+        if not all(tuple(p.shape) == (leaf.shape[0], *ones) for p, leaf in zip(parts, leaves, strict=True)):
+            raise ConfigError(
+                f"{what} has shape {tuple(first.shape)} beside a tile of shape {tuple(leaves[0].shape)}: neither the "
+                "tile's, nor a number per row, nor one number, so there is no saying what it is of the whole table; "
+                "attach the optimizer (apply_optimizer_in_backward), or use one that works element by element."
+            )
+        if self.tile_rows[0].spec is None and any(tile.c0 for tile in rectangles(self.tiling)):
+            raise ConfigError(
+                f"{what} is a number per row, and table '{self.config.name}' is cut by columns: each block has its own, "
+                "of its own columns; attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
+            )
+        return (self.tiling.rows, *ones)
+
+    def show(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `TiledTable`."""
+        return parts[0] if self._whole_everywhere() else shown(self._logical(parts))
+
+    def take(self, parts: Sequence[Tensor], value: Tensor) -> None:
+        """See `TiledTable`."""
+        if self._whole_everywhere() and type(value) in (Tensor, nn.Parameter):
+            with torch.no_grad():
+                parts[0].copy_(value)
+        else:
+            load(self._logical(parts), value)
+
+    def counts(self, leaf: int) -> bool:
+        """See `TiledTable`: the lowest owner."""
+        return self.place_of(leaf).owners[:1] == (self._group.rank,)
+
+    @property
+    def ranks(self) -> Hashable:
+        """See `TiledTable`."""
+        return self._group
+
+    def of_all_ranks(self, value: Tensor) -> Tensor:
+        """See `TiledTable`."""
+        group = self._group
+        ones = [1] * group.size
+        sent_W = value.detach().to(group.device).repeat(group.size)
+        heard_W = group.all_to_all("norm", torch.zeros_like(sent_W), sent_W, ones, ones).wait()
+        return heard_W.to(value.device)
+
+    @property
+    def _group(self) -> Group:
+        return self.tile_rows[0].peers.group
+
+    def _whole_everywhere(self) -> bool:
+        tiles = rectangles(self.tiling)
+        return len(tiles) == 1 and len(tiles[0].owners) == self._group.size
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         whole = self.weight_of()

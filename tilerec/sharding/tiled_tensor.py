@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
-from tilerec.sharding.state import Cover, Logical, Piece
+from tilerec.sharding.logical import Cover, Logical, Piece
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 
 
