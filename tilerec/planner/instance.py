@@ -15,7 +15,7 @@ Times are picoseconds, memory is bytes, all int64: sums are exact in any order, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -71,15 +71,15 @@ class Instance:
     memory: Ints
     cap: Ints
     host_of: Ints
-    uses: Bools = field(default=None)  # type: ignore[assignment]
-    charge: Ints = field(default=None)  # type: ignore[assignment]
-    shared: Bools = field(default=None)  # type: ignore[assignment]
-    host_cap: Ints = field(default=None)  # type: ignore[assignment]
-    slow: Ints = field(default=None)  # type: ignore[assignment]
-    base_cost: Ints = field(default=None)  # type: ignore[assignment]
-    base_memory: Ints = field(default=None)  # type: ignore[assignment]
+    uses: Bools = None  # type: ignore[assignment]
+    charge: Ints = None  # type: ignore[assignment]
+    shared: Bools = None  # type: ignore[assignment]
+    host_cap: Ints = None  # type: ignore[assignment]
+    slow: Ints = None  # type: ignore[assignment]
+    base_cost: Ints = None  # type: ignore[assignment]
+    base_memory: Ints = None  # type: ignore[assignment]
     allowed: Bools | None = None
-    divisible: Bools = field(default=None)  # type: ignore[assignment]
+    divisible: Bools = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         tables, options = _array(self.width).shape if _array(self.width).ndim == 2 else (-1, -1)
