@@ -20,8 +20,8 @@ from tilerec.parallel.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     get_default_sharders,
-    sharder_of,
 )
+from tilerec.planner.sharder import sharder_of
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig

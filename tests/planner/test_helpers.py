@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner.helpers import (
     Cut,
     apply_to_all,
@@ -26,7 +27,13 @@ from tilerec.planner.helpers import (
     table_wise,
 )
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
+from tilerec.spec.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Rectangle, Tiling
 from tilerec.spec.topology import Topology
@@ -135,13 +142,13 @@ def test_any_cover_may_be_given() -> None:
 
 
 def test_the_kernel_is_the_callers_or_says_whether_an_optimizer_is_attached() -> None:
-    assert planned(table_wise(0)).kernel is EmbeddingComputeKernel.DENSE
+    assert planned(table_wise(0)).kernel is None  # whatever is attached when the model is sharded
     assert planned(table_wise(0, compute_kernel="fused")).kernel is EmbeddingComputeKernel.FUSED
     module = bags()
     apply_optimizer_in_backward(RowWiseAdagrad(), list(module.parameters()))
     plan = construct_module_sharding_plan(module, {"t": row_wise()}, world_size=1)
     assert plan["t"].kernel is EmbeddingComputeKernel.FUSED
-    sharder = SimpleNamespace(fused_params={"learning_rate": 0.1})
+    sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.1})
     fused = construct_module_sharding_plan(bags(), {"t": row_wise()}, sharder, world_size=1)
     assert fused["t"].kernel is EmbeddingComputeKernel.FUSED
     with pytest.raises(ConfigError, match="table_wise: compute_kernel got 'quick'"):
@@ -193,3 +200,39 @@ def test_apply_to_all_repeats_a_helper() -> None:
     plan = construct_module_sharding_plan(module, apply_to_all(module, data_parallel()), world_size=2)
     assert {sharding.kind.value for sharding in plan.values()} == {"data_parallel"}
     assert list(plan) == ["a", "b", "c"]
+
+
+def test_a_sharder_of_another_kind_or_none_at_all_is_refused() -> None:
+    for sharder, message in (
+        (EmbeddingCollectionSharder(), "speaks of EmbeddingCollection, which EmbeddingBagCollection is not"),
+        (EmbeddingBagCollectionSharder, "is the class EmbeddingBagCollectionSharder; wanted a sharder of it"),
+        (3, "sharder is a int; wanted a sharder of tilerec.parallel"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            construct_module_sharding_plan(bags(), {"t": row_wise()}, sharder, world_size=1)  # type: ignore[arg-type]
+
+
+def test_a_plan_by_hand_knows_its_world_and_the_hosts_that_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def made(**world: Any) -> EmbeddingModuleShardingPlan:
+        return construct_module_sharding_plan(bags(), {"t": data_parallel()}, device_type="cpu", **world)
+
+    both = made(local_size=2, world_size=4)
+    assert (both.world_size, both.hosts) == (4, ((0, 1), (2, 3)))
+    with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+        ShardingPlan({"ebc": both}).check({"ebc": {"t": (10, 512)}}, 2)
+    size_alone = made(world_size=4)
+    assert (size_alone.world_size, size_alone.hosts) == (4, None)
+    told = made(topology=Topology(3, "cpu", hosts=[[0], [1, 2]]))
+    assert (told.world_size, told.hosts) == (3, ((0,), (1, 2)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert made(world_size=4).hosts == ((0, 1), (2, 3))
+
+
+def test_ranks_of_pieces_of_given_sizes_are_those_that_hold_some() -> None:
+    assert planned(row_wise(([3, 7, 0, 0], "cpu"))).ranks == (0, 1)
+    assert planned(row_wise(([3, 7], ["rank:2/cpu", "rank:0/cpu"]))).ranks == (2, 0)
+    assert planned(row_wise(num_buckets=2)).ranks == (0, 1)
+    assert planned(column_wise([3, 3, 1], [128, 128, 256])).ranks == (3, 1)
+    assert planned(grid_shard([1, 0], [500, 12])).ranks == (2, 3, 0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -123,18 +124,28 @@ def test_kernels_follow_the_attached_optimizer_and_the_constraints() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad(), [module["ebc"].embedding_bags["user"].weight])  # type: ignore[index, union-attr]
     plan = EmbeddingShardingPlanner(on_cpu(2)).plan(module)
     assert plan.plan["ebc"]["user"].kernel.value == "fused"
-    assert plan.plan["ebc"]["item"].kernel.value == "dense"
+    assert plan.plan["ebc"]["item"].kernel is None
 
-    def kernel_of_item(sharders: list[object] | None = None, **kwargs: object) -> str:
+    def kernel_of_item(sharders: list[Any] | None = None, **kwargs: object) -> str | None:
         limits = {"item": ParameterConstraints(**kwargs)}  # type: ignore[arg-type]
         planner = EmbeddingShardingPlanner(on_cpu(2), constraints=limits)
-        return planner.plan(module, sharders).plan["ebc"]["item"].kernel.value
+        kernel = planner.plan(module, sharders).plan["ebc"]["item"].kernel
+        return kernel and kernel.value
 
     assert kernel_of_item(compute_kernels=["fused"]) == "fused"
-    assert kernel_of_item(compute_kernels=["fused", "dense"]) == "dense"
-    assert kernel_of_item([SimpleNamespace(fused_params={"learning_rate": 0.1})]) == "fused"
-    with pytest.warns(UserWarning, match="'fused_uvm' is kept in the plan but has no effect"):
+    assert kernel_of_item(compute_kernels=["dense"]) == "dense"
+    assert kernel_of_item(compute_kernels=["fused", "dense"]) is None
+    assert kernel_of_item(compute_kernels=["fused_uvm_caching", "fused"]) == "fused"
+    pooled, sequence = (
+        [kind({"learning_rate": 0.1})] for kind in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
+    )
+    assert kernel_of_item(pooled) == "fused"
+    assert kernel_of_item(pooled, compute_kernels=["dense"]) == "dense"
+    assert kernel_of_item(sequence) is None
+    with pytest.warns(UserWarning, match="'fused_uvm' is kept in the plan and has the effect of 'fused'"):
         assert kernel_of_item(compute_kernels=["fused_uvm"]) == "fused_uvm"
+    with pytest.warns(UserWarning, match="'fused_uvm'"):
+        assert kernel_of_item(pooled, compute_kernels=["fused_uvm"]) == "fused_uvm"
 
 
 def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:
@@ -142,7 +153,7 @@ def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad(), list(module["ebc"].parameters()))  # type: ignore[index]
     limits = {"item": ParameterConstraints(compute_kernels=["dense"])}
     with pytest.raises(
-        ConfigError, match=r"Table 'item' of module 'ebc': an optimizer is attached .* does not allow"
+        ConfigError, match=r"Table 'item' of module 'ebc': an optimizer is attached, .* does not allow"
     ):
         EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(module)
 
@@ -182,6 +193,55 @@ def test_constraints_for_no_table_are_refused() -> None:
         EmbeddingShardingPlanner(on_cpu(2), constraints={"usr": ParameterConstraints()}).plan(model())
     with pytest.raises(ConfigError, match=r"constraints\['user'\] is a list"):
         EmbeddingShardingPlanner(on_cpu(2), constraints={"user": ["row_wise"]})  # type: ignore[dict-item]
+
+
+def test_the_names_closest_to_a_constraint_for_no_table_are_told() -> None:
+    limits = {"usr": ParameterConstraints(), "x": ParameterConstraints()}
+    with pytest.raises(ConfigError, match=r"\['usr', 'x'\].* Close are 'user' for 'usr'\."):
+        EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(model())
+
+
+def test_every_collection_is_planned_whichever_sharders_are_given() -> None:
+    """Sharding places every table; a plan without those that no sharder speaks of would be refused."""
+    planner = EmbeddingShardingPlanner(on_cpu(2))
+    for sharders in (None, [], [EmbeddingBagCollectionSharder()]):
+        assert list(planner.plan(model(), sharders).plan) == ["ebc", "deep.0"]
+
+
+def test_the_optimizer_that_a_sharder_gives_counts_for_its_kind() -> None:
+    module = EmbeddingBagCollection([EmbeddingBagConfig(1000, 64, "t")], device=META)
+    planner = EmbeddingShardingPlanner(on_cpu(1, cap=2 * 1000 * 64 * 4))
+    planner.plan(module, [EmbeddingBagCollectionSharder({"optimizer": "sgd"})])
+    planner.plan(module, [EmbeddingCollectionSharder({"optimizer": "adam"})])
+    adam = [EmbeddingBagCollectionSharder({"optimizer": "adam"})]
+    with pytest.raises(PlannerError, match="Table 't': no place found"):
+        planner.plan(module, adam)
+    dense = {"t": ParameterConstraints(compute_kernels=["dense"])}
+    EmbeddingShardingPlanner(planner.topology, constraints=dense).plan(module, adam)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            EmbeddingBagCollectionSharder(),
+            r"sharders is a EmbeddingBagCollectionSharder; wanted a list .*sharders=\[Embedd",
+        ),
+        (EmbeddingBagCollectionSharder, r"sharders is a EmbeddingBagCollectionSharder; wanted a list"),
+        (
+            [EmbeddingBagCollectionSharder],
+            r"sharders\[0\] is the class EmbeddingBagCollectionSharder; wanted",
+        ),
+        ([EmbeddingBagCollectionSharder(), None], r"sharders\[1\] is a NoneType; wanted a sharder"),
+        (
+            [EmbeddingBagCollectionSharder()] * 2,
+            r"sharders\[0\] and sharders\[1\] both speak of EmbeddingBag",
+        ),
+    ],
+)
+def test_what_are_no_sharders_is_refused_with_the_next_move(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingShardingPlanner(on_cpu(2)).plan(model(), wrong)
 
 
 def test_a_model_without_tables_is_refused() -> None:

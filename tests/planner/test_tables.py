@@ -6,6 +6,7 @@ from torch import nn
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner.tables import device_type_of, tables_of
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel
@@ -58,8 +59,15 @@ def test_the_kernel_says_whether_an_optimizer_is_attached() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad(), [module.embedding_bags["x"].weight])
     assert [table.kernel for table in tables_of(module)] == [
         EmbeddingComputeKernel.FUSED,
-        EmbeddingComputeKernel.DENSE,
+        None,
     ]
+    sharder = EmbeddingBagCollectionSharder({"optimizer": "adam"})
+    given = tables_of(module, [EmbeddingCollectionSharder({"optimizer": "sgd"}), sharder])
+    assert [table.kernel for table in given] == [EmbeddingComputeKernel.FUSED] * 2
+    assert given[1].bytes == 10 * 4 * (4 + 4 + 4)
+    kept = tables_of(module, [sharder], {"x", "y"})
+    assert [table.kernel for table in kept] == [EmbeddingComputeKernel.FUSED, None]
+    assert kept[1].bytes == 10 * 4 * (4 + 4)
 
 
 def test_a_table_that_collections_share_is_one() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,13 +93,16 @@ def test_enums_strings_and_another_librarys_enums_are_accepted() -> None:
 
 @pytest.mark.parametrize("kernel", [k for k in EmbeddingComputeKernel if k.value not in ("dense", "fused")])
 def test_a_kernel_that_is_not_in_use_is_kept_with_a_warning(kernel: EmbeddingComputeKernel) -> None:
-    with pytest.warns(UserWarning, match=f"'{kernel.value}' is kept in the plan but has no effect"):
+    with pytest.warns(
+        UserWarning, match=f"'{kernel.value}' is kept in the plan and has the effect of 'fused'"
+    ):
         sharding = ParameterSharding("row_wise", kernel)
     assert sharding.kernel is kernel
 
 
 def test_ranks_are_read_off_the_tiling_unless_given() -> None:
-    assert ParameterSharding("row_wise", tiling=halves(3, 1)).ranks == (1, 3)
+    assert ParameterSharding("row_wise", tiling=halves(3, 1)).ranks == (3, 1)  # in the order of the pieces
+    assert ParameterSharding("explicit", tiling=halves(3, 1)).ranks == (1, 3)
     assert ParameterSharding("row_wise", ranks=[3, 1], tiling=halves(3, 1)).ranks == (3, 1)
     with pytest.raises(ConfigError, match="the tiling lies on ranks 3, which ranks='0-1' does not name"):
         ParameterSharding("row_wise", ranks=[0, 1], tiling=halves(3, 1))
@@ -137,7 +142,7 @@ def test_a_sharding_spec_is_read_into_the_tiling() -> None:
     ]
     sharding = ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards))
     assert sharding.tiling == Tiling.of("t", 10, 4, [(0, 6, 0, 4, 2), (6, 10, 0, 4, 0)])
-    assert sharding.ranks == (0, 2)
+    assert sharding.ranks == (2, 0)
     with pytest.raises(ConfigError, match="sharding_spec has no shards"):
         ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=[]))
     with pytest.raises(ConfigError, match=r"columns \[0, 4\) belong to no rank"):
@@ -186,7 +191,7 @@ def test_a_person_writes_kind_and_ranks_only(tmp_path: Path) -> None:
     assert part is not None
     assert part["a"].ranks == (3,)
     assert part["b"].ranks is None
-    assert part["b"].kernel is EmbeddingComputeKernel.FUSED
+    assert part["b"].kernel is None
     assert plan.get_plan_for_module("other") is None
 
 
@@ -290,3 +295,58 @@ def test_each_misfit_of_plan_and_model_has_its_own_error() -> None:
 
 def test_a_module_without_tables_needs_no_plan() -> None:
     ShardingPlan({}).check({"empty": {}}, 2)
+
+
+def test_parts_that_know_their_world_tell_the_whole() -> None:
+    part = {"a": ParameterSharding("row_wise")}
+    knows = EmbeddingModuleShardingPlan(part, world_size=4, hosts=[[0, 1], [2, 3]])
+    whole = ShardingPlan({"ebc": knows, "other": EmbeddingModuleShardingPlan(part)})
+    assert (whole.world_size, whole.hosts) == (4, ((0, 1), (2, 3)))
+    assert "plan for 4 ranks on 2 hosts" in str(knows)
+    again = whole.get_plan_for_module("other")
+    assert again is not None
+    assert (again.world_size, again.hosts) == (4, ((0, 1), (2, 3)))
+    assert ShardingPlan.from_json(whole.to_json()) == whole
+    for copied in (copy.deepcopy(knows), pickle.loads(pickle.dumps(knows))):
+        assert (copied, copied.world_size, copied.hosts) == (knows, knows.world_size, knows.hosts)
+    with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+        ShardingPlan({"ebc": knows}).check({}, 2)
+
+
+def test_parts_of_different_worlds_are_no_plan() -> None:
+    part = {"a": ParameterSharding("row_wise")}
+    parts = {f"m{n}": EmbeddingModuleShardingPlan(part, world_size=n) for n in (2, 4)}
+    with pytest.raises(ConfigError, match=r"module 'm4' was made for world_size 4, .* for 2"):
+        ShardingPlan(parts)
+    with pytest.raises(ConfigError, match=r"module 'm2' was made for world_size 2, .* for 3"):
+        ShardingPlan(parts, 3)
+    hosts = EmbeddingModuleShardingPlan(part, world_size=2, hosts=[[0], [1]])
+    with pytest.raises(ConfigError, match="module 'ebc' was made for hosts"):
+        ShardingPlan({"ebc": hosts}, 2, [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"user": ParameterSharding("row_wise")}, r"plan\['user'\] is a ParameterSharding; wanted paths"),
+        ({"ebc": {"user": "row_wise"}}, r"plan\['ebc'\] holds a str; wanted paths"),
+    ],
+)
+def test_what_is_no_plan_of_modules_is_named(plan: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShardingPlan(plan)  # type: ignore[arg-type]
+
+
+def test_a_plan_of_the_module_by_itself_or_of_the_model_around_it_says_under_which_path_to_put_it() -> None:
+    part = EmbeddingModuleShardingPlan({"a": ParameterSharding("table_wise", tiling=on_rank(1))})
+    with pytest.raises(ConfigError, match=r"by itself \(''\).* put .*\{'ebc': plan\[''\]\}"):
+        ShardingPlan({"": part}).check({"ebc": {"a": (10, 4)}}, 2)
+    with pytest.raises(ConfigError, match=r"whose path is ''.* put .*\{'': plan\['ebc'\]\}"):
+        ShardingPlan({"ebc": part}).check({"": {"a": (10, 4)}}, 2)
+
+
+def test_an_unsaid_kernel_stays_unsaid_in_a_file() -> None:
+    sharding = ParameterSharding("row_wise")
+    assert sharding.kernel is None
+    assert "compute_kernel" not in sharding.to_json()
+    assert ParameterSharding.from_json("t", sharding.to_json()) == sharding

@@ -9,7 +9,9 @@ from tilerec.spec.tile import Tiling, ceil_chunks
 def row_wise(rows: int, dim: int, ranks: int) -> ParameterSharding:
     cuts = ceil_chunks(rows, ranks)
     tiles = [(cuts[i], cuts[i + 1], 0, dim, i) for i in range(len(cuts) - 1)]
-    return ParameterSharding("row_wise", tiling=Tiling.of("t", rows, dim, tiles), data_type=DataType.FP32)
+    return ParameterSharding(
+        "row_wise", "fused", tiling=Tiling.of("t", rows, dim, tiles), data_type=DataType.FP32
+    )
 
 
 def test_the_print_says_what_each_rank_holds_and_where() -> None:
@@ -32,7 +34,7 @@ def test_the_print_says_what_each_rank_holds_and_where() -> None:
         "                                                   3      1              1 x 4        16 B\n"
         "model.ebc  b           4 x 6  column_wise  dense   0      0      4 x 2 + 4 x 2           ?\n"
         "                                                   3      1              4 x 2           ?\n"
-        "ec         later           ?  table_wise   fused   1      0        not yet cut\n"
+        "ec         later           ?  table_wise           1      0        not yet cut\n"
         "\n"
         "in all\n"
         "ranks  hosts  tables  bytes each\n"

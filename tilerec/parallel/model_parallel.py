@@ -24,10 +24,11 @@ from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParal
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
-from tilerec.parallel.sharders import ModuleSharder, sharder_of
+from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import collections_of
 from tilerec.parallel.traffic import traffic
 from tilerec.parallel.values import send_from_rank_0
+from tilerec.planner.sharder import sharder_of
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of

@@ -6,7 +6,7 @@ They decide nothing about where tables lie (the plan does), so every kind of col
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 from torch import nn
@@ -114,11 +114,6 @@ class EmbeddingCollectionSharder(ModuleSharder):
 def get_default_sharders() -> list[ModuleSharder]:
     """One of each kind, without an optimizer."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-
-
-def sharder_of(module: nn.Module, sharders: Sequence[ModuleSharder] | None) -> ModuleSharder | None:
-    """The sharder that speaks of a collection."""
-    return next((sharder for sharder in sharders or () if isinstance(module, sharder.module_type)), None)
 
 
 def _read_registry(registry: Registry | None, op: CommOp, who: str) -> Wire | None:

@@ -17,7 +17,8 @@ class ParameterConstraints:
 
     Args:
         sharding_types: those allowed, the preferred one first; all of them if None.
-        compute_kernels: those allowed; all of them if None. A table with an attached optimizer is "fused".
+        compute_kernels: those allowed; all of them if None. "dense" alone keeps the optimizers of sharders off the
+            table; a table with an attached optimizer is "fused".
         min_partition: least number of columns of a column tile.
         pooling_factors: ids per bag, for each feature; unknown if None. Says whether adding up rows inside a host
             saves anything.

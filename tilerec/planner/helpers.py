@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tilerec.errors import ConfigError
+from tilerec.planner.sharder import Sharder, check_sharder
 from tilerec.planner.tables import PlannedTable, device_type_of, tables_of
 from tilerec.sharding import strategies
 from tilerec.spec.plan import (
@@ -31,7 +32,7 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 Kernel = EmbeddingComputeKernel | str | None
-"""None: fused where an optimizer is attached, else dense."""
+"""None: fused where an optimizer is attached or the sharder gives one, else left to what is when sharding."""
 
 
 @final
@@ -75,7 +76,7 @@ class Cut:
             object.__setattr__(self, "tiles", tuple(self.tiles))
 
     def sharding(self, name: str, rows: int, dim: int, topology: Topology) -> ParameterSharding:
-        """Of one table in one world; its kernel is "fused" unless the caller of the helper said another.
+        """Of one table in one world. Pieces of given sizes name the ranks that have some.
 
         Raises:
             ConfigError: it does not fit the table or the world.
@@ -94,9 +95,14 @@ class Cut:
         elif self.widths is not None:
             strategy = _BY_WIDTHS[self.kind]
             tiling = strategy(name, rows, dim, ranks, topology, widths=self.widths)
-        kernel = EmbeddingComputeKernel.FUSED if self.compute_kernel is None else self.compute_kernel
+        if tiling is not None:
+            ranks = None  # read off the tiling: pieces may be empty, or one with their neighbours
         return strategies.complete(
-            ParameterSharding(self.kind, kernel, ranks, tiling=tiling), name, rows, dim, topology
+            ParameterSharding(self.kind, self.compute_kernel, ranks, tiling=tiling),
+            name,
+            rows,
+            dim,
+            topology,
         )
 
     def _ranks(self, name: str, dim: int, topology: Topology) -> tuple[int, ...] | None:
@@ -139,7 +145,7 @@ _BY_WIDTHS = {
 
 
 def data_parallel() -> Cut:
-    """A copy of the table on every rank."""
+    """A copy of the table on every rank. Copies on some of the ranks are an `explicit` tiling."""
     return Cut(ShardingType.DATA_PARALLEL)
 
 
@@ -226,35 +232,42 @@ def explicit(tiles: Iterable[Sequence[Any]] | Tiling, compute_kernel: Kernel = N
 def construct_module_sharding_plan(
     module: nn.Module,
     per_param_sharding: Mapping[str, Cut],
-    sharder: Any = None,
+    sharder: Sharder | None = None,
     local_size: int | None = None,
     world_size: int | None = None,
     device_type: str | None = None,
     *,
     topology: Topology | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of one embedding collection, table by table.
+    """The plan of one embedding collection, table by table. It knows the world it is for, and is refused in another.
 
     Args:
         module: an EmbeddingBagCollection or EmbeddingCollection, or a module with one of them in it.
         per_param_sharding: table -> helper's result, for every table.
-        sharder: read for `fused_params` (an optimizer attached while sharding).
+        sharder: the one that the collection will be sharded with: tables are "fused" where it gives an optimizer.
         local_size, world_size: ranks per host and in all; None: the process group's and the launcher's, or those of a
-            world of one.
+            world of one. Where neither is known, hosts are left to the launcher.
         device_type: "cpu" or "cuda"; None: where the tables are.
         topology: in place of these three.
 
     Raises:
         ConfigError: a table is missing or unknown, `module` has several collections, the cut does not fit its table or
-            the world.
+            the world, `sharder` speaks of another kind of collection.
     """
-    found = tables_of(module)
+    if sharder is not None:
+        check_sharder(sharder, "construct_module_sharding_plan: sharder")
+    found = tables_of(module, () if sharder is None else (sharder,))
     tables: dict[str, PlannedTable] = {name: table for table in found for _, name in table.names}
     paths = {path for table in found for path, _ in table.names}
     if len(paths) != 1:
         raise ConfigError(
             f"construct_module_sharding_plan: {type(module).__name__} has {len(paths)} embedding collections, "
             "wanted one; pass them one by one."
+        )
+    if sharder is not None and not any(isinstance(part, sharder.module_type) for part in module.modules()):
+        raise ConfigError(
+            f"construct_module_sharding_plan: the sharder speaks of {sharder.module_type.__name__}, which "
+            f"{type(module).__name__} is not; pass the sharder of its kind, or none."
         )
     for mine, theirs, what in (
         (tables, per_param_sharding, "has no sharding"),
@@ -266,9 +279,12 @@ def construct_module_sharding_plan(
                 f"construct_module_sharding_plan: '{stray[0]}' {what} ({len(stray)} such in all); per_param_sharding "
                 f"names {list(per_param_sharding)[:8]}, the module has {list(tables)[:8]}. Name each table once."
             )
-    world = topology or _world(local_size, world_size, device_type or device_type_of(module))
-    fused = bool(getattr(sharder, "fused_params", None))
-    plan = EmbeddingModuleShardingPlan()
+    world, hosts_known = topology, True
+    if world is None:
+        world, hosts_known = _world(local_size, world_size, device_type or device_type_of(module))
+    plan = EmbeddingModuleShardingPlan(
+        world_size=world.world_size, hosts=world.host_ranks if hosts_known else None
+    )
     for name, table in tables.items():
         cut = per_param_sharding[name]
         if not isinstance(cut, Cut):
@@ -277,13 +293,15 @@ def construct_module_sharding_plan(
                 "row_wise(), table_wise(rank) and their like return."
             )
         if cut.compute_kernel is None:
-            cut = replace(cut, compute_kernel=EmbeddingComputeKernel.FUSED if fused else table.kernel)
+            cut = replace(cut, compute_kernel=table.kernel)
         sharding = cut.sharding(name, table.rows, table.dim, world)
         plan[name] = replace(sharding, data_type=table.data_type)
     return plan
 
 
-def apply_to_all(module: nn.Module, parameter_sharding_generator: Cut, sharder: Any = None) -> dict[str, Cut]:
+def apply_to_all(
+    module: nn.Module, parameter_sharding_generator: Cut, sharder: Sharder | None = None
+) -> dict[str, Cut]:
     """The same helper for every table of a collection: `per_param_sharding` of `construct_module_sharding_plan`."""
     return {name: parameter_sharding_generator for table in tables_of(module) for _, name in table.names}
 
@@ -298,7 +316,8 @@ def _bucket_rows(name: str, rows: int, buckets: int, world_size: int) -> tuple[i
     return tuple((each + (rank < more)) * (rows // buckets) for rank in range(world_size))
 
 
-def _world(local_size: int | None, world_size: int | None, device_type: str) -> Topology:
+def _world(local_size: int | None, world_size: int | None, device_type: str) -> tuple[Topology, bool]:
+    """The world, and whether somebody said which ranks share a host."""
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -307,4 +326,5 @@ def _world(local_size: int | None, world_size: int | None, device_type: str) -> 
         world_size = from_launcher.world_size
     if local_size is None and text.isdecimal() and int(text) and world_size % int(text) == 0:
         local_size = int(text)
-    return Topology(world_size, device_type, local_world_size=local_size)
+    topology = Topology(world_size, device_type, local_world_size=local_size)
+    return topology, local_size is not None or world_size == 1

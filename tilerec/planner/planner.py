@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.greedy import USED, Choice, place
+from tilerec.planner.sharder import Sharder, listed
 from tilerec.planner.tables import PlannedTable, device_type_of, tables_of
 from tilerec.sharding.strategies import STRATEGIES
 from tilerec.spec.plan import (
@@ -103,16 +105,19 @@ class EmbeddingShardingPlanner:
                 stacklevel=2,
             )
 
-    def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+    def plan(self, module: nn.Module, sharders: Sequence[Sharder] | None = None) -> ShardingPlan:
         """A plan for the embedding collections below `module` (or for `module`, if it is one).
 
         Args:
-            sharders: read for `fused_params` (an optimizer attached while sharding). Every collection is planned,
-                whichever modules they are for.
+            sharders: those that the model will be sharded with. Their optimizers, of the tables of their kind that have
+                none attached, count in bytes. They do not choose what is planned, as TorchRec's do: sharding places
+                every table, with or without a sharder for it, and refuses a plan that forgets one. So every collection
+                is in the plan.
 
         Raises:
             PlannerError: a table fits nowhere in the way its constraints allow.
-            ConfigError: the model has no tables, or constraints name one that it lacks or do not go with its optimizer.
+            ConfigError: the model has no tables, constraints name one that it lacks or do not go with its optimizer, or
+                the sharders are no list of sharders of different kinds.
         """
         topology = self.topology or Topology.from_launcher(device_type_of(module))
         return self._plan(module, sharders, topology)
@@ -120,7 +125,7 @@ class EmbeddingShardingPlanner:
     def collective_plan(
         self,
         module: nn.Module,
-        sharders: Sequence[Any] | None = None,
+        sharders: Sequence[Sharder] | None = None,
         pg: dist.ProcessGroup | Group | None = None,
     ) -> ShardingPlan:
         """`plan`, called by every rank of `pg` (None: the default process group).
@@ -146,8 +151,12 @@ class EmbeddingShardingPlanner:
         agree(group, "the plan", whole.to_json())
         return whole
 
-    def _plan(self, module: nn.Module, sharders: Sequence[Any] | None, topology: Topology) -> ShardingPlan:
-        tables = tables_of(module)
+    def _plan(
+        self, module: nn.Module, sharders: Sequence[Sharder] | None, topology: Topology
+    ) -> ShardingPlan:
+        given = listed(sharders, "EmbeddingShardingPlanner")
+        dense = {name for name, limits in self.constraints.items() if _only_dense(limits)}
+        tables = tables_of(module, given, dense)
         if not tables:
             raise ConfigError(
                 f"EmbeddingShardingPlanner: {type(module).__name__} has no embedding collection with tables; pass the "
@@ -157,13 +166,15 @@ class EmbeddingShardingPlanner:
         strange = [name for name in self.constraints if name not in named]
         if strange:
             shown = sorted(named)
+            near = {name: get_close_matches(name, shown, n=1) for name in strange[:8]}
+            meant = ", ".join(f"'{found[0]}' for '{name}'" for name, found in near.items() if found)
             raise ConfigError(
                 f"EmbeddingShardingPlanner: constraints name {strange[:8]}, which is no table of the model; it has "
                 f"{shown[:8]}{' and more' if len(shown) > 8 else ''}."
+                + (f" Close are {meant}." if meant else "")
             )
         limits = {table.names[0]: self._limits(table) for table in tables}
         known = {names: limit for names, limit in limits.items() if limit is not None}
-        fused = any(getattr(sharder, "fused_params", None) for sharder in sharders or ())
         choices = place(tables, known, topology)
         paths = dict.fromkeys(path for table in tables for path, _ in table.names)
         modules = {path: EmbeddingModuleShardingPlan() for path in paths}
@@ -174,7 +185,7 @@ class EmbeddingShardingPlanner:
                 made[mark] = STRATEGIES[choice.kind](
                     table.names[0][1], table.rows, table.dim, choice.ranks, topology
                 )
-            sharding = _sharding(table, choice, made[mark], limits[table.names[0]], fused)
+            sharding = _sharding(table, choice, made[mark], limits[table.names[0]])
             for path, name in table.names:
                 modules[path][name] = sharding
         return ShardingPlan(modules, topology.world_size, topology.host_ranks)
@@ -184,31 +195,39 @@ class EmbeddingShardingPlanner:
         return next((self.constraints[name] for _, name in table.names if name in self.constraints), None)
 
 
+def _only_dense(limits: ParameterConstraints) -> bool:
+    return limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
+
+
 def _sharding(
-    table: PlannedTable,
-    choice: Choice,
-    tiling: Tiling,
-    limits: ParameterConstraints | None,
-    fused: bool,
+    table: PlannedTable, choice: Choice, tiling: Tiling, limits: ParameterConstraints | None
 ) -> ParameterSharding:
-    kernel = EmbeddingComputeKernel.FUSED if fused else table.kernel
-    allowed = limits.kernels_allowed() if limits is not None else ()
-    if allowed and kernel not in allowed:
-        if kernel is EmbeddingComputeKernel.FUSED:
-            raise ConfigError(
-                f"{table}: an optimizer is attached (or given by a sharder), so its kernel is 'fused', which "
-                f"compute_kernels {[k.value for k in allowed]} does not allow; allow 'fused', or do not "
-                "attach an optimizer."
-            )
-        kernel = next((k for k in allowed if k in KERNELS_IN_USE), allowed[0])
     return ParameterSharding(
         choice.kind,
-        kernel,
+        _kernel(table, () if limits is None else limits.kernels_allowed()),
         choice.ranks,
         tiling=tiling,
         data_type=table.data_type,
         ids_per_bag=None if limits is None else limits.ids_per_bag(),
     )
+
+
+def _kernel(
+    table: PlannedTable, allowed: tuple[EmbeddingComputeKernel, ...]
+) -> EmbeddingComputeKernel | None:
+    """What is known or must be; None leaves it to what is attached when the model is sharded."""
+    dense = EmbeddingComputeKernel.DENSE
+    if not allowed:
+        return table.kernel
+    updating = sorted((k for k in allowed if k is not dense), key=lambda k: k not in KERNELS_IN_USE)
+    if table.kernel is None and dense in allowed:
+        return None if updating else dense
+    if not updating:
+        raise ConfigError(
+            f"{table}: an optimizer is attached, so its kernel is 'fused', which compute_kernels "
+            f"{[k.value for k in allowed]} does not allow; allow 'fused', or do not attach an optimizer."
+        )
+    return updating[0]
 
 
 def _topology_of(group: Group, compute_device: str) -> Topology:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
+from tilerec.planner.sharder import Sharder, sharder_of
+from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import EmbeddingComputeKernel
 from tilerec.spec.table import DataType, dtype_to_data_type
 
@@ -22,7 +25,7 @@ class PlannedTable:
         row_bytes: of what goes with a row and is cut by columns with it: weights, the optimizer's state per element, a
             dense gradient.
         fixed_row_bytes: of the optimizer's state per row, which every column tile has a copy of.
-        kernel: FUSED where an optimizer is attached.
+        kernel: FUSED where an optimizer is attached, or will be by a sharder; else None: nothing says it yet.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -31,7 +34,7 @@ class PlannedTable:
     data_type: DataType
     row_bytes: int
     fixed_row_bytes: int
-    kernel: EmbeddingComputeKernel
+    kernel: EmbeddingComputeKernel | None = None
 
     @property
     def bytes(self) -> int:
@@ -47,20 +50,39 @@ class PlannedTable:
         return f"Table '{name}'" + (f" of module '{path}'" if path else "")
 
 
-def tables_of(module: nn.Module) -> list[PlannedTable]:
-    """The tables of all collections below a module (and of the module itself, if it is one), in their order there."""
+def tables_of(
+    module: nn.Module, sharders: Sequence[Sharder] = (), dense: Container[str] = ()
+) -> list[PlannedTable]:
+    """The tables of all collections below a module (and of the module itself, if it is one), in their order there.
+
+    Args:
+        sharders: each gives its optimizer to the tables of its kind that have none, while sharding.
+        dense: names of tables that will take none from a sharder.
+    """
     names: dict[int, list[tuple[str, str]]] = {}
     tables: dict[int, Table] = {}
+    given: dict[int, OptimizerSpec] = {}
+    refuse: set[int] = set()
     for path, part in module.named_modules():
         if isinstance(part, TableCollection):
+            sharder = sharder_of(part, sharders)
             for name, table in part._tables.items():
-                names.setdefault(id(table.rows), []).append((path, name))
-                tables.setdefault(id(table.rows), table)
-    return [_planned(tuple(names[mark]), table) for mark, table in tables.items()]
+                mark = id(table.rows)
+                names.setdefault(mark, []).append((path, name))
+                tables.setdefault(mark, table)
+                if name in dense:
+                    refuse.add(mark)
+                if sharder is not None and sharder.optimizer is not None and table.weight.requires_grad:
+                    given.setdefault(mark, sharder.optimizer)
+    return [
+        _planned(tuple(names[mark]), table, None if mark in refuse else given.get(mark))
+        for mark, table in tables.items()
+    ]
 
 
-def _planned(names: tuple[tuple[str, str], ...], table: Table) -> PlannedTable:
-    config, spec, leaf = table.config, table.rows.spec, table.weight
+def _planned(names: tuple[tuple[str, str], ...], table: Table, given: OptimizerSpec | None) -> PlannedTable:
+    config, leaf = table.config, table.weight
+    spec = given if table.rows.spec is None else table.rows.spec
     slots = () if spec is None else spec.slots
     wide = 8 if leaf.dtype == torch.float64 else 4  # the type of slots
     per_cell = leaf.dtype.itemsize + wide * sum(slot.per == "element" for slot in slots)
@@ -73,7 +95,7 @@ def _planned(names: tuple[tuple[str, str], ...], table: Table) -> PlannedTable:
         dtype_to_data_type(leaf.dtype),
         per_cell * config.embedding_dim,
         wide * sum(slot.per == "row" for slot in slots),
-        EmbeddingComputeKernel.DENSE if spec is None else EmbeddingComputeKernel.FUSED,
+        None if spec is None else EmbeddingComputeKernel.FUSED,
     )
 
 

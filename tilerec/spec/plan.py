@@ -3,7 +3,7 @@
 Nouns
   kind        `ShardingType`: the word for how a table is cut; a description, the tiling is what counts
   kernel      `EmbeddingComputeKernel`: `fused` where the table's optimizer is attached and updates in the backward
-              pass, `dense` where it is not and gradients go to `.grad`
+              pass, `dense` where none is, whatever sharders say, and gradients go to `.grad`; unsaid: as it comes
   wire        the number format in which rows and gradients travel
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
   plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, unique
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tilerec.errors import ConfigError
 from tilerec.spec.plan_table import plan_table
@@ -47,7 +47,12 @@ class ShardingType(str, Enum):
 
 @unique
 class EmbeddingComputeKernel(str, Enum):
-    """How a table is kept and updated. `DENSE` and `FUSED` are in use; the others are understood and warned about."""
+    """How a table is updated, and where it is kept.
+
+    `DENSE` tables get no optimizer from a sharder: gradients go to `.grad`. All others are updated in the backward pass
+    by the optimizer that is attached or that a sharder gives. `FUSED` is in use; the others are as `FUSED` here, in the
+    memory of their rank's device, and warned about.
+    """
 
     DENSE = "dense"
     FUSED = "fused"
@@ -103,11 +108,13 @@ class ParameterSharding:
 
     Args:
         sharding_type: a `ShardingType` or its value.
-        compute_kernel: an `EmbeddingComputeKernel` or its value.
+        compute_kernel: an `EmbeddingComputeKernel` or its value. None: fused where an optimizer is attached or given by
+            a sharder, else dense; sharding fills it in.
         ranks: those that take part, in the order of their pieces; read off the tiling unless given.
         sharding_spec: of `torch.distributed`, with `shards` that have offsets, sizes and placements; read into
             the tiling and not kept up to date.
-        tiling: where every cell lives; what counts. None until a strategy fills it in from kind and ranks.
+        tiling: where every cell lives. None until a strategy fills it in from kind and ranks. Sharding refuses one
+            that kind and ranks do not give, with pieces of any size.
         wire: number formats in which its rows travel.
         data_type: of the table, for counting bytes; unknown if None.
         ids_per_bag: how many ids a bag of its features has, about; unknown if None. Of one id or less, nothing is
@@ -118,7 +125,7 @@ class ParameterSharding:
     """
 
     sharding_type: ShardingType | str
-    compute_kernel: EmbeddingComputeKernel | str = EmbeddingComputeKernel.FUSED
+    compute_kernel: EmbeddingComputeKernel | str | None = None
     ranks: Sequence[int] | None = None
     sharding_spec: Any = field(default=None, compare=False, repr=False)
     tiling: Tiling | None = field(default=None, kw_only=True)
@@ -131,14 +138,15 @@ class ParameterSharding:
             object.__setattr__(self, name, value)
 
         fill("sharding_type", to_enum(ShardingType, self.sharding_type, "ParameterSharding: sharding_type"))
-        kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, "ParameterSharding: compute_kernel")
-        fill("compute_kernel", kernel)
-        if kernel not in KERNELS_IN_USE:
-            warnings.warn(
-                f"ParameterSharding: compute_kernel {kernel.value!r} is kept in the plan but has no effect; the "
-                "table lies in the memory of its rank's device and is updated as its optimizer says.",
-                stacklevel=3,
-            )
+        if self.compute_kernel is not None:
+            kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, "ParameterSharding: compute_kernel")
+            fill("compute_kernel", kernel)
+            if kernel not in KERNELS_IN_USE:
+                warnings.warn(
+                    f"ParameterSharding: compute_kernel {kernel.value!r} is kept in the plan and has the effect of "
+                    "'fused': the table lies in the memory of its rank's device and is updated as its optimizer says.",
+                    stacklevel=3,
+                )
         if self.ids_per_bag is not None and not (
             isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0
         ):
@@ -150,7 +158,7 @@ class ParameterSharding:
         if self.ranks is not None:
             fill("ranks", text_to_ranks(list(self.ranks), "ParameterSharding: ranks"))
         elif self.tiling is not None:
-            fill("ranks", self.tiling.ranks())
+            fill("ranks", _in_order(self.kind, self.tiling))
         if self.tiling is not None and not _cut_as(self.kind, self.tiling):
             raise ConfigError(
                 f"ParameterSharding: sharding_type is {self.kind.value!r}, but the tiling is cut otherwise, and that "
@@ -172,9 +180,9 @@ class ParameterSharding:
         return self.sharding_type
 
     @property
-    def kernel(self) -> EmbeddingComputeKernel:
+    def kernel(self) -> EmbeddingComputeKernel | None:
         """`compute_kernel`, as it is stored."""
-        assert isinstance(self.compute_kernel, EmbeddingComputeKernel)
+        assert self.compute_kernel is None or isinstance(self.compute_kernel, EmbeddingComputeKernel)
         return self.compute_kernel
 
     @property
@@ -184,7 +192,9 @@ class ParameterSharding:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; what is unknown or by default is left out."""
-        out: dict[str, Any] = {"sharding_type": self.kind.value, "compute_kernel": self.kernel.value}
+        out: dict[str, Any] = {"sharding_type": self.kind.value}
+        if self.kernel is not None:
+            out["compute_kernel"] = self.kernel.value
         if self.tiling is not None:
             out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
         if self.data_type is not None:
@@ -240,10 +250,9 @@ class ParameterSharding:
         try:
             wire = Wire(**data.get("wire", {}))
             data_type = DataType(data["data_type"]) if "data_type" in data else None
-            kernel = data.get("compute_kernel", EmbeddingComputeKernel.FUSED)
             return ParameterSharding(
                 data["sharding_type"],
-                kernel,
+                data.get("compute_kernel"),
                 ranks,
                 tiling=tiling,
                 wire=wire,
@@ -255,7 +264,28 @@ class ParameterSharding:
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """Table -> sharding, for one embedding module."""
+    """Table -> sharding, for one embedding module.
+
+    Args:
+        tables: what `dict` takes.
+        world_size, hosts: the world it is for, as of `ShardingPlan`; None if whoever made it did not say.
+    """
+
+    world_size: int | None = None
+    hosts: Sequence[Sequence[int]] | None = None
+
+    def __init__(
+        self,
+        tables: Mapping[str, ParameterSharding] | Iterable[tuple[str, ParameterSharding]] = (),
+        /,
+        *,
+        world_size: int | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
+        **more: ParameterSharding,
+    ) -> None:
+        super().__init__(tables)
+        self.update(more)
+        self.world_size, self.hosts = world_size, hosts
 
     def __str__(self) -> str:
         return str(ShardingPlan({"": self}))
@@ -276,8 +306,11 @@ class ShardingPlan:
 
     Args:
         plan: by the module's path in the model (`""` for the model itself), as `named_modules` gives it.
-        world_size: the world it is for; None if whoever wrote it did not say.
+        world_size: the world it is for; None: the one its parts say, if they do.
         hosts: each host's ranks, likewise; `Topology.hosts`.
+
+    Raises:
+        ConfigError: another version; something that is no plan of a module; parts for different worlds.
     """
 
     plan: Mapping[str, EmbeddingModuleShardingPlan]
@@ -294,15 +327,30 @@ class ShardingPlan:
             raise ConfigError(
                 f"ShardingPlan: world_size is {self.world_size!r}; it must be a whole number from 1."
             )
-        modules = {path: EmbeddingModuleShardingPlan(tables) for path, tables in self.plan.items()}
-        object.__setattr__(self, "plan", modules)
+        modules = {path: _part(path, tables) for path, tables in self.plan.items()}
         if self.hosts is not None:
-            hosts = tuple(text_to_ranks(list(host), "ShardingPlan: hosts") for host in self.hosts)
-            object.__setattr__(self, "hosts", hosts)
+            object.__setattr__(self, "hosts", _read_hosts(self.hosts))
+        for path, tables in self.plan.items():
+            self._adopt(path, "world_size", getattr(tables, "world_size", None))
+            hosts = getattr(tables, "hosts", None)
+            self._adopt(path, "hosts", None if hosts is None else _read_hosts(hosts))
+        object.__setattr__(self, "plan", modules)
+
+    def _adopt(self, path: str, field: str, said: object) -> None:
+        """What a part says of the world, if the others say the same or nothing."""
+        known = getattr(self, field)
+        if known is None:
+            object.__setattr__(self, field, said)
+        elif said not in (None, known):
+            raise ConfigError(
+                f"ShardingPlan: the part of module '{path}' was made for {field} {said}, the plan or another part for "
+                f"{known}; make all of them for the same ranks."
+            )
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """The part of a module, or None."""
-        return self.plan.get(module_path)
+        """The part of a module, which knows the world of the whole; or None."""
+        part = self.plan.get(module_path)
+        return part and EmbeddingModuleShardingPlan(part, world_size=self.world_size, hosts=self.hosts)
 
     def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
         """(module path, table, sharding) of every table, in the plan's order."""
@@ -341,8 +389,8 @@ class ShardingPlan:
             part = self.plan.get(path)
             if part is None and sizes:
                 raise ConfigError(
-                    f"ShardingPlan: module '{path}' of the model is not in it; it has {_some(self.plan)}. Plan again, "
-                    "or add the module."
+                    f"ShardingPlan: module '{path}' of the model is not in it; it has {_some(self.plan)}. "
+                    + _next_move(self.plan, tables)
                 )
             for table in sizes:
                 if part is not None and table not in part:
@@ -466,6 +514,44 @@ def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
     if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
         return one_block
     return True
+
+
+def _in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
+    """The ranks of a tiling, in the order of their pieces where they have one."""
+    owners = [own for block in tiling.blocks for own in block.owners]
+    if kind is ShardingType.EXPLICIT or any(len(own) > 1 for own in owners):
+        return tiling.ranks()
+    return tuple(rank for (rank,) in owners)
+
+
+def _read_hosts(hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(text_to_ranks(list(host), "ShardingPlan: hosts") for host in hosts)
+
+
+def _part(path: str, tables: object) -> EmbeddingModuleShardingPlan:
+    odd = list(tables.values()) if isinstance(tables, Mapping) else [tables]
+    odd = [item for item in odd if not (isinstance(tables, Mapping) and isinstance(item, ParameterSharding))]
+    if odd:
+        raise ConfigError(
+            f"ShardingPlan: plan[{path!r}] {'holds' if isinstance(tables, Mapping) else 'is'} a "
+            f"{type(odd[0]).__name__}; wanted paths of modules with a ParameterSharding for each table, as "
+            "{'ebc': {'user': ParameterSharding('row_wise')}}. The path of the model itself is ''."
+        )
+    return EmbeddingModuleShardingPlan(cast(Mapping[str, ParameterSharding], tables))
+
+
+def _next_move(plan: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
+    """Of a plan that lacks a module of the model."""
+    wanted = [path for path, sizes in tables.items() if sizes]
+    if len(plan) == 1 and len(wanted) == 1:
+        (mine,), (theirs,) = plan, wanted
+        why = ""
+        if theirs == "":
+            why = "The model is the embedding module itself, whose path is ''. "
+        elif mine == "":
+            why = "The plan is of an embedding module by itself ('') and the model holds it deeper. "
+        return f"{why}If it is the same module, put the part under its path: {{{theirs!r}: plan[{mine!r}]}}."
+    return "Plan again, or add the module."
 
 
 def _tiling(path: str, table: str, sharding: ParameterSharding) -> Tiling:

@@ -33,7 +33,8 @@ def plan_table(plan: ShardingPlan) -> str:
     tables: dict[int, int] = {}
     total: dict[int, int | None] = {}
     for path, table, sharding in plan.tables():
-        first: tuple[str, ...] = (path, table, _size(sharding), sharding.kind.value, sharding.kernel.value)
+        kernel = "" if sharding.kernel is None else sharding.kernel.value
+        first: tuple[str, ...] = (path, table, _size(sharding), sharding.kind.value, kernel)
         if sharding.tiling is None:
             ranks = () if sharding.ranks is None else sharding.ranks
             lines.append((*first, ranks_to_text(ranks), _hosts(ranks, host_of), "not yet cut", ""))
