@@ -191,6 +191,49 @@ def test_a_conversion_keeps_parameters_and_tables_together_and_without_dense_par
     pool(2).run(converted)
 
 
+def converted_after_wrapping() -> None:
+    """bfloat16 for the whole model, dense part and tables; two steps before and two after, DDP's gradients alike."""
+    torch.manual_seed(0)
+    dmp = DistributedModelParallel(Model(), plan=plan(2))
+    optimizer = torch.optim.SGD(dmp.parameters(), 0.01)
+    for step in range(4):
+        if step == 2:
+            assert dmp.to(torch.bfloat16) is dmp
+            assert isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
+        optimizer.zero_grad()
+        before = dmp.module.over.weight.detach().clone()
+        dmp(batch(dist.get_rank(), step)).backward()
+        optimizer.step()
+        assert not torch.equal(before, dmp.module.over.weight)
+    assert {p.dtype for p in dmp.parameters()} == {torch.bfloat16}
+    own = [dmp.module.over.weight.detach(), dmp.module.over.weight.grad]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, own)
+    for mine, theirs in zip(everyone[0], everyone[1], strict=True):
+        assert torch.equal(mine, theirs)
+    wrapper = dmp._dmp_wrapped_module
+    dmp.to(torch.bfloat16)  # changes nothing, so nothing is wrapped anew
+    assert dmp._dmp_wrapped_module is wrapper
+
+
+def test_a_conversion_after_wrapping_keeps_the_dense_part_in_step(pool: Pool) -> None:
+    pool(2).run(converted_after_wrapping)
+
+
+def frozen_dense() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    model.over.requires_grad_(False)
+    dmp = DistributedModelParallel(model, plan=plan(2))
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, dmp.module.over.weight.detach())
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def test_a_dense_part_that_is_not_trained_is_rank_0s_too(pool: Pool) -> None:
+    pool(2).run(frozen_dense)
+
+
 def position_weighted() -> None:
     torch.manual_seed(0)
     names = ["everywhere", "rows", "columns"]

@@ -51,6 +51,7 @@ class GradientRecord:
     means: tuple[int, ...]
     # Place of each feature in the sum over all ranks, where a record is one rank's of several; empty: as they stand.
     order: tuple[int, ...] = ()
+    agreed: bool = False  # holds the gradients of all ranks that have copies of these rows
 
     def only(self, features: Sequence[int]) -> GradientRecord:
         """The record of some of its features."""
@@ -79,6 +80,15 @@ class GradientSink(ABC):
     @abstractmethod
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
+
+    def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
+        """Several lookups of each of `sinks` as one record: each lookup's row sums, in the order of the forwards."""
+        return concatenated(
+            [
+                _merged(sink.handle, [record for record in records if sink.handle in record.sinks])
+                for sink in sinks
+            ]
+        )
 
 
 _HANDLES = itertools.count(1)
@@ -137,9 +147,9 @@ def deliver(records: Sequence[GradientRecord]) -> None:
     """
     failures: list[TilerecError] = []
 
-    def take(sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+    def take(sinks: Sequence[GradientSink], *own: GradientRecord) -> None:
         try:
-            sinks[0].take(sinks, record)
+            sinks[0].take(sinks, own[0] if len(own) == 1 else sinks[0].merge(sinks, own))
         except CommsError:  # nobody is there to wait for
             raise
         except TilerecError as error:
@@ -160,13 +170,13 @@ def deliver(records: Sequence[GradientRecord]) -> None:
             for sinks in groups.values():
                 handles = {sink.handle for sink in sinks}
                 take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
-        merged: dict[Hashable, list[tuple[GradientSink, GradientRecord]]] = {}
+        merged: dict[Hashable, list[GradientSink]] = {}
         for handle, several in seen_in.items():
             sink = _SINKS.get(handle)
             if sink is not None and len(several) > 1:
-                merged.setdefault((type(sink), sink.batch_key()), []).append((sink, _merged(handle, several)))
-        for pairs in merged.values():
-            take([sink for sink, _ in pairs], concatenated([record for _, record in pairs]))
+                merged.setdefault((type(sink), sink.batch_key()), []).append(sink)
+        for sinks in merged.values():
+            take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
 

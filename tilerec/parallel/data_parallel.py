@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.parallel.env import ShardingEnv
+from tilerec.parallel.values import send_from_rank_0
 
 if TYPE_CHECKING:
     from tilerec.parallel.model_parallel import DistributedModelParallel
@@ -81,10 +82,15 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 f"{sorted(names)[:8]}."
             )
         ignored = table_parameters(module) | self._ignored
-        if not any(p.requires_grad for name, p in names.items() if name not in ignored):
-            return
         if env.pg is None:
             return  # a world of one
+        if not any(p.requires_grad for name, p in names.items() if name not in ignored):
+            # Nothing to reduce; but whether a model trains or not, its ranks compute with rank 0's values.
+            group = env.group()
+            for name, parameter in module.named_parameters():
+                if name not in ignored:
+                    send_from_rank_0(group, parameter)
+            return
         if self._keeps_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))

@@ -19,16 +19,14 @@ from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table, Tables
-from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv
+from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
 from tilerec.parallel.sharders import ModuleSharder
-from tilerec.parallel.tables import collections_of
 from tilerec.parallel.traffic import traffic
 from tilerec.parallel.values import send_from_rank_0
-from tilerec.planner.sharder import sharder_of
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of
@@ -48,8 +46,9 @@ class DistributedModelParallel(nn.Module):
         device: where the model lives; None is the CPU (the current GPU where the process group cannot serve CPU
             tensors).
         plan: see `shard`; None has one made.
-        sharders: optimizers and wire formats for kinds of collections. Kinds without one, None and [] are sharded all
-            the same.
+        sharders: a list with optimizers and wire formats for kinds of collections, one for each kind at most. A kind
+            without one is sharded all the same. Optimizers go to tables that have none attached and that the plan does
+            not call `dense`; formats to tables whose plan names none. One that changes nothing is warned about.
         init_data_parallel: whether to wrap the dense part now; otherwise call `init_data_parallel()` before training.
         init_parameters: whether to make dense parameters that are on meta: memory on the device, and their modules'
             `reset_parameters`.
@@ -57,7 +56,10 @@ class DistributedModelParallel(nn.Module):
         model_tracker_configs: has no effect here.
 
     Raises:
-        ConfigError: as `shard`; modules on meta that have no `reset_parameters`.
+        ConfigError: as `shard`; `sharders` that are no list of sharders of different kinds; modules on meta that have
+            no `reset_parameters`.
+
+    Warns of a model without tables, which becomes a `DistributedDataParallel` one.
     """
 
     def __init__(
@@ -81,14 +83,8 @@ class DistributedModelParallel(nn.Module):
         self.device = torch.device(device) if device is not None else group.device
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._wrapped_once = False
-        collections = collections_of(module)
-        _attach(collections, sharders)
-        wires = {}
-        for path, part in collections.items():
-            sharder = sharder_of(part, sharders)
-            if sharder is not None and sharder.wire is not None:
-                wires[path] = sharder.wire
-        shard_tables(module, plan, group, None, self.device, False, wires)
+        _warn_of_no_tables(module)
+        shard_tables(module, plan, group, None, self.device, False, sharders)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
         if init_parameters:
@@ -110,9 +106,7 @@ class DistributedModelParallel(nn.Module):
     @property
     def plan(self) -> ShardingPlan:
         """Which rank holds what; printable."""
-        plan = self.module.plan
-        assert isinstance(plan, ShardingPlan)
-        return plan
+        return plan_of(self.module)
 
     @property
     def fused_optimizer(self) -> ShardedFusedOptimizer:
@@ -128,6 +122,17 @@ class DistributedModelParallel(nn.Module):
         if not self._wrapped_once:
             self._wrapped_once = True
             self._wrapper.wrap(self, self._env, self.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
+        """As a module's; where dense parameters change type or device, they are wrapped anew. All ranks call it then."""
+        before = [(t.dtype, t.device) for t in _dense(self.module)]
+        super()._apply(fn, recurse)
+        if before != [(t.dtype, t.device) for t in _dense(self.module)]:
+            wrapped, self._dmp_wrapped_module = self._dmp_wrapped_module, self.module
+            if wrapped is not self.module:
+                del wrapped  # its hooks on the parameters go with it, before others come
+                self._wrapper.wrap(self, self._env, self.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -234,26 +239,18 @@ def _default_env() -> ShardingEnv:
     return ShardingEnv.from_process_group(world)
 
 
-def _attach(collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] | None) -> None:
-    """Optimizers of the sharders, for tables that have none."""
-    members: dict[int, list[nn.Parameter]] = {}
-    by_mark: dict[int, ModuleSharder] = {}
-    for part in collections.values():
-        sharder = sharder_of(part, sharders)
-        if sharder is not None and sharder.optimizer is not None:
-            by_mark[id(sharder)] = sharder
-            bare = [
-                table.weight
-                for table in part._tables.values()
-                if table.rows.spec is None and table.weight.requires_grad
-            ]
-            members.setdefault(id(sharder), []).extend(bare)
-    for mark, params in members.items():
-        bare = [p for p in params if (rows := rows_of(p)) is not None and rows.spec is None]
-        if bare:
-            spec = by_mark[mark].optimizer
-            assert spec is not None
-            apply_optimizer_in_backward(spec, bare)
+def _warn_of_no_tables(module: nn.Module) -> None:
+    if any(isinstance(part, TableCollection) for part in module.modules()):
+        return
+    plain = [
+        path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))
+    ]
+    warnings.warn(
+        f"DistributedModelParallel: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
+        "nothing is sharded and every rank holds all of it, as under DistributedDataParallel."
+        + (f" {plain[:8]} are torch's own embeddings: put their tables into a collection." if plain else ""),
+        stacklevel=3,
+    )
 
 
 def _dense(module: nn.Module) -> list[Tensor]:

@@ -26,6 +26,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient import GradientRecord
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
+from tilerec.sharding.dense import dense_grads
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.layout import Layout, SlotRead
 from tilerec.sharding.layout import ShardedTable as TableLayout
@@ -278,41 +279,20 @@ class ShardedCollection(TableCollection):
     def _dense_grads(
         self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], record: GradientRecord
     ) -> dict[int, Tensor]:
-        """Dense gradients of the leaves that have no optimizer attached: summed over ranks, divided by their number."""
+        """Gradients of the leaves that have no optimizer attached."""
         wanted = [i for i, leaf in enumerate(leaves) if sinks[i] == -1 and leaf.requires_grad]
         if not wanted:
             return {}
-        position = {i: k for k, i in enumerate(wanted)}
-        features = [f for f, i in enumerate(combiner.leaf_order) if i in position]
-        dense = [
-            torch.zeros(leaves[i].shape, dtype=_wide_of(leaves[i]), device=leaves[i].device) for i in wanted
-        ]
-        own = record.only(features)
-        zeros = [0] * len(dense)
-        if features:
-            torch.ops.tilerec.update_rows_(
-                dense, [], own.grad, own.ids, own.offsets, own.sample_weights,
-                [position[combiner.leaf_order[f]] for f in features], own.starts, own.bags, own.grad_starts,
-                own.grad_strides, own.means, "store", [], zeros, zeros + zeros, zeros, zeros,
-            )  # fmt: skip
-        rows, group = self._rows(), self.exchange.group
-        by_owners: dict[tuple[int, ...], list[Tensor]] = {}
-        for i, grad in zip(wanted, dense, strict=True):
-            owners = rows[i].peers.replicas
-            if len(owners) > 1:
-                by_owners.setdefault(owners, []).append(grad)
-        for owners, grads in sorted(by_owners.items(), key=lambda item: item[0]):
-            flat = torch.cat([grad.view(-1) for grad in grads])
-            if len(owners) == group.size:
-                group.all_reduce_("dense gradients", flat).wait()
-            else:
-                heard = {rank: torch.empty_like(flat) for rank in owners if rank != group.rank}
-                group.exchange("dense gradients", heard, dict.fromkeys(heard, flat)).wait()
-                heard[group.rank] = flat
-                flat = functools.reduce(torch.add, [heard[rank] for rank in owners])
-            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(summed.view(grad.shape))
-        return {i: (grad / group.size).to(leaves[i].dtype) for i, grad in zip(wanted, dense, strict=True)}
+        owners = [rows.peers.replicas for rows in self._rows()]
+        return dense_grads(
+            self.exchange.group,
+            leaves,
+            owners,
+            combiner.leaf_order,
+            wanted,
+            record,
+            exact=self.exchange.exact,
+        )
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
@@ -439,10 +419,6 @@ def _by_elements(table: ShardedTable) -> bool:
     """Whether the attached rule looks at single elements, so that owners of a row's columns do not hear each other."""
     spec = table.rows.spec
     return spec is not None and not spec.phases
-
-
-def _wide_of(leaf: Tensor) -> torch.dtype:
-    return torch.float64 if leaf.dtype == torch.float64 else torch.float32
 
 
 def shard_collection(

@@ -15,8 +15,8 @@ Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the grou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -85,23 +85,39 @@ class TileRows(TableRows):
         # All tables at once: what ranks tell each other must come in one order on all of them.
         return id(self.peers.group)
 
+    def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
+        """As every sink does; exact sums run over all replicas of one lookup before the next is added."""
+        if not self.peers.exact:
+            return super().merge(sinks, records)
+        tables = cast("list[TileRows]", list(sinks))
+        agreed = [part for record in records for _, part in self._by_replicas(tables, record)]
+        return replace(super().merge(sinks, agreed), agreed=True)
+
+    def _by_replicas(
+        self, tables: Sequence[TileRows], record: GradientRecord
+    ) -> Iterator[tuple[list[TileRows], GradientRecord]]:
+        """Tables that have the same replicas, with the gradients of all of these.
+
+        Peers meet in one order: that of the tiles' places, which no number written on one rank changes.
+        """
+        by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
+        for table in sorted(tables, key=TileRows._mark):
+            if table.handle in record.sinks:
+                by_replicas.setdefault(table.peers.replicas, []).append(table)
+        for replicas, peers in sorted(by_replicas.items()):
+            own = _only(record, peers)
+            if len(replicas) > 1 and not record.agreed:
+                told = [table._as_replica(own) for table in peers]
+                own = agree_on_gradients(self.peers.group, replicas, own, told, exact=self.peers.exact)
+            yield peers, own
+
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
         split: dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]] = {}
         failures: list[NonFiniteGradientError] = []
         specs = {id(table.group): table.group.spec() for table in tables if table.group is not None}
         names = {mark: repr(spec) for mark, spec in specs.items()}
-        # Peers meet in one order: that of the tiles' places, which no number written on one rank changes.
-        by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
-        for table in sorted(tables, key=TileRows._mark):
-            by_replicas.setdefault(table.peers.replicas, []).append(table)
-        for replicas, peers in sorted(by_replicas.items()):
-            own = _only(record, peers)
-            if len(replicas) > 1:
-                told = [table._as_replica(own) for table in peers]
-                own = agree_on_gradients(
-                    peers[0].peers.group, replicas, own, told, exact=peers[0].peers.exact
-                )
+        for peers, own in self._by_replicas(tables, record):
             alike: dict[str, list[TileRows]] = {}
             for table in peers:
                 spec = specs.get(id(table.group))
@@ -206,7 +222,9 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Upda
     first_bad = int(rows_U[~everywhere][0]) if bad else -1
     if bad:
         rows_U, grads = rows_U[everywhere], [grads_UD[everywhere] for grads_UD in grads]
-    scalars_PU = grads[0].new_zeros((0, rows_U.numel()))
+    # Beside a table of float64, gradients travel and are summed as that; rules work in the precision of their table.
+    wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
+    scalars_PU = grads[0].new_zeros((0, rows_U.numel()), dtype=wide)
     unit = first.peers.sum_unit()
     for phase in range(spec.phases):
         sums = [
