@@ -21,6 +21,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.spec.speeds import Speeds
 
 GIB = 2**30
 HBM_CAP = 32 * GIB
@@ -49,6 +50,8 @@ class Topology:
         intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond.
         hosts: for each host its ranks, in the order of their local ranks: `[[0, 1, 2], [3, 4]]`. Sizes may differ
             and ranks need not be contiguous.
+        speeds: what a planner's cost model knows of the machine, as `tilerec calibrate` measures it; made from the
+            bandwidths unless given.
 
     Raises:
         ConfigError: sizes that do not fit together, a rank on two hosts or on none, a negative cap.
@@ -70,6 +73,7 @@ class Topology:
     intra_host_bw: float = gigabytes_per_second(600)
     inter_host_bw: float = gigabytes_per_second(12.5)
     hosts: Sequence[Sequence[int]] | None = field(default=None, kw_only=True)
+    speeds: Speeds | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         def fill(name: str, value: Any) -> None:
@@ -79,6 +83,8 @@ class Topology:
             raise ConfigError(
                 f"Topology: world_size is {self.world_size!r}; it must be a whole number from 1."
             )
+        if self.speeds is not None and not isinstance(self.speeds, Speeds):
+            raise ConfigError(f"Topology: speeds is a {type(self.speeds).__name__}, wanted Speeds.")
         for name, default in (
             ("hbm_cap", 0 if self.compute_device == "cpu" else HBM_CAP),
             ("ddr_cap", DDR_CAP),
@@ -195,6 +201,7 @@ class Topology:
         """A dict of JSON values; `hosts` are texts such as `"0-7"`."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["hosts"] = [ranks_to_text(host) for host in self.host_ranks]
+        out["speeds"] = None if self.speeds is None else self.speeds.to_json()
         return out
 
     @staticmethod
@@ -215,6 +222,8 @@ class Topology:
                     f'Topology JSON: hosts got {kwargs["hosts"]!r}, wanted a list such as ["0-3", "4-7"].'
                 )
             kwargs["hosts"] = [text_to_ranks(host, "Topology JSON: hosts") for host in kwargs["hosts"]]
+        if kwargs.get("speeds") is not None:
+            kwargs["speeds"] = Speeds.from_json(kwargs["speeds"])
         return Topology(**kwargs)
 
     def __str__(self) -> str:
