@@ -8,6 +8,7 @@ from tilerec.optim.combined import CombinedOptimizer as CombinedOptimizer
 from tilerec.optim.fused import FusedOptimizer as FusedOptimizer
 from tilerec.optim.in_backward import in_backward_optimizer_filter as in_backward_optimizer_filter
 from tilerec.optim.keyed import KeyedOptimizer as KeyedOptimizer
+from tilerec.optim.norm import clip_grad_norm_ as clip_grad_norm_
 from tilerec.optim.positional import PositionalOptimizer as PositionalOptimizer
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as RowWiseAdagrad
 from tilerec.optim.warmup import WarmupOptimizer as WarmupOptimizer

@@ -2,6 +2,8 @@
 
 Only gradients that exist when `step()` is called can be clipped. A parameter whose optimizer is attached has none: the
 backward pass has updated it already. Scale the loss, or set a row rule's `max_norm`, for those.
+
+The norm is the model's, also where its tables are sharded (`norm.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from enum import Enum, unique
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.in_backward import updates_in_backward
 from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.norm import grads_of, scale_grads_, total_norm
+from tilerec.optim.tiled import tiled_table_of
 from tilerec.optim.wrapper import OptimizerWrapper
 
 
@@ -40,12 +43,14 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: a `GradientClipping`, or its value as a string.
         max_gradient: the largest total norm (NORM) or absolute value (VALUE), > 0.
         norm_type: p of the p-norm, > 0; `float("inf")` or "inf" for the largest absolute value.
-        enable_global_grad_clip: take the norm over the gradients of all ranks. Works where this process is the only
-            one; with more it is refused, as is `param_to_pgs`, until gradients of sharded parameters are known here.
+        enable_global_grad_clip: kept for callers that pass it; the norm is over the whole model, whether it is set or
+            not: tiles of all ranks, each once, and replicated parameters once. Every rank steps.
+        param_to_pgs: likewise, for parameters of sharded tables; others are refused, as their gradients are taken to be
+            the same on all ranks.
         track_grad_norm: compute `last_total_grad_norm` whatever the clipping.
 
     Raises:
-        ConfigError: a setting out of range, or a global norm over several ranks.
+        ConfigError: a setting out of range, or `param_to_pgs` for parameters of no sharded table.
     """
 
     def __init__(
@@ -77,12 +82,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
             raise ConfigError(
                 f"GradientClippingOptimizer: norm_type is {norm_type!r}, wanted a number > 0 or 'inf'."
             )
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if param_to_pgs or (enable_global_grad_clip and ranks > 1):
+        others = [p for p in param_to_pgs or () if tiled_table_of(p) is None]
+        if others:
             raise ConfigError(
-                f"GradientClippingOptimizer: a norm over {ranks} ranks and param_to_pgs are not supported; pass "
-                "enable_global_grad_clip=False, and clip sharded parameters with torch.nn.utils.clip_grad_norm_ on "
-                "their DTensor gradients."
+                f"GradientClippingOptimizer: param_to_pgs names {len(others)} parameters of no sharded table, whose "
+                "gradients are taken to be the same on all ranks; leave them out (sharded tables need no entry)."
             )
         self._track = track_grad_norm
         self._last_norm: Tensor | None = None
@@ -107,36 +111,25 @@ class GradientClippingOptimizer(OptimizerWrapper):
         elif self._track:
             self._last_norm, _ = self.compute_total_grad_norm()
         if self._clipping is GradientClipping.VALUE:
-            for grad in self._grads():
+            for grad in grads_of(self._parameters()):
                 grad.clamp_(-self._max_gradient, self._max_gradient)
         self._optimizer.step()
         return loss
 
     @torch.no_grad()
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients together (0-d), and the gradients; of a sparse one its coalesced values."""
-        grads = self._grads()
-        return torch.nn.utils.get_total_norm(grads, self._norm_type), grads
+        """The norm of all gradients together (0-d), and this rank's; of a sparse one its coalesced values."""
+        params = self._parameters()
+        total = total_norm(params, self._norm_type)
+        return total, grads_of(params)
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
         """Scale the gradients in place to a total norm of at most `max_gradient`; returns the norm before."""
         total, grads = self.compute_total_grad_norm()
         self._last_norm = total
-        scale = torch.clamp(self._max_gradient / (total + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(scale.to(grad.device))
+        scale_grads_(grads, self._max_gradient, total)
         return total
 
-    def _grads(self) -> list[Tensor]:
-        grads = []
-        for parameter in dict.fromkeys(p for group in self.param_groups for p in group["params"]):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.layout is torch.sparse_coo:
-                # Duplicate entries are one element of the gradient: add them before looking at sizes.
-                parameter.grad = grad.coalesce()
-                grad = parameter.grad._values()
-            grads.append(grad.detach())
-        return grads
+    def _parameters(self) -> list[Tensor]:
+        return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))

@@ -10,10 +10,13 @@ Glossary
 
 Loading is in place: tensors keep their storage, so whoever else holds them (a table's rows, a captured graph) sees the
 loaded values. It is all or nothing: everything is checked before the first value is written.
+
+A table of which this rank holds tiles (`tiled.py`) is one entry, under its own name and of its own shape on all ranks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
@@ -23,6 +26,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
+from tilerec.optim.tiled import (
+    TiledTable,
+    fill_parts,
+    gradient_layout,
+    is_further_leaf,
+    shown_parts,
+    tables_by_name,
+    waits_for_step,
+)
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -50,6 +62,7 @@ class KeyedOptimizer(Optimizer):
     """
 
     params: Mapping[str, Tensor]
+    _stateless: set[int]  # tiles (by id) for which the optimizer keeps no state
 
     def __init__(
         self,
@@ -76,7 +89,7 @@ class KeyedOptimizer(Optimizer):
     def _start(self) -> None:
         """What torch's own constructor sets up (hooks, profiling), without its parameter groups."""
         # torch restores a pickled optimizer this way; unlike its constructor it takes "no parameters".
-        Optimizer.__setstate__(self, {"defaults": {}, "_save_groups": False})
+        Optimizer.__setstate__(self, {"defaults": {}, "_save_groups": False, "_stateless": set()})
 
     def _names(self) -> dict[Tensor, str]:
         names: dict[Tensor, str] = {}
@@ -102,7 +115,14 @@ class KeyedOptimizer(Optimizer):
         self._save_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name. The tensors are the live ones, the containers are copies."""
+        """State by parameter name. The tensors are the live ones, the containers are copies.
+
+        State of sharded tables is shown as the model's `state_dict()` shows their weights: plain, as a DTensor, or as
+        a `TiledTensor`, of the whole table's shape on every rank. What the first step would make of it is made now.
+
+        Raises:
+            ConfigError: state of a sharded table that its tiles cannot be put together to (see `docs/optimizers.md`).
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         out = self._state_dict()
@@ -139,17 +159,52 @@ class KeyedOptimizer(Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         self._refuse_unnamed_state()
-        state = self.state
-        out: dict[str, Any] = {
-            "state": {name: _copied(state[p]) for name, p in self.params.items() if p in state}
-        }
+        state, tables = self.state, self._tables()
+        self._make_tiles_state(tables)
+        named: dict[str, Any] = {}
+        for name, p in self.params.items():
+            if name in tables:
+                parts = [state.get(leaf, {}) for leaf in tables[name].leaves()]
+                if parts[0]:
+                    named[name] = shown_parts(tables[name], parts, self._where(name))
+            elif p in state and (not tables or not is_further_leaf(p)):
+                named[name] = _copied(state[p])
+        out: dict[str, Any] = {"state": named}
         if self._save_groups:
-            names = self._names()
             out["param_groups"] = [
-                {"params": sorted(names[p] for p in group["params"]), **_copied(_settings(group))}
-                for group in self.param_groups
+                {"params": self._names_in(group), **_copied(_settings(group))} for group in self.param_groups
             ]
         return out
+
+    def _tables(self) -> dict[str, TiledTable]:
+        """Tables in tiles, by the name of their first leaf: those whose state is one entry, of logical shape."""
+        return tables_by_name(self.params)
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        """The names of a group's parameters; a table in tiles has one."""
+        names = self._names()
+        return sorted(names[p] for p in group["params"] if not is_further_leaf(p))
+
+    def _where(self, name: str) -> str:
+        return f"{type(self).__name__}: state of '{name}'"
+
+    def _make_tiles_state(self, tables: Mapping[str, TiledTable]) -> set[str]:
+        """Make the state of tables in tiles that have none yet; returns their names.
+
+        A rank that holds nothing of a table never sees a gradient of it, and must show the same entries as the
+        others: so none of them waits for its first step.
+        """
+        leaves = {
+            f"{name}.{i}" if i else name: leaf
+            for name, table in tables.items()
+            for i, leaf in enumerate(table.leaves())
+        }
+        new = {
+            name: leaf for name, leaf in leaves.items() if not self.state.get(leaf) and waits_for_step(leaf)
+        }
+        self._init({name: leaf for name, leaf in new.items() if id(leaf) not in self._stateless}, set())
+        self._stateless |= {id(leaf) for leaf in new.values() if not self.state.get(leaf)}
+        return {name for name in tables if name in new}
 
     def _state_names(self) -> list[str]:
         """Every name that "state" of the state dict may hold."""
@@ -163,13 +218,22 @@ class KeyedOptimizer(Optimizer):
             raise ConfigError(
                 f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict()."
             )
-        loaded, state = given["state"], self.state
-        here = {name for name, p in self.params.items() if state.get(p)}
-        _same_keys(f"{who}: state", here, loaded, optional=set(self.params) - here)
+        loaded, state, tables = given["state"], self.state, self._tables()
+        fresh = self._make_tiles_state(tables)
+        params = {name: p for name, p in self.params.items() if not tables or not is_further_leaf(p)}
+        here = {name for name, p in params.items() if state.get(p) and name not in fresh}
+        _same_keys(f"{who}: state", here, loaded, optional=set(params) - here)
+        # In one order on every rank: tiles travel.
+        for name in sorted(set(tables) & set(loaded)):
+            if name in here or not isinstance(loaded[name], Mapping) or loaded[name]:
+                parts = [state.get(leaf, {}) for leaf in tables[name].leaves()]
+                _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
         for name, value in loaded.items():
-            tensor = self.params[name]
+            tensor = params[name]
+            if name in tables:
+                continue
             if name in here:
-                _plan_value(state, tensor, value, f"{who}: state of '{name}'", plan)
+                _plan_value(state, tensor, value, self._where(name), plan)
             elif value:
                 plan.append(_setter(state, tensor, _adopted(value, tensor)))
         if self._save_groups:
@@ -181,8 +245,8 @@ class KeyedOptimizer(Optimizer):
             self._plan_groups(given["param_groups"], plan)
 
     def _plan_groups(self, loaded: Iterable[Mapping[str, Any]], plan: list[Callable[[], None]]) -> None:
-        who, names = type(self).__name__, self._names()
-        groups = {tuple(sorted(names[p] for p in group["params"])): group for group in self.param_groups}
+        who = type(self).__name__
+        groups = {tuple(self._names_in(group)): group for group in self.param_groups}
         given = {tuple(sorted(group["params"])): group for group in loaded}
         if set(groups) != set(given):
             raise ConfigError(
@@ -248,6 +312,7 @@ class KeyedOptimizer(Optimizer):
 
         Args:
             sparse_grad_parameter_names: parameters that get sparse (COO) gradients; some optimizers tell them apart.
+                Tables that were told so (`set_sparse_grad`) need not be named.
         """
         sparse = sparse_grad_parameter_names or set()
         unknown = sparse - set(self.params)
@@ -255,7 +320,12 @@ class KeyedOptimizer(Optimizer):
             raise ConfigError(
                 f"{type(self).__name__}: init_state got {sorted(unknown)}, which are not parameters."
             )
-        new = {n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}
+        self._init(
+            {n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}, sparse
+        )
+
+    def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
+        """Make the state of parameters that have none."""
         if not new:
             return
         grads = {p: p.grad for p in self.params.values()}
@@ -265,7 +335,7 @@ class KeyedOptimizer(Optimizer):
             for tensor in grads:
                 tensor.grad = None
             for name, tensor in new.items():
-                layout = torch.sparse_coo if name in sparse else torch.strided
+                layout = torch.sparse_coo if name in sparse else gradient_layout(tensor)
                 tensor.grad = torch.zeros_like(tensor, layout=layout)
             for group, decay in zip(self.param_groups, decays, strict=True):
                 if decay is not None:
@@ -385,6 +455,35 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
         plan.append(
             _setter(holder, key, loaded.detach().clone() if isinstance(loaded, Tensor) else _copied(loaded))
         )
+
+
+def _plan_parts(
+    table: TiledTable, parts: list[Any], loaded: Any, where: str, plan: list[Callable[[], None]]
+) -> None:
+    """Plan to load `loaded`, of a whole table, into what lies beside its tiles."""
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(
+            f"{where}: got {type(loaded).__name__}, wanted a dict with {sorted(map(str, parts[0]))}."
+        )
+    _same_keys(where, set(parts[0]), loaded)
+    for name in sorted(loaded, key=str):
+        value, beside, what = loaded[name], [part.get(name) for part in parts], f"{where} / '{name}'"
+        if isinstance(beside[0], Mapping):
+            _plan_parts(table, beside, value, what, plan)
+        elif isinstance(beside[0], Tensor):
+            shape = table.shape_of(beside, what)
+            if type(value) is Tensor and shape and tuple(value.shape) == (*shape, 1):
+                value = value.squeeze(-1)  # as in `_plan_value`
+            scalar = isinstance(value, (int, float)) and not shape
+            if not scalar and (not isinstance(value, Tensor) or tuple(value.shape) != shape):
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+                raise ConfigError(f"{what}: got {got}, wanted a tensor of shape {shape}.")
+            plan.append(functools.partial(fill_parts, table, beside, value))
+        elif isinstance(value, Tensor) and value.dim():
+            raise ConfigError(f"{what}: got shape {tuple(value.shape)}, wanted {beside[0]!r:.80}.")
+        else:
+            number = value.item() if isinstance(value, Tensor) else value
+            plan.extend(_setter(part, name, _copied(number)) for part in parts)
 
 
 def _setter(holder: Any, key: Any, value: Any) -> Callable[[], None]:

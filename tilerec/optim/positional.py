@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _copied, _settings, write_setting
+from tilerec.optim.tiled import is_further_leaf
 from tilerec.optim.wrapper import OptimizerWrapper
 
 BESIDE = "beside"
@@ -48,7 +49,7 @@ class PositionalOptimizer(OptimizerWrapper):
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """The groups of the optimizer inside; the first also shows what it takes along (torch reads its keys)."""
-        groups: list[Any] = list(self._optimizer.param_groups)
+        groups: list[Any] = [_without_further(group) for group in self._optimizer.param_groups]
         beside = self._beside(super()._state_dict()["state"])
         if beside and groups:
             groups[0] = ChainMap({BESIDE: beside}, groups[0])
@@ -84,7 +85,8 @@ class PositionalOptimizer(OptimizerWrapper):
             if key not in state_dict:
                 raise ConfigError(f"{who}: the state dict has no '{key}' (it has {sorted(state_dict)}).")
         here, given = self._optimizer.param_groups, state_dict["param_groups"]
-        sizes, got = ([len(group["params"]) for group in groups] for groups in (here, given))
+        members = [_without_further(group)["params"] for group in here]
+        sizes, got = [len(params) for params in members], [len(group["params"]) for group in given]
         if sizes != got:
             raise ConfigError(
                 f"{who}: the loaded param groups have {got} parameters, the ones here {sizes}; make the optimizer with "
@@ -93,11 +95,11 @@ class PositionalOptimizer(OptimizerWrapper):
         name_of: dict[Any, str] = {}
         state: dict[str, Any] = {}
         named_groups: list[dict[str, Any]] = []
-        for group, loaded in zip(here, given, strict=True):
-            name_of.update(zip(loaded["params"], (names[p] for p in group["params"]), strict=True))
+        for params, loaded in zip(members, given, strict=True):
+            name_of.update(zip(loaded["params"], (names[p] for p in params), strict=True))
             settings = _settings(loaded)
             state.update(settings.pop(BESIDE, {}))
-            named_groups.append({**settings, "params": sorted(names[p] for p in group["params"])})
+            named_groups.append({**settings, "params": sorted(names[p] for p in params)})
         unknown = [key for key in state_dict["state"] if key not in name_of]
         if unknown:
             raise ConfigError(
@@ -109,3 +111,9 @@ class PositionalOptimizer(OptimizerWrapper):
             for setting, value in _settings(loaded).items():
                 if setting in group or not isinstance(value, Tensor):
                     write_setting(group, setting, value)
+
+
+def _without_further(group: Any) -> Any:
+    """A group as the whole model has it: a table in tiles is one parameter, whatever this rank holds of it."""
+    params = [p for p in group["params"] if not is_further_leaf(p)]
+    return group if len(params) == len(group["params"]) else ChainMap({"params": params}, group)

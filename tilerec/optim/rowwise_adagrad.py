@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tilerec.errors import ConfigError
+from tilerec.optim.tiled import tiled_table_of
 from tilerec.spec import optimizer as spec
 
 
@@ -32,7 +33,8 @@ class RowWiseAdagrad(Optimizer):
             (weight decay is L2: `g += weight_decay * row`).
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: a setting out of range, or a parameter that is a tile of a table cut by columns: means over its rows
+            need the other tiles, which only an attached optimizer hears of.
     """
 
     # What this optimizer becomes when it is attached; `spec.optimizer.from_torch` reads it.
@@ -73,6 +75,11 @@ class RowWiseAdagrad(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
+            table = tiled_table_of(parameter)
+            if table is not None:  # refuses tiles that hold parts of rows
+                table.shape_of(
+                    [leaf.new_zeros(len(leaf)) for leaf in table.leaves()], "RowWiseAdagrad: 'sum'"
+                )
             self._start(parameter, self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

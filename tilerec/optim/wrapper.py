@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _settings
+from tilerec.optim.tiled import empty_leaves, gradient_layout, waits_for_step
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -45,6 +47,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                         f"{tuple(tensor.shape)} that is not in params; name it there."
                     )
         self.defaults = self._optimizer.defaults
+        self._bystanders = empty_leaves(self.params.values())
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
@@ -55,7 +58,30 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return self._optimizer.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        if not self._bystanders:
+            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        # Tables of which this rank holds nothing step along: their counts are those of the other ranks.
+        lent: list[Tensor] = []
+
+        def lend() -> None:
+            lent.extend(leaf for leaf in self._bystanders if leaf.grad is None and waits_for_step(leaf))
+            for leaf in lent:
+                leaf.grad = torch.zeros_like(leaf, layout=gradient_layout(leaf))
+
+        def after_closure() -> Any:
+            assert closure is not None
+            loss = closure()
+            lend()
+            return loss
+
+        try:
+            if closure is not None:
+                return self._optimizer.step(after_closure)
+            lend()
+            return self._optimizer.step()
+        finally:
+            for leaf in lent:
+                leaf.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._optimizer.zero_grad(set_to_none=set_to_none)
@@ -69,6 +95,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         tensors = list(named.items()) if by_name else list(named.values())
         self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
         self.params = {**self.params, **named}
+        self._bystanders = empty_leaves(self.params.values())
 
     def set_optimizer_step(self, step: int) -> None:
         own = getattr(self._optimizer, "set_optimizer_step", None)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError
 from tilerec.optim.fused import FaceGroup, attached_rows
 from tilerec.optim.keyed import KeyedOptimizer, _same_keys
+from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
 from tilerec.storage.table_rows import HyperGroup
@@ -92,6 +93,9 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             else:
                 whole["state"][name] = dict(state)
         return whole
+
+    def _tables(self) -> dict[str, TiledTable]:
+        return {}  # `TableState` speaks for all tiles of a table
 
     def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
         who = type(self).__name__

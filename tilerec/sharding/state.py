@@ -1,6 +1,6 @@
 """What a sharded table looks like in a state dict: logical tensors (`logical.py`) shown as tensors, and loaded.
 
-    logical.py  <-  tiled_tensor.py  <-  state.py
+logical.py  <-  tiled_tensor.py  <-  state.py
 """
 
 from __future__ import annotations

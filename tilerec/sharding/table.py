@@ -155,8 +155,8 @@ class ShardedTable(Table, TiledTable):
             )
         if self.tile_rows[0].spec is None and any(tile.c0 for tile in rectangles(self.tiling)):
             raise ConfigError(
-                f"{what} is a number per row, and table '{self.config.name}' is cut by columns: each block has its own, "
-                "of its own columns; attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
+                f"{what} is a number per row, and table '{self.config.name}' is cut by columns: each block has its "
+                "own, of its own columns; attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
             )
         return (self.tiling.rows, *ones)
 
@@ -181,13 +181,13 @@ class ShardedTable(Table, TiledTable):
         """See `TiledTable`."""
         return self._group
 
-    def of_all_ranks(self, value: Tensor) -> Tensor:
+    def of_all_ranks(self, values: Tensor) -> Tensor:
         """See `TiledTable`."""
-        group = self._group
-        ones = [1] * group.size
-        sent_W = value.detach().to(group.device).repeat(group.size)
-        heard_W = group.all_to_all("norm", torch.zeros_like(sent_W), sent_W, ones, ones).wait()
-        return heard_W.to(value.device)
+        group, count = self._group, values.numel()
+        sent = values.detach().to(group.device).repeat(group.size)
+        sizes = [count] * group.size
+        heard = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
+        return heard.to(values.device).view(group.size, count)
 
     @property
     def _group(self) -> Group:

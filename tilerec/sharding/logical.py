@@ -1,0 +1,273 @@
+"""Logical tensors: whole in shape, of which a rank holds a part.
+
+Nouns
+  cover    which rectangles a logical tensor consists of and which ranks hold each; `[rows]` tensors are `rows` x 1,
+           single numbers 1 x 1
+  written  those rectangles of a cover that hold every cell once: what is saved and sent. (State per row lies beside
+           every column block; where column blocks are cut at different rows, the first one's is written.)
+  piece    a rectangle that this rank holds, with its memory: a view of the leaf or of the optimizer's slot
+  writer   the lowest rank that holds a rectangle: it saves and sends it
+
+Values are never copied: what is written to a piece is written to the table. `state.py` makes tensors for state dicts
+out of these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Where the cells of a logical tensor are.
+
+    Args:
+        shape: of the tensor: two numbers, one (per row), or none.
+        tiles: every rectangle with the ranks that hold it; rectangles that are not written may overlap.
+        written: positions in `tiles` of those that hold every cell once.
+        repeated: some rank holds a rectangle more than once, beside several tiles of its own.
+    """
+
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    written: tuple[int, ...]
+    repeated: bool = False
+
+    @staticmethod
+    def of_cells(shape: tuple[int, int], tiles: Sequence[Tile]) -> Cover:
+        """Of a tensor of the table's own shape."""
+        return Cover(shape, tuple(tiles), tuple(range(len(tiles))))
+
+    @staticmethod
+    def of_rows(rows: int, tiles: Sequence[Tile], column: bool = False) -> Cover:
+        """Of a number per row, held beside every tile of the row: `[rows]`, as a column `[rows, 1]`."""
+        owners: dict[tuple[int, int], list[int]] = {}
+        first: set[tuple[int, int]] = set()
+        for tile in tiles:
+            owners.setdefault((tile.r0, tile.r1), []).extend(tile.owners)
+            if tile.c0 == 0:
+                first.add((tile.r0, tile.r1))
+        spans = sorted(owners)
+        return Cover(
+            (rows, 1) if column else (rows,),
+            tuple(Tile(r0, r1, 0, 1, tuple(sorted(set(owners[(r0, r1)])))) for r0, r1 in spans),
+            tuple(t for t, span in enumerate(spans) if span in first),
+            any(len(set(ranks)) < len(ranks) for ranks in owners.values()),
+        )
+
+    @staticmethod
+    def of_one(tiles: Sequence[Tile]) -> Cover:
+        """Of a single number, held by every rank that holds anything."""
+        ranks = [rank for tile in tiles for rank in tile.owners]
+        owners = tuple(sorted(set(ranks)))
+        return Cover((), (Tile(0, 1, 0, 1, owners),), (0,), len(owners) < len(ranks))
+
+    def whole_on(self, size: int) -> bool:
+        """Whether each of `size` ranks holds everything, once."""
+        return len(self.tiles) == 1 and len(self.tiles[0].owners) == size and not self.repeated
+
+    def shard_dim(self, size: int) -> int | None:
+        """The dimension that is cut as torch's `Shard` on a mesh of all ranks cuts it, or None."""
+        parts = [(tile.rectangle, tile.owners) for tile in self.tiles]
+        if not self.shape or self.repeated or len(self.written) != len(parts):
+            return None
+        rows, columns = self.shape[0], self.shape[1] if len(self.shape) == 2 else 1
+        cuts = ceil_chunks(rows, size)
+        even = [(Rectangle(r0, r1, 0, columns), (rank,)) for rank, (r0, r1) in enumerate(pairwise(cuts))]
+        if sorted(parts) == even:
+            return 0
+        cuts = ceil_chunks(columns, size)
+        even = [(Rectangle(0, rows, c0, c1), (rank,)) for rank, (c0, c1) in enumerate(pairwise(cuts))]
+        # A rank without columns would hold [rows, 0] in torch's reading; ours holds nothing.
+        return 1 if len(even) == size > 1 and sorted(parts) == even else None
+
+    def offsets(self, tile: Tile) -> tuple[int, ...]:
+        """A rectangle's first cell, in the tensor's dimensions."""
+        return (tile.r0, tile.c0)[: len(self.shape)]
+
+    def extent(self, tile: Tile) -> tuple[int, ...]:
+        """A rectangle's size, in the tensor's dimensions."""
+        return (tile.r1 - tile.r0, tile.c1 - tile.c0)[: len(self.shape)]
+
+
+class Piece(NamedTuple):
+    """A rectangle that this rank holds: its position in `Cover.tiles`, and its memory, of `Cover.extent`."""
+
+    tile: int
+    memory: Tensor
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A logical tensor seen from one rank.
+
+    Args:
+        cover: the same on every rank.
+        pieces: this rank's.
+        group: all ranks.
+        like: of the tensor's dtype and device, of no elements.
+    """
+
+    cover: Cover
+    pieces: tuple[Piece, ...]
+    group: Group
+    like: Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Logical:
+        return self.mapped(torch.clone)
+
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> Logical:
+        """The same cover over other memory: `fn` of every piece."""
+        pieces = tuple(Piece(piece.tile, fn(piece.memory)) for piece in self.pieces)
+        return Logical(self.cover, pieces, self.group, fn(self.like))
+
+    # ---------------------------------------------------------------------------------------------- whole values
+
+    @torch.no_grad()
+    def full(self) -> Tensor:
+        """The whole tensor, on every rank. All ranks call it."""
+        cover, me = self.cover, self.group.rank
+        out = self.like.new_empty(cover.shape)
+        own = {piece.tile: piece.memory for piece in reversed(self.pieces)}
+        receives: dict[int, list[int]] = {}
+        sends: dict[int, list[Tensor]] = {}
+        for t in cover.written:
+            tile = cover.tiles[t]
+            if t in own:
+                self._range(out, tile).copy_(own[t])
+            else:
+                receives.setdefault(tile.owners[0], []).append(t)
+            if tile.owners[0] == me:
+                for rank in range(self.group.size):
+                    if rank not in tile.owners:
+                        sends.setdefault(rank, []).append(own[t].reshape(-1))
+        heard = {rank: self._room(tiles) for rank, tiles in receives.items()}
+        self.group.exchange(
+            "full tensor", heard, {rank: _joined(parts) for rank, parts in sends.items()}
+        ).wait()
+        for rank, tiles in receives.items():
+            at = 0
+            for t in tiles:
+                place = self._range(out, cover.tiles[t])
+                place.copy_(heard[rank][at : at + place.numel()].view(place.shape))
+                at += place.numel()
+        return out
+
+    def _room(self, tiles: Sequence[int]) -> Tensor:
+        sizes = [self.cover.tiles[t].rectangle.cells for t in tiles]
+        return self.like.new_empty(sum(sizes))
+
+    def _range(self, whole: Tensor, tile: Tile) -> Tensor:
+        """A rectangle of a whole tensor."""
+        if not self.cover.shape:
+            return whole
+        rows = whole[tile.r0 : tile.r1]
+        return rows[:, tile.c0 : tile.c1] if len(self.cover.shape) == 2 else rows
+
+    # ---------------------------------------------------------------------------------------------------- loading
+
+    @torch.no_grad()
+    def load_whole(self, value: Tensor) -> None:
+        """Take the values of a whole tensor of this shape; each rank reads its part."""
+        for tile, memory in self.pieces:
+            _take(memory, self._range(value.detach(), self.cover.tiles[tile]))
+
+    @torch.no_grad()
+    def load(self, source: Logical) -> None:
+        """Take the values of another tensor of this shape, cut in any way over the same ranks. All ranks call it.
+
+        Each cell travels from its writer, or stays; values are converted to this tensor's dtype.
+        """
+        assert source.cover.shape == self.cover.shape
+        if source.cover == self.cover:
+            theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
+            for tile, memory in self.pieces:  # equal covers may repeat a rectangle on different ranks
+                _take(memory, theirs[tile])
+        else:
+            self._take_over(source)
+
+    def _take_over(self, source: Logical) -> None:
+        me = self.group.rank
+        theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
+        written = [(t, source.cover.tiles[t]) for t in source.cover.written]
+        sends: dict[int, list[Tensor]] = {}
+        for _, rank, target in self._targets():
+            if rank == me:
+                continue
+            for t, tile in written:
+                if t in theirs and _sender(tile, rank) == me and (both := _overlap(target, tile)) is not None:
+                    sends.setdefault(rank, []).append(_within(theirs[t], tile, both).reshape(-1))
+        receives: dict[int, list[tuple[Tensor, Rectangle, Tile]]] = {}
+        for t, rank, target in self._targets():
+            if rank != me:
+                continue
+            places = [memory for at, memory in self.pieces if at == t]
+            for s, tile in written:
+                both = _overlap(target, tile)
+                if both is None:
+                    continue
+                if s in theirs:
+                    for memory in places:
+                        _take(_within(memory, target, both), _within(theirs[s], tile, both))
+                else:
+                    receives.setdefault(_sender(tile, me), []).append((places[0], both, target))
+        heard = {
+            rank: source.like.new_empty(sum(both.cells for _, both, _ in items))
+            for rank, items in receives.items()
+        }
+        self.group.exchange("state", heard, {rank: _joined(parts) for rank, parts in sends.items()}).wait()
+        for rank, items in receives.items():
+            at = 0
+            for memory, both, target in items:
+                place = _within(memory, target, both)
+                place.copy_(heard[rank][at : at + both.cells].view(place.shape))
+                at += both.cells
+        first: dict[int, Tensor] = {}
+        for t, memory in self.pieces:  # a rectangle that this rank holds twice
+            if t in first:
+                memory.copy_(first[t])
+            first.setdefault(t, memory)
+
+    def _targets(self) -> Iterator[tuple[int, int, Tile]]:
+        """Every rectangle on every rank that holds it."""
+        for t, tile in enumerate(self.cover.tiles):
+            for rank in tile.owners:
+                yield t, rank, tile
+
+
+def _sender(tile: Tile, rank: int) -> int:
+    """Who sends a rectangle to a rank: itself, where it holds it."""
+    return rank if rank in tile.owners else tile.owners[0]
+
+
+def _overlap(a: Tile, b: Tile) -> Rectangle | None:
+    r0, r1, c0, c1 = max(a.r0, b.r0), min(a.r1, b.r1), max(a.c0, b.c0), min(a.c1, b.c1)
+    return Rectangle(r0, r1, c0, c1) if r0 < r1 and c0 < c1 else None
+
+
+def _within(memory: Tensor, tile: Tile, part: Rectangle) -> Tensor:
+    """A part of a rectangle's memory."""
+    if memory.dim() == 0:
+        return memory
+    rows = memory[part.r0 - tile.r0 : part.r1 - tile.r0]
+    return rows[:, part.c0 - tile.c0 : part.c1 - tile.c0] if memory.dim() == 2 else rows
+
+
+def _take(memory: Tensor, values: Tensor) -> None:
+    """Copy, unless it is the same memory: loading what a checkpoint was read into."""
+    same = memory.dtype == values.dtype and memory.data_ptr() == values.data_ptr() and memory.numel()
+    if not (same and memory.stride() == values.stride()):
+        memory.copy_(values)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
