@@ -298,9 +298,13 @@ def alone() -> ShardingEnv:
 
 
 def test_a_dense_module_on_meta_that_cannot_be_reset_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"module '0' \(NoReset\)"):
+    with (
+        pytest.warns(UserWarning, match="nothing is sharded"),
+        pytest.raises(ConfigError, match=r"module '0' \(NoReset\)"),
+    ):
         DistributedModelParallel(nn.Sequential(NoReset()), alone())
-    kept = DistributedModelParallel(nn.Sequential(nn.Linear(2, 2)), alone(), init_parameters=False)
+    with pytest.warns(UserWarning, match="nothing is sharded"):
+        kept = DistributedModelParallel(nn.Sequential(nn.Linear(2, 2)), alone(), init_parameters=False)
     assert list(kept.state_dict()) == ["0.weight", "0.bias"]
 
 

@@ -8,6 +8,7 @@ from tilerec.parallel.fused_params import EmbOptimType as EmbOptimType
 from tilerec.parallel.join import Turn as Turn
 from tilerec.parallel.join import even_batches as even_batches
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.plan_of import plan_of as plan_of
 from tilerec.parallel.qcomms import CommOp as CommOp
 from tilerec.parallel.qcomms import CommType as CommType
 from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.sharding.strategies import complete
+from tilerec.sharding import strategies
 from tilerec.spec.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
+from tilerec.spec.ranks import ranks_to_text
 from tilerec.spec.table import dtype_to_data_type
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -49,11 +52,22 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
         if not isinstance(tables, Mapping):
             raise ConfigError(
                 f"shard: plan['{path}'] is a {type(tables).__name__}; wanted {{table: ParameterSharding or Tiling}}."
+                + (_deeper(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
             )
         parts[path] = EmbeddingModuleShardingPlan(
-            {table: _sharding(path, table, item) for table, item in tables.items()}
+            {table: _sharding(path, table, item) for table, item in tables.items()},
+            world_size=getattr(tables, "world_size", None),
+            hosts=getattr(tables, "hosts", None),
         )
     return ShardingPlan(parts)
+
+
+def _deeper(table: str, collections: Mapping[str, TableCollection]) -> str:
+    """What to do with the plan of one collection, given for a model that holds collections deeper."""
+    paths = [path for path, part in collections.items() if table in part._tables]
+    if not paths:
+        return f" The model's collections are {list(collections)[:8]}, and none has a table '{table}'."
+    return f" The model's table '{table}' is in module '{paths[0]}': plan={{'{paths[0]}': {{'{table}': …}}}}."
 
 
 def _sharding(path: str, table: str, item: object) -> ParameterSharding:
@@ -69,7 +83,12 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
 def completed(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], topology: Topology
 ) -> ShardingPlan:
-    """The plan with a tiling and a data type for every table of the model, and with the world it is for."""
+    """The plan with a tiling and a data type for every table of the model, and with the world it is for.
+
+    Raises:
+        ConfigError: a table's sharding type and ranks give no tiling, or not the one that stands beside them; a
+            `data_parallel` table on some of the ranks only.
+    """
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
     for path, tables in plan.plan.items():
         part = collections.get(path)
@@ -78,11 +97,71 @@ def completed(
             table = None if part is None else part._tables.get(name)
             if table is not None:
                 config = table.config
-                if sharding.tiling is None:
-                    sharding = complete(sharding, name, config.num_embeddings, config.embedding_dim, topology)
+                _check_copies(path, name, sharding, topology)
+                if sharding.tiling is not None:
+                    _check_cut(path, name, sharding, topology)
+                else:
+                    sharding = strategies.complete(
+                        sharding, name, config.num_embeddings, config.embedding_dim, topology
+                    )
                 if sharding.data_type is None:
                     sharding = replace(sharding, data_type=dtype_to_data_type(table.weight.dtype))
             done[name] = sharding
         parts[path] = EmbeddingModuleShardingPlan(done)
     world_size = topology.world_size if plan.world_size is None else plan.world_size
     return ShardingPlan(parts, world_size, topology.host_ranks)
+
+
+def _check_copies(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
+    ranks = sharding.ranks
+    if sharding.kind is not ShardingType.DATA_PARALLEL or ranks is None:
+        return
+    if sorted(set(ranks)) != list(range(topology.world_size)):
+        raise ConfigError(
+            f"Table '{name}' of module '{path}': data_parallel is a copy on every rank, and the plan says ranks "
+            f"'{ranks_to_text(ranks)}' of {topology.world_size}; leave ranks (and the tiling) out. Copies on some of "
+            "the ranks are sharding_type 'explicit' with a tiling."
+        )
+
+
+def _check_cut(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
+    """Refuse a tiling that sharding type and ranks do not give, as where one of them was edited in a file."""
+    tiling, ranks = sharding.tiling, sharding.ranks
+    assert tiling is not None
+    assert ranks is not None
+    if sharding.kind is ShardingType.EXPLICIT or _gives(name, sharding.kind, ranks, tiling, topology):
+        return
+    text = json.dumps(tiling.to_json())
+    raise ConfigError(
+        f"Table '{name}' of module '{path}': the plan says {sharding.kind.value} over ranks "
+        f"'{ranks_to_text(ranks)}', which does not give the tiling beside it, {text:.200}. Take 'tiling' out to have "
+        "it made from the two, or say sharding_type 'explicit' (without ranks) to keep it."
+    )
+
+
+def _gives(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology) -> bool:
+    """Whether a sharding type over these ranks gives a tiling, with pieces of its own sizes or of the tiling's."""
+    rows, dim = tiling.rows, tiling.dim
+    widths = [block.c1 - block.c0 for block in tiling.blocks]
+    sizes = [r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]
+    by_rows = {
+        ShardingType.ROW_WISE: strategies.row_wise,
+        ShardingType.TABLE_ROW_WISE: strategies.table_row_wise,
+    }
+    by_columns = {
+        ShardingType.COLUMN_WISE: strategies.column_wise,
+        ShardingType.TABLE_COLUMN_WISE: strategies.table_column_wise,
+        ShardingType.GRID_SHARD: strategies.grid,
+    }
+    ways: list[Callable[[], Tiling]] = [lambda: strategies.STRATEGIES[kind](name, rows, dim, ranks, topology)]
+    if kind in by_rows:
+        ways.append(lambda: by_rows[kind](name, rows, dim, ranks, topology, sizes=sizes))
+    if kind in by_columns:
+        ways.append(lambda: by_columns[kind](name, rows, dim, ranks, topology, widths=widths))
+    for way in ways:
+        try:
+            if way() == tiling:
+                return True
+        except ConfigError:
+            continue  # not cut like this
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -19,13 +19,17 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.kernels import attach, gifts_of, warn_of_idle, with_kernels, with_wires
+from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
 from tilerec.parallel.values import take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.sharder import listed
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.table import check_rule
-from tilerec.spec.plan import ShardingPlan, Wire
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -57,18 +61,20 @@ def shard(
         exact: the same bits under every plan, at the price of bytes on the wire.
 
     Returns:
-        The module, with the whole plan at `.plan` (printable).
+        The module, with the whole plan at `.plan` (printable; `tilerec.parallel.plan_of(module)` where the model has
+        something of its own called `plan`).
 
     Raises:
-        ConfigError: the plan is not for this model or this world, forgets a table, or differs between ranks; a
-            collection is sharded already; tied tables have different tilings.
+        ConfigError: the plan is not for this model or this world, forgets a table, contradicts itself (a tiling that
+            its sharding type and ranks do not give), says `dense` of a table with an attached optimizer, or differs
+            between ranks; a collection is sharded already; tied tables have different tilings.
     """
     if not collections_of(module):
         warnings.warn(
             f"shard: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection; nothing to do.",
             stacklevel=2,
         )
-    return shard_tables(module, plan, group_of(mesh), topology, device, exact, {})
+    return shard_tables(module, plan, group_of(mesh), topology, device, exact, None)
 
 
 def shard_tables(
@@ -78,11 +84,11 @@ def shard_tables(
     topology: Topology | None,
     device: torch.device | str | None,
     exact: bool,
-    wires: Mapping[str, Wire],
+    sharders: Sequence[ModuleSharder] | None,
 ) -> nn.Module:
-    """`shard`, with a number format for the tables of each module (by path) whose plan names none."""
+    """`shard`, with optimizers and number formats of sharders for tables that have none."""
     try:
-        ready = _prepare(module, plan, group, topology, device, wires)
+        ready = _prepare(module, plan, group, topology, device, sharders)
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
         agree(group, "the model to shard", {"checks": str(error)})
@@ -115,7 +121,7 @@ def shard_tables(
                 fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
                 wires={name: sharding.wire for name, sharding in own.items()},
             )
-    module.plan = whole  # type: ignore[assignment]
+    keep_plan(module, whole)
     return module
 
 
@@ -134,9 +140,10 @@ def _prepare(
     group: Group,
     topology: Topology | None,
     device: torch.device | str | None,
-    wires: Mapping[str, Wire],
+    sharders: Sequence[ModuleSharder] | None,
 ) -> _Ready:
     """All checks that need no other rank."""
+    given_sharders = listed(sharders, "DistributedModelParallel")
     collections = collections_of(module)
     ties = ties_of(collections)
     kind = torch.device(device).type if device is not None else _device_type(collections)
@@ -145,28 +152,26 @@ def _prepare(
         given.check({}, group.size)  # before its hosts are read, which are another world's
     topology = topology_of(group, topology, None if given is None else given.hosts, kind)
     if given is None:
-        made = EmbeddingShardingPlanner(topology=topology).plan(module) if collections else ShardingPlan({})
+        planner = EmbeddingShardingPlanner(topology=topology)
+        made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
         given = _tied_alike(made, ties)
-    whole = _with_wires(completed(given, collections, topology), wires)
-    whole.check(sizes_of(collections), group.size)
-    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in whole.tables()}
+    cut = completed(given, collections, topology)
+    cut.check(sizes_of(collections), group.size)
+    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}
     _check_ties(ties, tilings)
+    gifts = gifts_of(cut, collections, ties, given_sharders)
+    attach(gifts)
+    warn_of_idle(gifts, cut, collections, given_sharders)
     for names in ties:
         for name, table in names.items():
             check_rule(table, tilings[name])
+    whole = with_kernels(with_wires(cut, collections, given_sharders), collections)
     return _Ready(collections, ties, whole, topology)
 
 
 def _device_type(collections: Mapping[str, TableCollection]) -> str:
     types = [part.device.type for part in collections.values()]
     return next((kind for kind in types if kind != "meta"), "cpu")
-
-
-def _with_wires(plan: ShardingPlan, wires: Mapping[str, Wire]) -> ShardingPlan:
-    for path, table, sharding in list(plan.tables()):
-        if path in wires and sharding.wire == Wire():
-            plan = plan.replaced(path, table, replace(sharding, wire=wires[path]))
-    return plan
 
 
 def _tied_alike(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
