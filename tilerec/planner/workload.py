@@ -13,6 +13,7 @@ Legend: T tables, F features (reads).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -237,7 +238,7 @@ class _Zipf:
         self.weights: list[Floats] = []  # of one id of each bucket, then its share
         self.counts: list[Floats] = []
         total = np.zeros(len(which))
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             counts = np.clip(distinct + 1.0 - low, 0.0, high - low)
             middle = low + (np.maximum(counts, 1.0) - 1.0) / 2.0
             weights = exponential(-exponent * _log(middle))
