@@ -14,7 +14,7 @@
 # Variables
 #   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
 #   TORCH_INDEX  a further index to find torch in, for CPU builds            TORCH_INDEX=https://download.pytorch.org/whl/cpu
-#   ARGS         passed on to the program a target runs                     make train ARGS="--set train.steps=50"
+#   ARGS         passed on to the program a target runs                     make train ARGS="--set train.max_steps=50"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

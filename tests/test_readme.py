@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tilerec.recipes.registry import make_run
 from tilerec.testing.ranks import run_ranks
+from tilerec.train.override import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -81,6 +83,13 @@ def test_make_targets_that_the_readme_names_exist() -> None:
     assert {"train", "test", "bench", "wheel"} <= named
     missing = [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
     assert not missing, f"README.md names {missing}"
+
+
+def test_settings_that_pages_and_the_makefile_name_exist() -> None:
+    pages = [*PAGES, ROOT / "Makefile"]
+    named = {match for page in pages for match in re.findall(r"--set (\w+(?:\.\w+)+)=", page.read_text())}
+    assert named
+    assert not named - set(settings(make_run("synthetic")))
 
 
 def test_ci_runs_nothing_that_the_readme_does_not_name() -> None:
