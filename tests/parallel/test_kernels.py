@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,19 @@ def test_a_planners_plan_with_the_same_sharders_attaches_as_it_says() -> None:
     assert kernels_of(alone(plan=made, sharders=sharders)) == {"a": "fused", "b": "fused"}
     without = EmbeddingShardingPlanner().plan(Model())
     assert kernels_of(alone(plan=without, sharders=sharders)) == {"a": "fused", "b": "fused"}
+
+
+def test_the_file_of_a_sharded_models_plan_shards_it_again_as_it_was(tmp_path: Path) -> None:
+    wire = EmbeddingBagCollectionSharder({"learning_rate": 0.5}, Wire("bf16", "bf16"))
+    first = alone(plan=plan("dense", None), sharders=[wire])
+    first.plan.save(tmp_path / "plan.json")
+    again = alone(plan=tmp_path / "plan.json", sharders=[sgd()])
+    assert again.plan == first.plan
+    assert kernels_of(again) == {"a": "dense", "b": "fused"}
+    model = Model()
+    apply_optimizer_in_backward(SGD(lr=0.1), list(model.parameters()))
+    with pytest.raises(ConfigError, match="leave compute_kernel out of the plan"):
+        alone(model, plan=tmp_path / "plan.json")
 
 
 # ----------------------------------------------------------------------------------------------------------- sharders

@@ -125,6 +125,22 @@ def test_ranks_edited_in_a_file_count_once_the_tiling_is_taken_out() -> None:
     assert reread(data).plan["ebc"]["t"].tiling == want
 
 
+def test_ranks_beside_an_explicit_tiling_are_those_it_lies_on() -> None:
+    data = planned(CUTS["any"]).to_json()
+    data["plan"]["ebc"]["t"]["ranks"] = "0-3"
+    with pytest.raises(ConfigError, match=r"says ranks '0-3', and the tiling .* on ranks '0-1,3'"):
+        reread(data)
+
+
+def test_a_data_type_in_the_plan_that_is_not_the_tables_is_said_to_have_no_effect() -> None:
+    data = planned(row_wise()).to_json()
+    data["plan"]["ebc"]["t"]["data_type"] = "BF16"
+    with pytest.warns(
+        UserWarning, match="Table 't' of module 'ebc': data_type BF16 in the plan has no effect"
+    ):
+        assert reread(data) == planned(row_wise())
+
+
 def test_an_edit_that_says_the_same_cut_in_another_way_is_taken() -> None:
     data = planned(table_row_wise(1)).to_json()
     data["plan"]["ebc"]["t"]["sharding_type"] = "row_wise"

@@ -124,7 +124,7 @@ class DistributedModelParallel(nn.Module):
             self._wrapper.wrap(self, self._env, self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
-        """As a module's; where dense parameters change type or device, they are wrapped anew. All ranks call it then."""
+        """As a module's; dense parameters that change type or device are wrapped anew. All ranks call it then."""
         before = [(t.dtype, t.device) for t in _dense(self.module)]
         super()._apply(fn, recurse)
         if before != [(t.dtype, t.device) for t in _dense(self.module)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ from tilerec.spec.plan import (
     ShardingType,
 )
 from tilerec.spec.ranks import ranks_to_text
-from tilerec.spec.table import dtype_to_data_type
+from tilerec.spec.table import DataType, dtype_to_data_type
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -90,6 +91,7 @@ def completed(
             `data_parallel` table on some of the ranks only.
     """
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
+    other: list[tuple[str, str, DataType | None, DataType]] = []
     for path, tables in plan.plan.items():
         part = collections.get(path)
         done: dict[str, ParameterSharding] = {}
@@ -104,10 +106,21 @@ def completed(
                     sharding = strategies.complete(
                         sharding, name, config.num_embeddings, config.embedding_dim, topology
                     )
-                if sharding.data_type is None:
-                    sharding = replace(sharding, data_type=dtype_to_data_type(table.weight.dtype))
+                data_type = dtype_to_data_type(table.weight.dtype)
+                if sharding.data_type not in (None, data_type):
+                    other.append((path, name, sharding.data_type, data_type))
+                if sharding.data_type is not data_type:
+                    sharding = replace(sharding, data_type=data_type)
             done[name] = sharding
         parts[path] = EmbeddingModuleShardingPlan(done)
+    if other:
+        path, name, said, data_type = other[0]
+        more = f" and {len(other) - 1} other tables" if len(other) > 1 else ""
+        warnings.warn(
+            f"Table '{name}' of module '{path}'{more}: data_type {getattr(said, 'value', said)} in the plan has no "
+            f"effect; the table's is {data_type.value}, as its config or .to() says.",
+            stacklevel=4,
+        )
     world_size = topology.world_size if plan.world_size is None else plan.world_size
     return ShardingPlan(parts, world_size, topology.host_ranks)
 
@@ -129,7 +142,14 @@ def _check_cut(path: str, name: str, sharding: ParameterSharding, topology: Topo
     tiling, ranks = sharding.tiling, sharding.ranks
     assert tiling is not None
     assert ranks is not None
-    if sharding.kind is ShardingType.EXPLICIT or _gives(name, sharding.kind, ranks, tiling, topology):
+    if sharding.kind is ShardingType.EXPLICIT:
+        if tuple(sorted(set(ranks))) != tiling.ranks():
+            raise ConfigError(
+                f"Table '{name}' of module '{path}': the plan says ranks '{ranks_to_text(ranks)}', and the tiling "
+                f"beside it lies on ranks '{ranks_to_text(tiling.ranks())}'. Change the tiling, and take 'ranks' out."
+            )
+        return
+    if _gives(name, sharding.kind, ranks, tiling, topology):
         return
     text = json.dumps(tiling.to_json())
     raise ConfigError(

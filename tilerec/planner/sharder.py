@@ -59,7 +59,8 @@ def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
         return []
     if isinstance(sharders, (str, type)) or not isinstance(sharders, Sequence):
         name = sharders.__name__ if isinstance(sharders, type) else type(sharders).__name__
-        raise ConfigError(f"{who}: sharders is a {name}; wanted a list of sharders: sharders=[{name}(...)].")
+        one = name if hasattr(sharders, "module_type") else "EmbeddingBagCollectionSharder"
+        raise ConfigError(f"{who}: sharders is a {name}; wanted a list of sharders: sharders=[{one}(...)].")
     kinds: dict[type, int] = {}
     for i, sharder in enumerate(sharders):
         check_sharder(sharder, f"{who}: sharders[{i}]")
