@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -397,6 +398,29 @@ def test_the_norm_of_sharded_gradients_is_that_of_the_unsharded_model(
         own.step()
     for size in (2, 3):
         pool(size).run(clipped, p, sparse, (norms, dict(module.state_dict())))
+
+
+def scaled() -> tuple[bool, bool]:
+    """One gradient overflows, in a table that lies on the last rank alone."""
+    dmp = wrapped(0, 0, ["one"])
+    own = KeyedOptimizerWrapper(dict(dmp.named_parameters()), OPTIMIZERS["SGD"])
+    scaler = ShardedGradScaler("cpu", process_group=dist.group.WORLD)
+    moved = []
+    for step in range(2):
+        before = [p.detach().clone() for p in dmp.parameters()]
+        own.zero_grad()
+        scaler.scale(dmp(random_batch(["one"], ROWS, 3, seed=step))).backward()
+        table = next(p for p in dmp.parameters() if p.dim() == 2)
+        if not step and table.grad is not None and len(table):
+            table.grad[0, 0] = float("inf")
+        scaler.step(own)
+        scaler.update()
+        moved.append(not all(torch.equal(p, b) for p, b in zip(dmp.parameters(), before, strict=True)))
+    return moved[0], moved[1]
+
+
+def test_torchs_sharded_grad_scaler_skips_a_step_on_all_ranks(pool: Pool) -> None:
+    assert pool(2).run(scaled) == [(False, True)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ whole weights

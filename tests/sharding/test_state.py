@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tilerec.sharding
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.layout import rectangles
@@ -230,3 +233,38 @@ def test_a_rank_with_two_tiles_keeps_both_copies_of_a_rows_state_alike() -> None
         assert all(torch.equal(memory, whole) for _, memory in target.pieces)
 
     run_virtual_ranks(3, run)
+
+
+def test_a_column_of_a_number_per_row_moves_as_the_row_of_them_does() -> None:
+    whole = torch.arange(float(ROWS))[:, None]
+
+    def run(group: Group) -> None:
+        logicals = []
+        for name, scale in (("rows backwards", 1.0), ("5 + 2 rows", 0.0)):
+            cover = Cover.of_rows(ROWS, tiles_of(name), column=True)
+            assert cover.shape == (ROWS, 1)
+            pieces = tuple(
+                Piece(t, whole[tile.r0 : tile.r1] * scale)
+                for t, tile in enumerate(cover.tiles)
+                if group.rank in tile.owners
+            )
+            logicals.append(Logical(cover, pieces, group, whole.new_empty(0)))
+        source, target = logicals
+        assert torch.equal(source.full(), whole)
+        target.load(source)
+        assert torch.equal(target.full(), whole)
+
+    run_virtual_ranks(3, run)
+
+
+def test_no_two_files_of_the_package_import_each_other() -> None:
+    folder = Path(tilerec.sharding.__file__).parent
+    imports: dict[str, set[str]] = {}
+    for path in folder.glob("*.py"):
+        found = imports.setdefault(path.stem, set())
+        for node in ast.walk(ast.parse(path.read_text())):  # also those inside of functions
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilerec.sharding"):
+                names = [alias.name for alias in node.names] if node.module == "tilerec.sharding" else []
+                found.update(names or [str(node.module).split(".")[2]])
+    assert "tiled_tensor" in imports["state"]
+    assert [(a, b) for a in imports for b in imports[a] if a in imports.get(b, ())] == []

@@ -33,7 +33,7 @@ class RowWiseAdagrad(Optimizer):
             (weight decay is L2: `g += weight_decay * row`).
 
     Raises:
-        ConfigError: a setting out of range, or a parameter that is a tile of a table cut by columns: means over its rows
+        ConfigError: a setting out of range, or a parameter that is a tile of a table cut by columns: means over rows
             need the other tiles, which only an attached optimizer hears of.
     """
 

@@ -1,0 +1,230 @@
+"""Tables in tiles as optimizers meet them: what lies beside the leaves, put together and taken apart."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
+from tilerec.optim.norm import clip_grad_norm_
+from tilerec.optim.tiled import (
+    empty_leaves,
+    fill_parts,
+    gradient_layout,
+    is_further_leaf,
+    shown_parts,
+    tables_by_name,
+    tiled_table_of,
+    waits_for_step,
+)
+from tilerec.optim.wrapper import KeyedOptimizerWrapper
+from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.table import ShardedTable
+from tilerec.spec.optimizer import SGD
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.testing.virtual import run_virtual_ranks
+
+ROWS, DIM, WORLD = 7, 6, 3
+CUTS: dict[str, list[tuple[Any, ...]]] = {
+    "everywhere": [(0, 7, 0, 6, (0, 1, 2))],
+    "two": [(0, 7, 0, 2, 0), (0, 7, 2, 4, 1), (0, 7, 4, 6, 0)],
+    "rows": [(0, 6, 0, 6, 0), (6, 7, 0, 6, 2)],
+    "some": [(0, 3, 0, 6, (0, 1)), (3, 7, 0, 6, (1, 2))],
+}
+BASE = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, name, feature_names=[name]) for name in CUTS])
+
+
+def sharded(group: Group) -> Any:
+    own = copy.deepcopy(BASE)
+    tilings = {name: Tiling.of(name, ROWS, DIM, tiles) for name, tiles in CUTS.items()}
+    shard_collection(own, tilings, group, group.split("route"), Topology(group.size, "cpu"))
+    return own
+
+
+def table(own: Any, name: str) -> ShardedTable:
+    return cast(ShardedTable, own.embedding_bags[name])
+
+
+def test_a_table_has_the_name_of_its_first_leaf_and_the_others_are_further() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        named = dict(own.named_parameters())
+        tables = tables_by_name(named)
+        assert list(tables) == [f"embedding_bags.{name}.weight" for name in CUTS]
+        further = [name for name, p in named.items() if is_further_leaf(p)]
+        twice = {0: ["two"], 1: ["some"], 2: []}[group.rank]
+        assert further == [f"embedding_bags.{name}.weight.1" for name in twice]
+        empty = [name for name, p in named.items() if any(p is leaf for leaf in empty_leaves(named.values()))]
+        missing = {0: [], 1: ["rows"], 2: ["two"]}[group.rank]
+        assert empty == [f"embedding_bags.{name}.weight" for name in missing]
+        if group.rank == 0:
+            for lost in ("embedding_bags.two.weight", "embedding_bags.two.weight.1"):
+                with pytest.raises(ConfigError, match="one of 2 tiles"):
+                    tables_by_name({name: p for name, p in named.items() if name != lost})
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_parameters_of_whole_tables_and_of_no_table_are_none() -> None:
+    for p in (next(BASE.parameters()), torch.nn.Parameter(torch.ones(2))):
+        assert tiled_table_of(p) is None
+        assert not is_further_leaf(p)
+    assert tables_by_name(dict(BASE.named_parameters())) == {}
+    assert empty_leaves([torch.nn.Parameter(torch.ones(0, 2))]) == []
+
+
+def test_the_shape_is_the_tables_and_what_has_none_is_refused() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        for name in CUTS:
+            leaves = table(own, name).leaves()
+
+            def shape(fn: Any, name: str = name, leaves: list[Any] = leaves) -> tuple[int, ...]:
+                return table(own, name).shape_of([fn(leaf) for leaf in leaves], f"state of '{name}'")
+
+            assert shape(torch.zeros_like) == (7, 6)
+            assert shape(lambda leaf: torch.tensor(0.0)) == ()
+            if name == "two":
+                with pytest.raises(ConfigError, match="'two' is cut by columns"):
+                    shape(lambda leaf: torch.zeros(len(leaf)))
+            else:
+                assert shape(lambda leaf: torch.zeros(len(leaf))) == (7,)
+                assert shape(lambda leaf: torch.zeros(len(leaf), 1)) == (7, 1)
+            if name != "everywhere":
+                with pytest.raises(ConfigError, match=rf"state of '{name}' has shape \(3, 3\) beside a tile"):
+                    shape(lambda leaf: torch.zeros(3, 3))
+
+    run_virtual_ranks(WORLD, run)
+
+
+@pytest.mark.parametrize(
+    "whole", [torch.arange(42.0).view(7, 6), torch.arange(7.0), torch.arange(7.0)[:, None]]
+)
+def test_a_whole_value_is_cut_into_the_parts(whole: Tensor) -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        for name in CUTS:
+            if name == "two" and whole.shape != (7, 6):
+                continue
+            one = table(own, name)
+            parts = [
+                torch.full(leaf.shape if whole.shape == (7, 6) else (len(leaf), *whole.shape[1:]), -1.0)
+                for leaf in one.leaves()
+            ]
+            fill_parts(one, parts, whole)
+            for tile, part in zip(one.tiles, parts, strict=False):
+                rows = whole[tile.r0 : tile.r1]
+                assert torch.equal(part, rows[:, tile.c0 : tile.c1] if whole.shape == (7, 6) else rows)
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_numbers_go_beside_every_leaf_an_empty_one_too() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        for name in CUTS:
+            parts = [torch.tensor(0.0) for _ in table(own, name).leaves()]
+            for value in (2, 3.0, torch.tensor(4.0)):
+                fill_parts(table(own, name), parts, value)
+                assert [float(part) for part in parts] == [float(value)] * len(parts)
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_parts_of_two_kinds_are_refused_and_numbers_are_shown_as_they_are() -> None:
+    def run(group: Group) -> None:
+        one = table(sharded(group), "two")
+        assert shown_parts(one, [{"a": {"b": 3}}] * 2, "state") == {"a": {"b": 3}}
+        for parts in ([torch.zeros(7, 2), None], [{"a": 1}, None]):
+            with pytest.raises(ConfigError, match=r"state.*beside one tile .* and a NoneType beside another"):
+                shown_parts(one, parts, "state")
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_every_cell_counts_on_one_rank() -> None:
+    def run(group: Group) -> list[int]:
+        own = sharded(group)
+        return [
+            sum(
+                leaf.numel() for i, leaf in enumerate(table(own, name).leaves()) if table(own, name).counts(i)
+            )
+            for name in CUTS
+        ]
+
+    counted = run_virtual_ranks(WORLD, run)
+    assert [sum(cells) for cells in zip(*counted, strict=True)] == [ROWS * DIM] * len(CUTS)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, float("inf")])
+def test_all_ranks_have_the_same_norm_to_the_bit_also_without_a_gradient_of_their_own(p: float) -> None:
+    whole = {name: torch.arange(42.0).view(7, 6).sub(20 + i) for i, name in enumerate(CUTS)}
+    whole["rows"][:] = 0
+    dense = torch.tensor([3.0, -50.0])
+
+    def run(group: Group) -> tuple[float, float]:
+        own = sharded(group)
+        for name in ("two", "some", "everywhere"):
+            for tile, leaf in zip(table(own, name).tiles, table(own, name).leaves(), strict=False):
+                leaf.grad = whole[name][tile.r0 : tile.r1, tile.c0 : tile.c1].clone()
+        over = torch.nn.Parameter(torch.zeros(2))
+        over.grad = dense.clone()
+        total = clip_grad_norm_([over, *own.parameters()], 1.0, p)
+        return float(total), float(over.grad[1])
+
+    got = run_virtual_ranks(WORLD, run)
+    want = torch.linalg.vector_norm(torch.cat([*(w.view(-1) for w in whole.values()), dense]).double(), p)
+    assert len(set(got)) == 1
+    assert got[0][0] == pytest.approx(float(want), rel=1e-6)
+    assert got[0][1] == pytest.approx(-50.0 / (float(want) + 1e-6), rel=1e-6)
+
+
+def test_a_norm_of_no_order_is_refused_on_every_rank() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        with pytest.raises(ConfigError, match="norm_type is 0"):
+            clip_grad_norm_(own.parameters(), 1.0, 0)
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_leaves_of_which_a_rank_holds_nothing_step_along() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        named = dict(own.named_parameters())
+        optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            for p in named.values():
+                p.grad = torch.ones_like(p) if p.numel() else None
+            return 1.5
+
+        closure()
+        optimizer.step()
+        assert optimizer.step(closure) == 1.5
+        assert {float(optimizer.state[p]["step"]) for p in named.values()} == {2.0}
+        assert all(p.grad is None for p in named.values() if not p.numel())
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
+    own = copy.deepcopy(BASE)
+    attached, frozen, sparse, plain = own.parameters()
+    apply_optimizer_in_backward(SGD(lr=0.1), [attached])
+    frozen.requires_grad_(False)
+    set_sparse_grad([sparse])
+    assert [waits_for_step(p) for p in (attached, frozen, sparse, plain)] == [False, False, True, True]
+    assert [gradient_layout(p) for p in (attached, frozen, sparse, plain)] == [
+        torch.strided, torch.strided, torch.sparse_coo, torch.strided
+    ]  # fmt: skip
