@@ -248,8 +248,12 @@ int64_t move_rows(tr_segments* call, bool picks) {
     std::vector<Segment> segments;
     segments.reserve(static_cast<size_t>(call->segments));
     Reach reach;
-    if (!resolve(*call, segments, reach, picks) || segments.empty()) return;
-    const int64_t size = call->element_bytes, bytes = reach.elements * size, line = std::max<int64_t>(1, 64 / size);
+    if (!resolve(*call, segments, reach, picks)) return;
+    const bool fresh = !picks && call->fresh;
+    if (fresh) reach.low = 0, reach.high = call->flat_size;
+    if (reach.high <= reach.low) return;
+    const int64_t size = call->element_bytes, bytes = (fresh ? call->flat_size : reach.elements) * size;
+    const int64_t line = std::max<int64_t>(1, 64 / size);
     const int threads = threads_for(bytes, call->threads);
     if (picks && bytes >= kHugeBytes) tr_advise_huge_pages(call->rows, bytes);
     // Blocks begin with a cache line. Where slots do not ascend, a block looks at every row: then there are few.
@@ -261,7 +265,7 @@ int64_t move_rows(tr_segments* call, bool picks) {
       const int64_t begin = low + b * each, end = std::min(begin + each, reach.high);
       TILEREC_CALL(move_block)
       ({segments.data(), static_cast<int64_t>(segments.size()), static_cast<char*>(call->flat), size, call->sum_bytes, begin, end,
-        picks, bytes >= kStreamBytes});
+        picks, bytes >= kStreamBytes && !fresh, fresh});
     });
   });
 }

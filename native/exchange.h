@@ -61,6 +61,7 @@ typedef struct {
   int64_t slot_count;
   int64_t element_bytes;
   int64_t sum_bytes;  // 4: adds are of floats, 8: of doubles, 0: nothing can be added
+  int64_t fresh;      // tr_place_rows: what is in `flat` counts for nothing; places that no segment names become 0
   int64_t threads;
   tr_report report;
 } tr_segments;
@@ -133,7 +134,7 @@ struct SegmentBlock {
   char* flat;
   int64_t element_bytes, sum_bytes;
   int64_t begin, end;  // elements of `flat`
-  bool picks, past_caches;
+  bool picks, past_caches, fresh;
 };
 
 struct SlotRange {

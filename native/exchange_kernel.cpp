@@ -370,6 +370,8 @@ SlotRange slot_range(const int32_t* slots, int64_t count) {
 }
 
 void move_block(const SegmentBlock& block) {
+  // Just before its rows come, so that they find it in the cache.
+  if (block.fresh) memset(block.flat + block.begin * block.element_bytes, 0, static_cast<size_t>((block.end - block.begin) * block.element_bytes));
   for (int64_t i = 0; i < block.count; ++i) {
     const Segment& s = block.segments[i];
     const bool lines = block.past_caches && whole_lines(block, s);

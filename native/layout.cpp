@@ -128,6 +128,7 @@ std::string describe() {
   TR_FIELD(tr_segments, slot_count);
   TR_FIELD(tr_segments, element_bytes);
   TR_FIELD(tr_segments, sum_bytes);
+  TR_FIELD(tr_segments, fresh);
   TR_FIELD(tr_segments, threads);
   TR_FIELD(tr_segments, report);
   return text;

@@ -415,6 +415,16 @@ def test_a_segment_outside_its_tensors_is_refused_before_anything_is_written(whi
 
 
 @BOTH
+def test_a_fresh_output_begins_as_zeros_also_where_no_rows_go(which: str) -> None:
+    out = torch.full((6,), float("nan"))
+    slots = torch.tensor([1], dtype=torch.int32)
+    PLACE[which](out, torch.tensor([1.0, 2.0]), slots, [1], [2], [0], [0], [3], [1], True)
+    assert out.tolist() == [0, 0, 0, 1, 2, 0]
+    PLACE[which](out.fill_(3), torch.empty(0), slots, [], [], [], [], [], [], True)
+    assert not out.any()
+
+
+@BOTH
 def test_rows_and_places_of_other_types_are_refused(which: str) -> None:
     with pytest.raises((RuntimeError, IndexError)):
         PLACE[which](
@@ -443,5 +453,8 @@ def test_routing_passes_opcheck(each_id: bool) -> None:
 def test_moving_rows_passes_opcheck() -> None:
     slots = torch.tensor([0, 2], dtype=torch.int32)
     opcheck(OPS.place_rows_.default, (torch.zeros(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1]))
+    opcheck(
+        OPS.place_rows_.default, (torch.ones(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1], True)
+    )
     opcheck(OPS.pick_rows_.default, (torch.zeros(4), torch.ones(9), slots, [2], [2], [0], [1], [3]))
     opcheck(OPS.pick_rows.default, (torch.ones(9), slots, [2], [2], [0], [1], [3]))

@@ -32,7 +32,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
-    "int[] places, int[] strides, int[] adds) -> ()"
+    "int[] places, int[] strides, int[] adds, bool fresh=False) -> ()"
 )
 LIBRARY.define(
     "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
@@ -218,6 +218,7 @@ def _place_rows_reference_(
     places: Sequence[int],
     strides: Sequence[int],
     adds: Sequence[int],
+    fresh: bool = False,
 ) -> None:
     """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
 
@@ -229,11 +230,14 @@ def _place_rows_reference_(
         counts, widths: shape of each segment.
         places, strides: element of row 0 of the segment's places in `out`, and elements from row to row.
         adds: 1 adds, 0 writes.
+        fresh: what is in `out` counts for nothing: it is as if it held zeros.
 
     Example: rows (1, 2, 3, 4), one segment of 2 x 2, slots (0, 2), place 1, stride 3, out 9 zeros -> (0, 1, 2, 0, 0, 0,
     0, 3, 4).
     """
     segments = _segments(rows, out, slots, counts, widths, slot_starts, places, strides)
+    if fresh:
+        out.zero_()
     for here, there, slots_P, s in segments:
         if adds[s]:
             there.index_add_(0, slots_P, here)

@@ -236,13 +236,13 @@ class Combiner:
             (*local.adds, *others.adds)
         )
         out = reused_empty(size, self.wide, looked.local.device)
-        if not whole:
-            out.zero_()
+        fresh = not whole  # bags without ids are zeros, and sums begin there
         if local.counts:
-            torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local)
+            torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local, fresh)
+            fresh = False
         rows = looked.handle.wait()
-        if others.counts:
-            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others)
+        if others.counts or fresh:
+            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others, fresh)
         return out
 
     def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[Place]) -> Segments:

@@ -120,7 +120,7 @@ class ShardedCollection(TableCollection):
 
     @property
     def _sharded_tables(self) -> list[ShardedTable]:
-        return [cast(ShardedTable, table) for table in self._tables.values()]
+        return cast("list[ShardedTable]", list(self._tables.values()))
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -131,7 +131,7 @@ class ShardedCollection(TableCollection):
         """Tiles keep the memory that the conversion gave them."""
 
     def _first_leaves(self) -> list[nn.Parameter]:
-        return [cast(nn.Parameter, table._parameters["weight"]) for table in self._tables.values()]
+        return cast("list[nn.Parameter]", [table._parameters["weight"] for table in self._tables.values()])
 
     def _wide(self) -> torch.dtype:
         dtypes = {leaf.dtype for leaf in self._first_leaves()}

@@ -274,11 +274,13 @@ class Router:
         for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
             first = len(pieces)
             n = 0
+            said = _Runs()
             for p_k, n_k in counts[k : k + size]:
                 if not self.each_id and p_k != n_k:
-                    pieces.append(lengths[p_at : p_at + p_k])
+                    said.add(p_at, p_k)
                 p_at += p_k
                 n += n_k
+            pieces.extend([lengths[begin:end] for begin, end in said.runs])
             k += size
             pieces.append(ids_words[n_at * self._id_words : (n_at + n) * self._id_words])
             if weights is not None:
@@ -342,7 +344,8 @@ class Router:
     ) -> None:
         """Take the payloads apart: ids of all homes in a row, with their bags' offsets."""
         layout, payload = self.layout, handle.wait()
-        ids, weights, lengths, member_slots = [], [], [], []
+        ids, weights, member_slots = [], [], []
+        lengths = _Runs()
         at = member = merge_at = member_at = 0
         for parts, merges, header in zip(layout.received, layout.merging, heard, strict=True):
             n = 0
@@ -350,9 +353,9 @@ class Router:
                 p_k, n_k = header[1 + 2 * k], header[2 + 2 * k]
                 n += n_k
                 if self.each_id or p_k == n_k:
-                    lengths.append(_ones(p_k, payload.device))
+                    lengths.add(_ONES, p_k)
                 else:
-                    lengths.append(payload[at : at + p_k])
+                    lengths.add(at, p_k)
                     at += p_k
             ids.append(payload[at : at + n * self._id_words])
             at += n * self._id_words
@@ -374,9 +377,7 @@ class Router:
                     member_at += count
         assert at == payload.numel() == sum(splits), "headers describe payloads"
         routed.ids = _joined(ids, payload).view(self.id_dtype)
-        lengths_P = _joined(lengths, payload)
-        routed.offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=payload.device)
-        torch.cumsum(lengths_P, 0, out=routed.offsets[1:])
+        routed.offsets = _offsets(lengths, payload)
         if weighted:
             routed.sample_weights = _joined(weights, payload).view(self.wide)
         routed.member_slots = _joined(member_slots, payload)
@@ -406,6 +407,42 @@ def _training(word: int) -> str:
     return "trains with an attached optimizer" if word & ATTACHED else "trains without an attached optimizer"
 
 
+_ONES = -1
+
+
+class _Runs:
+    """Pieces of a tensor one after another, neighbours joined; a run from `_ONES` is of that many ones instead."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[int]] = []  # begin, end; of ones: `_ONES`, count
+
+    def add(self, begin: int, count: int) -> None:
+        """The next piece."""
+        last = self.runs[-1] if self.runs else None
+        if begin == _ONES:
+            if last is not None and last[0] == _ONES:
+                last[1] += count
+            else:
+                self.runs.append([_ONES, count])
+        elif last is not None and last[0] != _ONES and last[1] == begin:
+            last[1] += count
+        else:
+            self.runs.append([begin, begin + count])
+
+
+def _offsets(lengths: _Runs, payload: Tensor) -> Tensor:
+    """Offsets of bags whose lengths are runs of the payload."""
+    if all(begin == _ONES for begin, _ in lengths.runs):
+        return _counting(sum([count for _, count in lengths.runs]) + 1, payload.device)
+    pieces = [
+        _ones(end, payload.device) if begin == _ONES else payload[begin:end] for begin, end in lengths.runs
+    ]
+    lengths_P = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=payload.device)
+    torch.cumsum(lengths_P, 0, out=offsets[1:])
+    return offsets
+
+
 def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
 
@@ -418,3 +455,13 @@ def _many_ones(count: int, device: torch.device) -> Tensor:
 def _ones(count: int, device: torch.device) -> Tensor:
     """Lengths of bags that have one id each; read only."""
     return _many_ones(1 << max(10, count.bit_length()), device)[:count]
+
+
+@functools.lru_cache(maxsize=8)
+def _counting_up(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+def _counting(count: int, device: torch.device) -> Tensor:
+    """0, 1, 2 … `[count]`, read only."""
+    return _counting_up(1 << max(10, count.bit_length()), device)[:count]

@@ -50,6 +50,8 @@ class RowWire:
                 c * own.row_bytes(w, self._dtype)
                 for c, w, own in zip(counts, widths, self._codecs, strict=True)
             ]
+        if self.plain:
+            return [c * w for c, w in zip(counts, widths, strict=True)]
         return [c * self._all.row_elements(w) for c, w in zip(counts, widths, strict=True)]
 
     def encode(self, rows: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor:

@@ -193,6 +193,11 @@ def test_native_rows_equal_the_reference(
         native["place_rows_"](out, rows, slots, *lists)
         assert torch.equal(out, expected)
         assert torch.equal(native["pick_rows"](out, slots, *lists[:-1]), picked)
+        anything = torch.full_like(out, 7)
+        native["place_rows_"](anything, rows, slots, *lists, True)
+        expected = torch.zeros_like(out)
+        exchange._place_rows_reference_(expected, rows, slots, *lists)
+        assert torch.equal(anything, expected)
 
 
 def test_rows_written_past_the_caches_equal_the_reference(native: dict[str, Callable[..., Any]]) -> None:

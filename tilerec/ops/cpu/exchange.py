@@ -112,7 +112,9 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
 def _move_rows(op: str, function: Any) -> Callable[..., None]:
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
 
-    def move_rows(flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int]) -> None:
+    def move_rows(
+        flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False
+    ) -> None:
         """`lists`: those of `place_rows_`, without adds for `pick_rows`."""
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
@@ -120,7 +122,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         call = Segments(
             numbers.buffer_info()[0], count, flat.data_ptr(), flat.numel(), rows.data_ptr(), rows.numel(),
             slots.data_ptr(), slots.numel(), flat.element_size(), _SUM_BYTES.get(flat.dtype, 0),
-            torch.get_num_threads(),
+            fresh, torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
@@ -156,11 +158,14 @@ def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         places: Sequence[int],
         strides: Sequence[int],
         adds: Sequence[int],
+        fresh: bool = False,
     ) -> None:
         if not _serves(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
-            _place_rows_reference_(out, rows, slots, counts, widths, slot_starts, places, strides, adds)
+            _place_rows_reference_(
+                out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh
+            )
         else:
-            move(out, rows, slots, counts, widths, slot_starts, places, strides, adds)
+            move(out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh=fresh)
 
     return place_rows_
 

@@ -100,7 +100,7 @@ class Segments(ctypes.Structure):
         ("rows", _P),
         ("rows_size", _I64),
         ("slots", _P),
-        *((name, _I64) for name in ("slot_count", "element_bytes", "sum_bytes", "threads")),
+        *((name, _I64) for name in ("slot_count", "element_bytes", "sum_bytes", "fresh", "threads")),
         ("report", Report),
     ]
 
