@@ -82,7 +82,8 @@ def certify(relaxed: Relaxed, kinds: Kinds, upper: int, effort: int = 1) -> int:
     top = start
     # Views by what they give alone, in one slice; the best ones in all slices.
     alone = sorted(
-        ((_bisect(relaxed, kinds, views, view, top, upper, 1), -i) for i, view in enumerate(views)), reverse=True
+        ((_bisect(relaxed, kinds, views, view, top, upper, 1), -i) for i, view in enumerate(views)),
+        reverse=True,
     )
     if alone:
         top = max(top, alone[0][0])
@@ -196,5 +197,3 @@ def averages(relaxed: Relaxed, option: Ints) -> Ints:
     """[S] ps that each stage takes when these options' work is spread evenly."""
     rows = np.arange(len(option))
     return (relaxed.stage_totals[rows, option].sum(0) + relaxed.base_totals) // relaxed.instance.ranks
-
-

@@ -18,7 +18,7 @@ from itertools import combinations
 
 import numpy as np
 
-from tilerec.planner.instance import PER_MILLE, Instance, Ints
+from tilerec.planner.instance import PER_MILLE, Ints
 from tilerec.planner.relaxed import NEVER, PRICE_BITS, Relaxed, least
 
 BATCH = 4096  # parts that grow together
@@ -72,19 +72,24 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """The best arrangement below the cost that was known; option is None if there is none."""
+    """The best arrangement below the cost that was known; option is None if none was seen.
+
+    `complete`: every arrangement was seen or known to be no better.
+    """
 
     option: Ints | None
     places: list[tuple[int, ...]]
     cost: int
+    complete: bool
 
 
 def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Optimum | None:
-    """The least cost below `below`, ps. None if that would take more than `steps` parts."""
+    """The least cost below `below`, ps, within so many parts. None if a table has more ways than `ways_at_most`."""
     found = _Enumeration.of(relaxed, below, steps, ways_at_most)
-    if found is None or not found.grow():
+    if found is None:
         return None
-    return Optimum(found.option, found.places, found.best)
+    complete = found.grow()
+    return Optimum(found.option, found.places, found.best, complete)
 
 
 class _Enumeration:
@@ -100,7 +105,8 @@ class _Enumeration:
         instance = self.instance
         bits = range(len(instance.charge))
         self.charge = np.array(
-            [sum(int(instance.charge[f]) for f in bits if b >> f & 1) for b in range(1 << len(bits))], np.int64
+            [sum(int(instance.charge[f]) for f in bits if b >> f & 1) for b in range(1 << len(bits))],
+            np.int64,
         )
         self._rests()
 
@@ -146,7 +152,8 @@ class _Enumeration:
         instance = self.instance
         work = np.zeros((1, instance.ranks, instance.stages), np.int64)
         memory = instance.base_memory[None].copy()
-        return self._grow(0, work, memory, np.zeros(1, np.int64), np.zeros((1, 2), np.int64), np.zeros((1, 0), np.int64))
+        none = np.zeros((1, 2), np.int64)
+        return self._grow(0, work, memory, none[:, 0], none, none[:, :0])
 
     def _grow(self, depth: int, work: Ints, memory: Ints, bits: Ints, sums: Ints, chosen: Ints) -> bool:
         if depth == len(self.ways):
@@ -183,7 +190,9 @@ class _Enumeration:
             base = self.relaxed.base_total
             floor = self._cost(new_work + rest_home).sum(1) + charge
             floor = np.maximum(floor, (new_sums[:, 0] + rest_plain + base + ranks - 1) // ranks + charge)
-            floor = np.maximum(floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge)
+            floor = np.maximum(
+                floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge
+            )
             keep &= floor < self.best
             index = np.flatnonzero(keep)
             if not len(index):

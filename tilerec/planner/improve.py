@@ -22,13 +22,19 @@ from tilerec.planner.relaxed import Relaxed
 
 Floats = npt.NDArray[np.float64]
 
-WINDOW = 24  # pieces looked at per rank and round
+WINDOW = 24  # pieces looked at per rank in a round of swaps
+HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
 CHUNK = 400_000  # swaps judged at once
 
 
 def exchange(relaxed: Relaxed, packing: Packing, rounds: int) -> tuple[Packing, int]:
     """A packing whose objective is not larger, and that objective (without charges), ps."""
     return _Exchange(relaxed, packing).run(rounds)
+
+
+def repair(relaxed: Relaxed, packing: Packing, rounds: int) -> Packing | None:
+    """A packing within all caps, from one that may not be; None if exchanges do not lead there."""
+    return _Exchange(relaxed, packing).repair(rounds)
 
 
 class _Exchange:
@@ -55,18 +61,18 @@ class _Exchange:
         self.sizes = instance.host_sizes.astype(np.float64)
         self.hosts_capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
         self.even = not np.any(instance.slow != PER_MILLE)
+        self.repairing = False
 
     def run(self, rounds: int) -> tuple[Packing, int]:
         instance = self.instance
-        best = evaluate(instance, self.option, self.places)
         best_rank = self.rank.copy()
         if len(self.table) and instance.ranks > 1:
-            found = best.cost
             self._reload()
+            found = self._objective()
             idle = 0
-            cycle = instance.stages + 1
+            cycle = 2 * (instance.stages + 1)
             for turn in range(rounds):
-                power = 3 + min(turn // (2 * cycle), 2)
+                power = 3 + min(turn // cycle, 2)
                 gained = self._round(turn, power)
                 if not gained:
                     idle += 1
@@ -79,21 +85,47 @@ class _Exchange:
                 if now < found:
                     found, best_rank = now, self.rank.copy()
         self.rank = best_rank
+        after = evaluate(instance, self.option, self._placed())
+        assert fits(instance, after.memory), "an exchange left a cap behind"
+        return Packing(self.option, list(after.places), after.memory), int(after.stage.sum())
+
+    def repair(self, rounds: int) -> Packing | None:
+        """Exchanges until every cap holds; None if that does not come about."""
+        self.repairing = True
+        if not len(self.table) or self.instance.ranks == 1:
+            return None
+        self._reload()
+        idle = 0
+        for turn in range(rounds):
+            if self.room.min() >= 0:
+                places = self._placed()
+                after = evaluate(self.instance, self.option, places)
+                return (
+                    Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
+                )
+            idle = 0 if self._round(turn, 3) else idle + 1
+            if idle >= 16:
+                break
+            self._reload()
+        return None
+
+    def _placed(self) -> list[tuple[int, ...]]:
+        """Places, from where the single pieces are now."""
         places = list(self.places)
         starts = np.flatnonzero(np.diff(self.table, prepend=-1))
         ranks, ends = self.rank.tolist(), [*starts[1:].tolist(), len(self.table)]
         for t, start, end in zip(self.table[starts].tolist(), starts.tolist(), ends, strict=False):
             places[t] = tuple(sorted(ranks[start:end]))
-        after = evaluate(instance, self.option, places)
-        assert fits(instance, after.memory), "an exchange left a cap behind"
-        return Packing(self.option, places, after.memory), int(after.stage.sum())
+        return places
 
     def _reload(self) -> None:
         """Loads and bytes, from where the pieces are."""
         instance = self.instance
         if not hasattr(self, "fixed"):
             # What stays: everything that is no single piece.
-            spread: list[tuple[int, ...]] = [() if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)]
+            spread: list[tuple[int, ...]] = [
+                () if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)
+            ]
             still = _work(instance, self.option, spread)
             self.fixed, self.fixed_memory = still
         work = self.fixed.copy()
@@ -108,6 +140,7 @@ class _Exchange:
         for s in np.flatnonzero(instance.shared).tolist():
             self.load[:, s] = np.floor(link[:, s] / self.sizes)[instance.host_of]
         self.room = instance.cap - memory
+        self.there = np.sort(self.rank * instance.tables + self.table)
         if self.hosts_capped:
             # Swaps are decided for all pairs at once: each rank may take its part of what its host has left.
             used = np.zeros_like(instance.host_cap)
@@ -121,116 +154,156 @@ class _Exchange:
     def _round(self, turn: int, power: int) -> bool:
         """One swap for each pair that gains by one; whether any did."""
         instance = self.instance
-        stages, ranks = instance.stages, instance.ranks
+        ranks = instance.ranks
         top = np.maximum(self.load.max(0), 1.0)
-        # What all ranks have alike says nothing about their differences; a level below half the spread would say too much.
+        # What all ranks have alike says nothing about their differences.
         floor = self.load.min(0)
         level = np.maximum(top - floor, 1.0)
         mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
         level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
         floor = top - level
-        turn_of = turn % (stages + 1)
+        heavy, light = self._pairs(turn, top - mean, floor)
+        judge = _Judge(self, level, floor, power)
+        # Splits of pairs pay where ranks hold few pieces.
+        split = turn % 2 == 1 and (self.repairing or ranks <= 16)
+        slots = self._slots(turn, HALF if split else WINDOW)
+        n = slots.shape[1]
+        if split:
+            # Both ranks' pieces share the budget of HALF each.
+            n = 2 ** min(2 * (n - 1), 2 * HALF)
+        chunk = max(CHUNK // (n if split else n * n), 1)
+        moved, to = [], []
+        for start in range(0, len(heavy), chunk):
+            a, b = heavy[start : start + chunk], light[start : start + chunk]
+            pieces, ranks = self._splits(a, b, slots, judge) if split else self._swaps(a, b, slots, judge)
+            moved.append(pieces)
+            to.append(ranks)
+        pieces = np.concatenate(moved)
+        self.rank[pieces] = np.concatenate(to)
+        return bool(len(pieces))
+
+    def _pairs(self, turn: int, spread: Floats, floor: Floats) -> tuple[Ints, Ints]:
+        """Heavy ranks and as many light ones: by each stage in turn, the least level one first, then by all."""
+        stages, ranks = self.instance.stages, self.instance.ranks
+        phase = turn // 2 % (stages + 1)
         key = np.zeros(ranks)
-        if turn_of < stages:
-            # The stage with the most to gain first.
-            s = int(np.argsort(-(top - mean), kind="stable")[turn_of])
+        if self.repairing:
+            for m in self.tiers:
+                key = np.maximum(key, self.bytes[:, m] / np.maximum(self.instance.cap[:, m], 1))
+        elif phase < stages:
+            s = int(np.argsort(-spread, kind="stable")[phase])
             key = self.load[:, s] - floor[s]
         else:
             for s in range(stages):
                 key = key + self.load[:, s]
         order = np.argsort(-key, kind="stable")
         half = ranks // 2
-        shift = (turn // (stages + 1)) * max(half // 7, 1) % half
-        heavy = order[:half]
-        light = np.roll(order[::-1][:half], shift)
-        slots = self._slots(turn)
-        n = slots.shape[1]
-        chunk = max(CHUNK // (n * n), 1)
-        taken: list[tuple[npt.NDArray[np.int64], ...]] = []
-        for start in range(0, half, chunk):
-            a, b = heavy[start : start + chunk], light[start : start + chunk]
-            taken.append(self._best(a, b, slots, level, floor, power))
-        changed = False
-        for a, b, give, take in taken:
-            from_a = give < len(self.table)
-            self.rank[give[from_a]] = b[from_a]
-            from_b = take < len(self.table)
-            self.rank[take[from_b]] = a[from_b]
-            changed |= bool(len(a))
-        return changed
+        shift = turn // 2 if self.repairing else turn // (2 * (stages + 1))
+        return order[:half], np.roll(order[::-1][: ranks - half], shift * max(half // 7, 1))[:half]
 
-    def _slots(self, turn: int) -> Ints:
+    def _slots(self, turn: int, window: int) -> Ints:
         """[R, n] pieces of each rank, the last one nothing; a window where there are many."""
         ranks, pieces = self.instance.ranks, len(self.table)
         order = np.argsort(self.rank, kind="stable")
         counts = np.bincount(self.rank, minlength=ranks)
         starts = np.cumsum(counts) - counts
-        n = min(int(counts.max()), WINDOW)
+        n = min(int(counts.max()), window)
         # A window moves on by its length each round, and wraps.
         at = (np.arange(n)[None, :] + (turn * n) * (counts > n)[:, None]) % np.maximum(counts, 1)[:, None]
         slots = order[np.minimum(starts[:, None] + at, max(pieces - 1, 0))]
         slots[np.arange(n)[None, :] >= counts[:, None]] = pieces
         return np.concatenate([slots, np.full((ranks, 1), pieces)], 1)
 
-    def _best(
-        self, a: Ints, b: Ints, slots: Ints, level: Floats, floor: Floats, power: int
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """The pairs that gain, and what each of them exchanges."""
-        instance, pieces = self.instance, len(self.table)
+    def _swaps(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
+        """For each pair the best swap, where one gains: pieces, and where they go."""
         give, take = slots[a], slots[b]
         q, n = give.shape
-        cost_a, cost_b = self.cost[give], self.cost[take]
-        same_host = instance.host_of[a] == instance.host_of[b]
-        total = np.zeros((q, n, n))
-        before = np.zeros(q)
-        for s in range(instance.stages):
-            if not (cost_a[:, :, s].any() or cost_b[:, :, s].any()):
-                continue
-            change = cost_a[:, :, None, s] - cost_b[:, None, :, s]
-            less, more = change, change
-            if not self.even:
-                less = change * self.slow[a, s][:, None, None]
-                more = change * self.slow[b, s][:, None, None]
-            if instance.shared[s]:
-                less = np.where(same_host[:, None, None], 0.0, less / self.sizes[instance.host_of[a]][:, None, None])
-                more = np.where(same_host[:, None, None], 0.0, more / self.sizes[instance.host_of[b]][:, None, None])
-            on_a, on_b = self.load[a, s] - floor[s], self.load[b, s] - floor[s]
-            total += _power((on_a[:, None, None] - less) / level[s], power) * level[s]
-            total += _power((on_b[:, None, None] + more) / level[s], power) * level[s]
-            before += _power(on_a / level[s], power) * level[s]
-            before += _power(on_b / level[s], power) * level[s]
-        for m in self.tiers:
-            more_bytes = self.memory[give][:, :, None, m] - self.memory[take][:, None, :, m]
-            total[(more_bytes > self.room[b, m][:, None, None]) | (-more_bytes > self.room[a, m][:, None, None])] = np.inf
-        self._forbid(total, give, b, 2)
-        self._forbid(total, take, a, 1)
+        off = self.cost[give][:, :, None] - self.cost[take][:, None, :]
+        bytes_off = self.memory[give][:, :, None] - self.memory[take][:, None, :]
+        total = judge.pair(a, b, off.reshape(q, n * n, -1), bytes_off.reshape(q, n * n, -1)).reshape(q, n, n)
+        total[np.broadcast_to(self._stuck(give, b)[:, :, None], total.shape)] = np.inf
+        total[np.broadcast_to(self._stuck(take, a)[:, None, :], total.shape)] = np.inf
         flat = total.reshape(q, -1)
         best = flat.argmin(1)
-        gains = flat[np.arange(q), best] < before * (1.0 - 1e-9)
+        gains = flat[np.arange(q), best] < flat[:, -1] * (1.0 - 1e-9)
         give = give[np.arange(q), best // n][gains]
         take = take[np.arange(q), best % n][gains]
-        assert not np.any((give == pieces) & (take == pieces))
-        return a[gains], b[gains], give, take
+        real_give, real_take = give < len(self.table), take < len(self.table)
+        pieces = np.concatenate([give[real_give], take[real_take]])
+        return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
 
-    def _forbid(self, total: Floats, given: Ints, to: Ints, axis: int) -> None:
-        """No piece to a rank that its table may not use, or that has another of it."""
+    def _splits(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
+        """For each pair the best split of their pieces between the two, where one gains: pieces, and where they go."""
+        nothing = len(self.table)
+        on_a, on_b = slots[a][:, :-1], slots[b][:, :-1]
+        on_a = np.where(self._stuck(on_a, b), nothing, on_a)
+        on_b = np.where(self._stuck(on_b, a), nothing, on_b)
+        both = np.concatenate([on_a, on_b], 1)
+        q, n = both.shape
+        sets = (np.arange(1 << n)[:, None] >> np.arange(n)[None, :] & 1).astype(np.float64)
+        # Sums of whole numbers below 2 ** 53: exact in any order.
+        was = np.arange(n) < on_a.shape[1]
+        cost, memory = self.cost[both], self.memory[both].astype(np.float64)
+        off = cost[:, was].sum(1)[:, None] - sets @ cost
+        bytes_off = memory[:, was].sum(1)[:, None] - sets @ memory
+        total = judge.pair(a, b, off, bytes_off)
+        best = total.argmin(1)
+        still = (1 << on_a.shape[1]) - 1
+        gains = total[np.arange(q), best] < total[:, still] * (1.0 - 1e-9)
+        to = np.where(sets[best] > 0, a[:, None], b[:, None])
+        change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
+        return both[change], to[change]
+
+    def _stuck(self, given: Ints, to: Ints) -> npt.NDArray[np.bool_]:
+        """[Q, n] pieces that may not go to the other rank: not allowed there, or another of the table is there."""
         instance, pieces = self.instance, len(self.table)
-        if not pieces:
-            return
-        real = given < pieces
         table = self.table[np.minimum(given, pieces - 1)]
         bad = np.zeros(given.shape, np.bool_)
         if self.several.any():
-            there = np.sort(self.rank * instance.tables + self.table)
             asked = to[:, None] * instance.tables + table
-            at = np.minimum(np.searchsorted(there, asked), len(there) - 1)
-            bad |= there[at] == asked
+            at = np.minimum(np.searchsorted(self.there, asked), len(self.there) - 1)
+            bad |= self.there[at] == asked
         if instance.allowed is not None:
             bad |= ~instance.allowed[table, to[:, None]]
-        bad &= real
-        if bad.any():
-            spread = bad[:, :, None] if axis == 2 else bad[:, None, :]
-            total[np.broadcast_to(spread, total.shape)] = np.inf
+        return bad & (given < pieces)
+
+
+class _Judge:
+    """The potential of a pair of ranks after an exchange."""
+
+    def __init__(self, state: _Exchange, level: Floats, floor: Floats, power: int) -> None:
+        self.state, self.level, self.floor, self.power = state, level, floor, power
+
+    def pair(self, a: Ints, b: Ints, off: Floats, bytes_off: Floats) -> Floats:
+        """[Q, X] after [Q, X, S] ps and [Q, X, M] bytes went from a to b."""
+        state = self.state
+        instance = state.instance
+        total = np.zeros(off.shape[:2])
+        if state.repairing:
+            for m in state.tiers:
+                for rank, sign in ((a, 1.0), (b, -1.0)):
+                    cap = np.maximum(state.bytes[rank, m] + state.room[rank, m], 1)[:, None]
+                    y = (state.bytes[rank, m][:, None] - sign * bytes_off[:, :, m]) / cap
+                    total += np.maximum(y - 1.0, 0.0) * 1000.0 + _power(y, 3)
+            return total
+        same_host = instance.host_of[a] == instance.host_of[b]
+        for s in range(instance.stages):
+            if not off[:, :, s].any():
+                continue
+            for rank, sign in ((a, 1.0), (b, -1.0)):
+                less = off[:, :, s] * sign
+                if not state.even:
+                    less = less * state.slow[rank, s][:, None]
+                if instance.shared[s]:
+                    # Within a host nothing changes; else each rank of it bears its part.
+                    part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
+                    less = less * part[:, None]
+                y = ((state.load[rank, s] - self.floor[s])[:, None] - less) / self.level[s]
+                total += _power(y, self.power) * self.level[s]
+        for m in state.tiers:
+            gone = bytes_off[:, :, m]
+            total[(gone > state.room[b, m][:, None]) | (-gone > state.room[a, m][:, None])] = np.inf
+        return total
 
 
 def _power(y: Floats, doublings: int) -> Floats:

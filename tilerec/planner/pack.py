@@ -53,8 +53,11 @@ class Packing:
     memory: Ints
 
 
-def pack(relaxed: Relaxed, option: Ints, rule: Rule) -> Packing | None:
-    """The tables placed with these options, or None if a piece fitted nowhere any more."""
+def pack(relaxed: Relaxed, option: Ints, rule: Rule, force: bool = False) -> Packing | None:
+    """The tables placed with these options, or None if a piece fitted nowhere any more.
+
+    `force`: a single piece that fits nowhere goes where the most is free, beyond the cap.
+    """
     instance = relaxed.instance
     every = np.arange(instance.tables)
     cost, memory = instance.cost[every, option], instance.memory[every, option]
@@ -83,7 +86,7 @@ def pack(relaxed: Relaxed, option: Ints, rule: Rule) -> Packing | None:
     if single.any():
         bins = _rank_bins(relaxed, work, bytes_now)
         tables = np.flatnonzero(single)
-        if not _fill(bins, tables, cost, memory, pieces, rule, places):
+        if not _fill(bins, tables, cost, memory, pieces, rule, places, force):
             return None
         bytes_now = bins.cap - bins.room + bins.used
     return Packing(np.asarray(option, np.int64), places, bytes_now)
@@ -149,7 +152,9 @@ def _host_bins(relaxed: Relaxed, hosts: Ints, work: Ints, bytes_now: Ints) -> _B
     ranks = [instance.host_ranks[h] for h in hosts.tolist()]
     room = np.stack([(instance.cap - bytes_now)[r].min(0) for r in ranks])
     if _capped(instance):
-        left = np.stack([instance.host_cap[h] - bytes_now[r].sum(0) for h, r in zip(hosts.tolist(), ranks, strict=True)])
+        left = np.stack(
+            [instance.host_cap[h] - bytes_now[r].sum(0) for h, r in zip(hosts.tolist(), ranks, strict=True)]
+        )
         room = np.minimum(room, left // instance.host_sizes[hosts][:, None])
     allowed = None
     if instance.allowed is not None:
@@ -176,21 +181,24 @@ def _fill(
     pieces: Ints,
     rule: Rule,
     places: list[tuple[int, ...]],
+    force: bool = False,
 ) -> bool:
     """Every piece of `tables` onto a bin, the largest first; whether all found one."""
-    count, stages = bins.time.shape
+    count = len(bins.time)
     cost, memory, pieces = cost[tables], memory[tables], pieces[tables]
     # Of each stage, and of memory: what a bin has when everything is spread evenly; a single piece may be more.
-    level = np.maximum((cost * pieces[:, None]).sum(0) // count + bins.time.sum(0).astype(np.int64) // count, 1)
+    level = np.maximum(
+        (cost * pieces[:, None]).sum(0) // count + bins.time.sum(0).astype(np.int64) // count, 1
+    )
     level = np.maximum(level, cost.max(0, initial=0))
     roomy = np.maximum(bins.room.max(0), 1)
     whole = int(level.sum())
     weight = np.floor(cost.astype(np.float64))
     if rule is Rule.BOTH:
         # A tier that everything would fill to x of its room counts as x of the whole time.
-        fill = np.minimum((memory * pieces[:, None]).sum(0), bins.room.sum(0)).astype(np.float64) / np.maximum(
-            bins.room.sum(0), 1
-        )
+        fill = np.minimum((memory * pieces[:, None]).sum(0), bins.room.sum(0)).astype(
+            np.float64
+        ) / np.maximum(bins.room.sum(0), 1)
         as_time = np.floor(memory.astype(np.float64) / roomy * whole * fill)
         weight = np.concatenate([weight, as_time], 1)
     if rule is Rule.MEMORY:
@@ -229,7 +237,13 @@ def _fill(
         if k == 1:
             b = int(score.argmin())
             if score[b] == np.inf:
-                return False
+                if not force:
+                    return False
+                m = int((size / roomy).argmax())
+                free = bins.room[:, m]
+                if bins.allowed is not None:
+                    free = np.where(bins.allowed[t], free, np.iinfo(np.int64).min)
+                b = int(free.argmax())
             chosen = [b]
         else:
             found = _several(score, k, bins, t, size)
@@ -248,7 +262,12 @@ def _several(score: Floats, k: int, bins: _Bins, t: int, size: Ints) -> list[int
     if open_bins == 0:
         return None
     repeat, k = divmod(k, open_bins)
-    chosen = [] if not repeat else np.flatnonzero(np.ones(len(score)) if bins.allowed is None else bins.allowed[t]).tolist() * repeat
+    chosen = (
+        []
+        if not repeat
+        else np.flatnonzero(np.ones(len(score)) if bins.allowed is None else bins.allowed[t]).tolist()
+        * repeat
+    )
     if repeat:
         if np.any(bins.room[chosen] < size * (repeat + (k > 0))):
             return None
@@ -298,7 +317,9 @@ class _Slopes:
         self._refresh(b)
         if len(self.links):
             h = int(bins.host[b])
-            self.link_time[h] += cost[self.links] if self.slow_list is None else np.floor(cost * bins.slow[b])[self.links]
+            self.link_time[h] += (
+                cost[self.links] if self.slow_list is None else np.floor(cost * bins.slow[b])[self.links]
+            )
             self._refresh_link(h)
 
     def _refresh(self, b: int) -> None:

@@ -1,67 +1,171 @@
-"""The search. (draft)"""
+"""`solve`: a plan for an instance, with a bound on how far it is from the best.
+
+    1  what cannot be: a proof by memory alone (relaxed.py)
+    2  which fixed charges to pay: every set of them, the most promising first (bound.py)
+    3  how fine to cut: options for all tables at once (granularity.py)
+    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks (improve.py)
+    5  few tables: some taken out and put back (rebuild.py); very few: every arrangement (exact.py)
+    6  rows that may be uneven: levelled (level.py)
+    7  the certificate (bound.py)
+
+Budgets are counted in steps, never in seconds, and tables are taken in the order of their names: the same instance
+gives the same plan on every machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from tilerec.planner.bound import Kinds, averages, certify, kinds_of
-from tilerec.planner.improve import exchange
-from tilerec.planner.instance import Instance, Ints, Solution, Status, evaluate
+from tilerec.planner.bound import Kinds, certify, kinds_of
+from tilerec.planner.exact import enumerate_all
+from tilerec.planner.granularity import choose
+from tilerec.planner.improve import exchange, repair
+from tilerec.planner.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
+from tilerec.planner.level import level
 from tilerec.planner.pack import Packing, Rule, pack
-from tilerec.planner.relaxed import NEVER, Relaxed, least
-import time
+from tilerec.planner.rebuild import rebuild
+from tilerec.planner.relaxed import Relaxed
 
-ALPHAS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
+# How pieces are made to fit where they do not: smaller ones, then options that hold less in all.
+LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
+LARGE = 1 << 20  # tables × ranks beyond which one good packing has to do
+GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
+WORST = 1 << 61
 
-def choose(relaxed, kinds, alpha, beta):
-    instance = relaxed.instance
-    average = averages(relaxed, kinds.dual.option)
-    limit = (average + average.sum() // 50) // alpha
-    small = (instance.cost <= limit).all(2) | relaxed.everywhere
-    for m in range(instance.tiers):
-        small &= (instance.memory[:, :, m] * beta <= relaxed.room[:, m].max()) | relaxed.everywhere
-    small &= kinds.usable
-    small = np.where(small.any(1, keepdims=True), small, kinds.usable)
-    return least(np.where(small, relaxed.totals, NEVER), relaxed.memory)
 
-def solve(instance: Instance, *, effort: int = 1, debug=False) -> Solution:
-    t0 = time.perf_counter()
-    relaxed = Relaxed(instance)
-    proof = relaxed.impossible()
-    assert proof is None, proof
-    kinds = kinds_of(relaxed)
-    best = None
-    if debug: print("kinds", time.perf_counter() - t0, kinds[0].bound(relaxed)/1e9)
-    seen = set()
-    for alpha in ALPHAS:
-      for beta in (1, 2, 4, 10, 30):
-        dual = choose(relaxed, kinds[0], alpha, beta)
-        phi = -(-(dual.value + relaxed.base_total) // instance.ranks)
-        if dual.short >= 0 or (best is not None and phi >= best.cost):
-            if debug: print(alpha, beta, "skip", dual.short, phi/1e9)
-            break
-        key = dual.option.tobytes()
-        if key in seen: continue
-        seen.add(key)
-        done = False
-        for rule in (Rule.TIME, Rule.BOTH, Rule.MEMORY):
-            t1 = time.perf_counter()
-            packing = pack(relaxed, dual.option, rule)
-            t2 = time.perf_counter()
-            if packing is None:
-                if debug: print(alpha, beta, rule, "none", t2-t1)
-                continue
-            done = True
-            e0 = evaluate(instance, packing.option, packing.places)
-            packing, cost = exchange(relaxed, packing, 60)
-            t3 = time.perf_counter()
-            e = evaluate(instance, packing.option, packing.places)
-            if debug: print(alpha, beta, rule, "phi %.4f pack %.4f ex %.4f  times %.3f %.3f" % (phi/1e9, e0.cost/1e9, e.cost/1e9, t2-t1, t3-t2), (e.stage/1e9).round(4), (averages(relaxed, packing.option)/1e9).round(4))
-            if best is None or e.cost < best.cost:
-                best = e
-            if e.cost < phi*1.05: break
-        if done: break
-    t4 = time.perf_counter()
-    bound = certify(relaxed, kinds[0], best.cost)
-    if debug: print("bound", bound/1e9, time.perf_counter() - t4)
-    return evaluate(instance, best.option, best.places, best.rows, bound)
+def solve(instance: Instance, *, effort: int = 1) -> Solution:
+    """A plan within all caps, its cost, and a bound that no plan's cost is below.
+
+    Args:
+        effort: 1 as fast as it goes; each step doubles the work of steps 3 to 5.
+    """
+    order = np.array(sorted(range(instance.tables), key=instance.names.__getitem__), np.int64)
+    found = _Search(instance.take(order), max(effort, 1)).run()
+    if found.status is not Status.FOUND:
+        return found
+    option = np.empty_like(found.option)
+    option[order] = found.option
+    places: list[tuple[int, ...]] = [()] * instance.tables
+    for i, t in enumerate(order.tolist()):
+        places[t] = found.places[i]
+    rows = {int(order[i]): shares for i, shares in found.rows.items()}
+    return evaluate(instance, option, places, rows, found.bound)
+
+
+class _Search:
+    def __init__(self, instance: Instance, effort: int) -> None:
+        self.instance, self.relaxed, self.effort = instance, Relaxed(instance), effort
+        self.large = instance.tables * instance.ranks > LARGE
+        self.best: Solution | None = None
+
+    def run(self) -> Solution:
+        proof = self.relaxed.impossible()
+        if proof is not None:
+            return _nothing(Status.NONE_EXISTS, proof)
+        kinds = kinds_of(self.relaxed)
+        for some in kinds:
+            if some.bound(self.relaxed) >= self.cost:
+                break
+            self._search(some)
+        complete = self._enumerate()
+        if self.best is None:
+            return (
+                _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
+            )
+        best = self.best = level(self.instance, self.best, 64)
+        bound = (
+            best.cost
+            if complete
+            else min(certify(self.relaxed, some, best.cost, self.effort) for some in kinds)
+        )
+        return evaluate(self.instance, best.option, best.places, best.rows, bound)
+
+    @property
+    def cost(self) -> int:
+        return WORST if self.best is None else self.best.cost
+
+    def _search(self, kinds: Kinds) -> None:
+        bound = kinds.bound(self.relaxed)
+        good = bound + bound // GOOD
+        starts: dict[bytes, tuple[int, Packing]] = {}
+        seen: set[bytes] = set()
+        for head in HEADS[:2] if self.large and self.effort == 1 else HEADS:
+            for option, average in self._options(kinds, head):
+                if average + kinds.charge >= self.cost:
+                    break
+                if option.tobytes() in seen:
+                    continue
+                seen.add(option.tobytes())
+                packing = self._pack(option)
+                if packing is None:
+                    continue
+                packing, cost = exchange(self.relaxed, packing, (24 if self.large else 40) * self.effort)
+                starts[option.tobytes()] = cost, packing
+                self._offer(packing)
+                break
+            if self.cost <= good or (self.large and self.best is not None and self.effort == 1):
+                return
+        if self.instance.tables > 400 or self.instance.ranks > 512 or not starts:
+            return
+        # From the best of each granularity: from the best one alone, some plans are never reached.
+        steps = 300 * self.effort
+        some = sorted(starts.values(), key=lambda start: start[0])[: 2 + self.effort]
+        for i, (_, packing) in enumerate(some):
+            again = rebuild(self.relaxed, kinds.usable, packing, steps, i)
+            again, _ = exchange(self.relaxed, again, 40)
+            self._offer(again)
+            if self.cost <= good:
+                return
+
+    def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
+        """Options and their average cost, ever easier to fit."""
+        for thrift, slack in LADDER:
+            choice = choose(self.relaxed, kinds, head, thrift, slack)
+            if choice is not None:
+                yield choice.option, choice.average
+
+    def _pack(self, option: Ints) -> Packing | None:
+        relaxed, instance = self.relaxed, self.instance
+        held = relaxed.bytes[np.arange(instance.tables), option].sum(0)
+        tight = any(int(h) * 2 > limit for h, limit in zip(held, relaxed.limits, strict=True))
+        rules = (Rule.BOTH, Rule.TIME) if tight else (Rule.TIME, Rule.BOTH)
+        for rule in rules:
+            packing = pack(relaxed, option, rule)
+            if packing is not None:
+                return packing
+        if self.large:
+            return None
+        packing = pack(relaxed, option, Rule.MEMORY)
+        for rule in (*rules, Rule.MEMORY):
+            if packing is not None:
+                return packing
+            forced = pack(relaxed, option, rule, force=True)
+            packing = None if forced is None else repair(relaxed, forced, 200 * self.effort)
+        return packing
+
+    def _enumerate(self) -> bool:
+        """Whether every arrangement was judged, so that the best one is known to be."""
+        instance = self.instance
+        if instance.tables > FEW_TABLES or instance.ranks > FEW_RANKS:
+            return False
+        found = enumerate_all(self.relaxed, self.cost, FEW_PARTS * self.effort)
+        if found is None:
+            return False
+        if found.option is not None:
+            self.best = evaluate(instance, found.option, found.places)
+        return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
+
+    def _offer(self, packing: Packing) -> None:
+        new = evaluate(self.instance, packing.option, packing.places)
+        assert fits(self.instance, new.memory), "a packing beyond a cap"
+        if new.cost < self.cost:
+            self.best = new
+
+
+def _nothing(status: Status, proof: Proof | None) -> Solution:
+    none = np.zeros(0, np.int64)
+    return Solution(status, none, (), {}, 0, 0, none, none.reshape(0, 0), none.reshape(0, 0), proof)
