@@ -15,6 +15,7 @@ Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R repli
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -223,21 +224,27 @@ def _pack_gradients(
 def _reduce_dense(
     group: Group, tables: Sequence[ReplicaTable], sums: dict[int, tuple[Tensor, Tensor]]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Touched rows and their gradients, summed over all ranks; a last column counts who touched a row."""
-    sizes = [tables[t].rows * (tables[t].dim + 1) for t in sums]
+    """Touched rows and their gradients, summed over all ranks.
+
+    One tensor travels: who touched how often, for the rows of all tables, then their gradients.
+    """
+    rows = [tables[t].rows for t in sums]
+    edges = list(itertools.accumulate(rows, initial=0))
+    sizes = [tables[t].rows * tables[t].dim for t in sums]
     first = next(iter(sums.values()))[1]
-    flat = first.new_zeros(sum(sizes))
-    blocks = dict(zip(sums, flat.split(sizes), strict=True))
-    for t, (rows_U, grads_UD) in sums.items():
-        block = blocks[t].view(tables[t].rows, tables[t].dim + 1)
-        block[rows_U, :-1] = grads_UD
-        block[rows_U, -1] = 1
+    flat = first.new_zeros(edges[-1] + sum(sizes))
+    touches, grads = flat[: edges[-1]], flat[edges[-1] :].split(sizes)
+    blocks = {t: block.view(tables[t].rows, tables[t].dim) for t, block in zip(sums, grads, strict=True)}
+    for edge, (t, (rows_U, grads_UD)) in zip(edges, sums.items(), strict=False):
+        touches[edge + rows_U] = 1
+        blocks[t][rows_U] = grads_UD
     group.all_reduce_("replica gradients, dense", flat).wait()
+    touched = touches.nonzero()[:, 0]
+    ends = torch.searchsorted(touched, torch.tensor(edges, device=touched.device)).tolist()
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for t, part in blocks.items():
-        block = part.view(tables[t].rows, tables[t].dim + 1)
-        rows_U = block[:, -1].nonzero()[:, 0]
-        found[t] = (rows_U, block[rows_U, :-1])
+    for edge, (begin, end), (t, block) in zip(edges, itertools.pairwise(ends), blocks.items(), strict=False):
+        rows_U = touched[begin:end] - edge
+        found[t] = (rows_U, block[rows_U])
     return found
 
 
