@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -243,6 +247,14 @@ def through_torch(folder: str, want: tuple[Named, Named]) -> None:
     train(other, theirs, range(3, 6))
     same(full_state_dict(other), want[0])
     same(whole(theirs.state_dict()["state"]), want[1])
+    # Whole tensors, as for a file of one process.
+    entire = get_optimizer_state_dict(
+        other.module, PositionalOptimizer(theirs), options=StateDictOptions(full_state_dict=True)
+    )
+    third = wrapped(7, 4)
+    last = optimizer(third, "Adam")
+    set_optimizer_state_dict(third.module, PositionalOptimizer(last), entire)
+    same(whole(last.state_dict()["state"]), want[1])
 
 
 def test_torchs_helpers_take_the_positional_face(pool: Pool, tmp_path: Path) -> None:
