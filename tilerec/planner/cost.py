@@ -85,7 +85,7 @@ class Replicas:
 
     form: 0 bags, 1 rows, 2 dense, 3 a dense gradient of a table without attached optimizer
     sent: bytes to each other rank;  reduced: bytes of the all-reduce (all ranks' sum)
-    ids: what the update then sorts;  seconds: local work beside links and update
+    ids, bags: what the update then sorts and reads;  seconds: local work beside links and update
     """
 
     def __init__(self, model: Model, table: Ints) -> None:
@@ -119,12 +119,18 @@ class Replicas:
             0.0,
         )
         self.ids = np.select([self.form == 0, self.form == 1], [ids * ranks, own * ranks], everyone)
-        summed = ids * rates.at("update_id", dim) + rates.copied(2.0 * own * dim * wide)
+        self.bags = np.select([self.form == 0], [bags * ranks], self.ids)
+        summed = (
+            bags * rates.at("update_bag", dim)
+            + ids * rates.at("update_id", dim)
+            + rates.copied(2.0 * own * dim * wide)
+        )
         dense = rates.copied(6.0 * self.reduced)
         self.seconds = (
             np.select([self.form == 0, self.form == 1], [bags * rates.at("pick", dim), summed], dense)
             + np.where(self.form == 2, summed, 0.0)
             + rates.copied(self.numbers * ranks)
+            + model.speeds.replica
         )
 
 

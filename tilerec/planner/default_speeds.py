@@ -41,6 +41,7 @@ def default_speeds(topology: Topology) -> Speeds:
         update_far=tuple(2.0 * s for s in far),
         update_near=tuple(2.0 * s for s in near),
         update_id=tuple(per_id + s for s in near),
+        update_bag=stream,
         place=tuple(2.0 * s for s in stream),
         pick=tuple(2.0 * s for s in stream),
         route=per_id,
@@ -53,6 +54,8 @@ def default_speeds(topology: Topology) -> Speeds:
         call_peer=2e-5 if cpu else 5e-7,
         step=3e-3 if cpu else 1.5e-3,
         part=2e-6 if cpu else 1e-6,
+        replica=1e-4 if cpu else 2e-5,
+        row_sum=3e-4 if cpu else 1e-4,
         cache=(4 if cpu else 32) * _MIB,
         origin=f"default for {topology.compute_device}, from bandwidths; not measured",
     )

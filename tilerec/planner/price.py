@@ -188,8 +188,8 @@ class _Pricing:
         single = mask & self.single
         owner = self.first_owner
         weights = np.where(single, count, 0.0)
-        by_owner = np.bincount(owner, weights, self.ranks)
-        by_host = np.bincount(self.host[owner], weights, int(self.host.max()) + 1)
+        by_owner: Floats = np.bincount(owner, weights, self.ranks).astype(np.float64)
+        by_host: Floats = np.bincount(self.host[owner], weights, int(self.host.max()) + 1).astype(np.float64)
         total = float(sum(by_owner.tolist()))
         others, away = total - by_owner, total - by_host[self.host]
         for p in np.flatnonzero(mask & ~self.single).tolist():
@@ -290,7 +290,7 @@ class _Pricing:
                         lines[names[1]][1][o] += size * count[proxy]
             rate = float(self.rates.at("place", width) + self.rates.at("pick", width))
             self.merge_place += count * float(sum(self.P[members].tolist())) * rate
-            self.merge_home[homes] += union
+            self.merge_home[homes] += union * rate
 
     def _network(self) -> None:
         speeds, parts = self.model.speeds, self.parts
@@ -332,19 +332,27 @@ class _Pricing:
         feature_first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
         held: list[tuple[int, int, float, float, float]] = []  # table, owner, width, row share, homes
         q_of: list[float] = []
+        bags_of: list[float] = []
+        present = np.zeros(len(layout.parts))
+        by_range: dict[tuple[int, int, tuple[int, ...]], float] = {}
+        marks = [(int(t), part.r0, part.owners) for t, part in zip(self.table, layout.parts, strict=True)]
+        for mark, count in zip(marks, self.P.tolist(), strict=True):
+            by_range[mark] = by_range.get(mark, 0.0) + count
+        present[:] = [by_range[mark] for mark in marks]
         for e, (part_number, owner) in enumerate(
             zip(self.e_part.tolist(), self.e_owner.tolist(), strict=True)
         ):
             part = layout.parts[part_number]
-            table = int(self.table[part_number])
-            if feature_first[table] != part.slot:
+            number = int(self.table[part_number])
+            if feature_first[number] != part.slot:
                 continue
             for unit in part.units:
-                held.append((table, owner, unit.width, float(self.row_share[part_number]), float(homes[e])))
+                held.append((number, owner, unit.width, float(self.row_share[part_number]), float(homes[e])))
                 q_of.append(float(self.q[part_number]))
+                bags_of.append(float(present[part_number]))
         rows = np.array(held, np.float64).reshape(len(held), 5)
-        table, owner = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
-        width, share, read_for = rows[:, 2], rows[:, 3], rows[:, 4]
+        table, ranks = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
+        widths, share, read_for = rows[:, 2], rows[:, 3], rows[:, 4]
         q = np.array(q_of)
         distinct = np.zeros(len(rows))
         for count in sorted(set(read_for.tolist())):
@@ -352,22 +360,23 @@ class _Pricing:
             found = work.distinct(max(1, int(count))) if count else np.zeros(len(work.names))
             distinct[which] = found[table[which]] * share[which]
         far = model.lookup_far(table, distinct)
-        extra = far * (rates.at("lookup_far", width * work.element[table] / 4.0)
-                       - rates.at("lookup_near", width * work.element[table] / 4.0))  # fmt: skip
-        np.add.at(self.parts["lookup"], owner, np.maximum(extra, 0.0))
+        extra = far * (rates.at("lookup_far", widths * work.element[table] / 4.0)
+                       - rates.at("lookup_near", widths * work.element[table] / 4.0))  # fmt: skip
+        np.add.at(self.parts["lookup"], ranks, np.maximum(extra, 0.0))
         # Updates: with the gradients of all homes (replicas: `_replicas` adds what they tell each other).
         replicated = np.array([not tiling for tiling in self._single_tables(layout)], np.bool_)[table]
         ids = work.ids[table] * q * read_for
+        bags = read_for * np.array(bags_of)
         every = model.all_distinct[table] * share
         update = rates.update(
-            ids, np.where(replicated, 0.0, every), np.where(replicated, 0.0, model.update_far(every)), width,
+            ids, bags, np.where(replicated, 0.0, every), np.where(replicated, 0.0, model.update_far(every)), widths,
             work.element[table], work.cell_state[table] * work.attached[table], work.row_state[table],
         )  # fmt: skip
-        np.add.at(self.parts["update"], owner, np.where(replicated, 0.0, update))
-        dense = 3.0 * share * work.rows[table] * width * work.element[table]
-        np.add.at(self.parts["update"], owner, np.where(work.attached[table], 0.0, rates.copied(dense)))
+        np.add.at(self.parts["update"], ranks, np.where(replicated, 0.0, update))
+        dense = 3.0 * share * work.rows[table] * widths * work.element[table]
+        np.add.at(self.parts["update"], ranks, np.where(work.attached[table], 0.0, rates.copied(dense)))
         # Memory: weights with state; ids for each batch in flight; rows or gradients; keys while they are sorted.
-        np.add.at(self.memory, owner, model.weights(table, share * work.rows[table], width))
+        np.add.at(self.memory, ranks, model.weights(table, share * work.rows[table], widths))
         ids_here = homes * self.payload[p] * (1 + model.depth)
         buffers = homes * (self.P[p] * self.width[p] * work.wide + self.N[p] * KEY_BYTES)
         np.add.at(self.memory, self.e_owner, ids_here + buffers)
@@ -390,17 +399,17 @@ class _Pricing:
         rows = np.where(self.merged, 0.0, self.P)
         place = float(sum((rows * rates.at("place", self.width)).tolist()))
         pick = float(sum((rows * rates.at("pick", self.width)).tolist()))
-        width = float(self.width.max()) if len(self.width) else 0.0
         self.parts["combine"] += place
         self.parts["gather"] += pick
         if self.merges:
             self.parts["rows in host"] += self.merge_place / 2.0
             self.parts["gradients in host"] += self.merge_place / 2.0
             near = np.where(self.merged, self.P, 0.0)
-            owner_host = self.host[[part.owners[0] for part in self.layout.parts]]
+            near = near * (rates.at("place", self.width) + rates.at("pick", self.width))
+            owner_host = self.host[self.first_owner]
             own = np.bincount(owner_host, near, int(self.host.max()) + 1)[self.host]
-            self.parts["combine"] += (own + self.merge_home) * rates.at("place", width)
-            self.parts["gather"] += (own + self.merge_home) * rates.at("pick", width)
+            self.parts["combine"] += (own + self.merge_home) / 2.0
+            self.parts["gather"] += (own + self.merge_home) / 2.0
         split = np.zeros(len(work.names), np.bool_)
         split[self.table[self.q < 1.0]] = True
         output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
@@ -443,7 +452,7 @@ class _Pricing:
                 every = float(model.all_distinct[t]) * rows
                 self.parts["update"][owners] += float(
                     rates.update(
-                        ids * (part if part < 1.0 else 1.0), every, model.update_far(every), width,
+                        ids * part, float(form.bags[0]) * rows * part, every, model.update_far(every), width,
                         work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
                     )
                 )  # fmt: skip
@@ -485,7 +494,8 @@ class _Pricing:
                 owners = list(tile.owners)
                 self.parts["update"][owners] += (sums + finite) * (speeds.link_in + speeds.link_out)
                 width = float(tile.c1 - tile.c0)
-                self.parts["update"][owners] += float(rates.copied(6.0 * distinct * width * work.wide))
+                own = speeds.row_sum + float(rates.copied(6.0 * distinct * width * work.wide))
+                self.parts["update"][owners] += own
                 self._line(self.sent, "row sums")[owners] += sums
                 self._line(self.sent, "finite")[owners] += finite
         self.calls += talks

@@ -38,14 +38,15 @@ class Rates:
         )
 
     def update(
-        self, ids: Any, distinct: Any, far: Any, width: Any, element: Any, cell_state: Any, row_state: Any
-    ) -> Floats:
-        """Sort ids, add their gradients, and change each distinct row and its optimizer state once."""
+        self, ids: Any, bags: Any, distinct: Any, far: Any, width: Any, element: Any, cell_state: Any, row_state: Any
+    ) -> Floats:  # fmt: skip
+        """Sort ids, add the gradients of their bags, and change each distinct row and its optimizer state once."""
         row = width * (np.asarray(element) + cell_state) / 4.0
         near = np.maximum(np.asarray(distinct) - far, 0.0)
         line = np.where(np.asarray(row_state) > 0, 0.5 * self.at("update_far", 0.0), 0.0)
         return (
             ids * self.at("update_id", width)
+            + bags * self.at("update_bag", width)
             + far * (self.at("update_far", row) + line)
             + near * self.at("update_near", row)
         )

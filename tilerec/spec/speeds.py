@@ -34,6 +34,7 @@ class Speeds:
         lookup_bag: seconds to write one pooled row.
         update_far, update_near: seconds to read, change and write one row of a table without optimizer state.
         update_id: seconds to sort one id and to add its gradient.
+        update_bag: seconds to read the gradient of one bag.
         place, pick: seconds to put one row into the output, and to read its gradient out of the output's.
         route: seconds per id to sort a batch by owner.
         copy: seconds per byte that is copied.
@@ -44,6 +45,8 @@ class Speeds:
         step: seconds of a step that no table causes, for each collection.
         part: seconds for each part of a table (a range of rows on one rank) that a home addresses, and again for each
             that an owner reads for a home.
+        replica: seconds for each table that lies on every rank, to agree on its gradients, beside its ids and rows.
+        row_sum: seconds for each column block of a table whose optimizer needs sums over whole rows.
         cache: bytes of a rank's cache that rows may stay in.
         origin: where the numbers are from.
 
@@ -57,6 +60,7 @@ class Speeds:
     update_far: Sequence[float]
     update_near: Sequence[float]
     update_id: Sequence[float]
+    update_bag: Sequence[float]
     place: Sequence[float]
     pick: Sequence[float]
     route: float
@@ -69,6 +73,8 @@ class Speeds:
     call_peer: float
     step: float
     part: float
+    replica: float
+    row_sum: float
     cache: int
     widths: Sequence[int] = field(default=WIDTHS, kw_only=True)
     origin: str = field(default="", kw_only=True)
@@ -107,7 +113,7 @@ class Speeds:
         known = [f.name for f in fields(Speeds)]
         if not isinstance(data, Mapping):
             raise ConfigError(f"Speeds JSON: got {data!r:.80}, wanted an object with {known}.")
-        unknown, missing = sorted(set(data) - set(known)), sorted(set(known[:19]) - set(data))
+        unknown, missing = sorted(set(data) - set(known)), sorted(set(known[:22]) - set(data))
         if unknown or missing:
             raise ConfigError(
                 f"Speeds JSON: unknown {unknown}, missing {missing}; measure again (tilerec calibrate), or correct "
@@ -117,10 +123,11 @@ class Speeds:
 
 
 PER_WIDTH = (
-    "lookup_far", "lookup_near", "lookup_bag", "update_far", "update_near", "update_id", "place", "pick",
+    "lookup_far", "lookup_near", "lookup_bag", "update_far", "update_near", "update_id", "update_bag", "place", "pick",
 )  # fmt: skip
 SINGLE = (
-    "route", "copy", "link_in", "link_out", "network_in", "network_out", "call", "call_peer", "step", "part",
+    "route", "copy", "link_in", "link_out", "network_in", "network_out", "call", "call_peer", "step", "part", "replica",
+    "row_sum",
 )  # fmt: skip
 
 
