@@ -381,7 +381,8 @@ class KeyedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, and the `step` that a scheduler wrapped, belong to this object and not to its copies.
-        return {key: value for key, value in self.__dict__.items() if key not in (*_HOOKS, "step")}
+        own = {key: value for key, value in self.__dict__.items() if key not in (*_HOOKS, "step")}
+        return {**own, "_stateless": set()}  # ids are of this process
 
 
 def write_setting(group: MutableMapping[str, Any], setting: str, value: Any) -> None:
