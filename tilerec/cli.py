@@ -6,6 +6,7 @@ tilerec train movielens --data ml-latest-small      from raw files
 tilerec train synthetic --set train.batch_size=4096 --show
 tilerec train synthetic --nproc 2                   tables sharded over two processes
 torchrun --nproc-per-node 2 -m tilerec train synthetic
+tilerec calibrate --nproc 2 --out topology.json     this machine's speeds, for the planner
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.planner.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.launch import RankFailed, end, joined, launch, under_torchrun
@@ -124,6 +126,25 @@ def train(
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def calibrate(
+    nproc: Annotated[
+        int, typer.Option(help="Processes to measure at once: as many as will train here.", min=1)
+    ] = 2,
+    out: Annotated[Path, typer.Option(help="The topology file to write.")] = Path("topology.json"),
+    device: Annotated[str, typer.Option(help="What to measure: cpu or cuda.")] = "cpu",
+) -> None:
+    """Measure this machine (under a minute) and write a topology that planners read."""
+    try:
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
+        launch(nproc, calibrate_to, str(out), device, device=device)
+    except TilerecError as error:
+        _print_error(error)
+        raise typer.Exit(1) from None
+    _console().print(Text(f"wrote {out}: the speeds of {nproc} {device} ranks"), soft_wrap=True)
 
 
 def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:

@@ -3,15 +3,17 @@
     far    random rows of a table much larger than the caches;  near: of one that fits the fastest
     rates per row come from differences: rows of memory and of a cache, bags of one id and of ten, many ids of few rows
 
-Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is the
-lower quartile of some; a speed the mean over ranks. What no table causes (`step`) and what each part costs besides its
-ids and rows (`part`) come from whole steps of tables that have nearly none.
+Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is
+the second least of some; a speed the mean over ranks. What no table causes (`step`) and what each part
+costs besides its ids and rows (`part`) come from whole steps of tables that have nearly none.
 
 Legend: N ids, P bags, D columns.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,13 +32,13 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import DDR_CAP, Topology
 
 _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
 _FLUSH = 48 * 2**20
 _IDS = 20_480
 _LONG = 10  # ids per bag
-_REPEATS = 11
+_REPEATS, _ROUNDS = 11, 8
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
 
 
@@ -48,6 +50,31 @@ def calibrate(group: Group, topology: Topology, device: torch.device | str = "cp
         device: of the tables.
     """
     return replace(topology, speeds=_Bench(group, torch.device(device), topology).speeds())
+
+
+def machine(ranks: int, device: str = "cpu") -> Topology:
+    """So many ranks on this machine, with its memory shared out among them."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # a system that does not say
+        whole = DDR_CAP * ranks
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return Topology(ranks, kind, ddr_cap=whole // ranks)
+    return Topology(ranks, kind, hbm_cap=torch.cuda.mem_get_info()[1], ddr_cap=whole // ranks)
+
+
+def calibrate_to(group: Group, path: str, device: str = "cpu") -> None:
+    """`calibrate` this machine; rank 0 writes the topology as a JSON file."""
+    measured = calibrate(group, machine(group.size, device), _own_device(group, device))
+    if group.rank == 0:
+        Path(path).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _own_device(group: Group, device: str) -> torch.device:
+    if device == "cuda":
+        return torch.device("cuda", group.rank % torch.cuda.device_count())
+    return torch.device(device)
 
 
 class _Bench:
@@ -96,7 +123,7 @@ class _Bench:
             work()
             self._wait()
             taken.append(time.perf_counter() - before)
-        return sorted(taken)[repeats // 4]
+        return sorted(taken)[1]
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -232,20 +259,34 @@ class _Bench:
         """Steps of few and of many tables with one id each."""
         size = self.group.size
         few, many = 2 * size, 16 * size
-        whole: dict[str, float] = {}
+        each: dict[str, float] = {}
+        step = 0.0
         for kind in ("whole", "columns", "copies"):
-            small, large = self._step(few, kind), self._step(many, kind)
-            whole[kind] = max(large - small, 0.0) / (many - few)
+            small, large = self._both_steps((few, many), kind)
+            each[kind] = max(large - small, 0.0) / (many - few)
             if kind == "whole":
                 # Each table is a part that every rank addresses, and that its owner reads for every rank.
-                step = max(small - few * whole[kind] - 4 * call * (size > 1), 0.0)
-        part = whole["whole"] / 2
+                step = max(small - few * each[kind] - 4 * call * (size > 1), 0.0)
+        part = each["whole"] / 2
         # Columns: a part for each rank, which owners read for every rank. Copies: one part, read at home.
-        row_sum = max(whole["columns"] - 2 * size * part, 0.0) if size > 1 else 0.0
-        replica = max(whole["copies"] - 2 * part, 0.0) if size > 1 else 0.0
+        row_sum = max(each["columns"] - 2 * size * part, 0.0) if size > 1 else 0.0
+        replica = max(each["copies"] - 2 * part, 0.0) if size > 1 else 0.0
         return {"part": part, "step": step, "row_sum": row_sum, "replica": replica}
 
-    def _step(self, tables: int, kind: str) -> float:
+    def _both_steps(self, counts: tuple[int, int], kind: str) -> tuple[float, float]:
+        """Two sizes in turns, so that what slows the machine down slows both."""
+        channels: list[Group] = []
+        steps = [self._step(count, kind, channels) for count in counts]
+        taken: list[list[float]] = [[], []]
+        for _ in range(_ROUNDS):
+            for own, step in zip(taken, steps, strict=True):
+                own.append(self._seconds(step, 4))
+        self.group.barrier()
+        for channel in channels:
+            channel.close()
+        return min(taken[0]), min(taken[1])
+
+    def _step(self, tables: int, kind: str, channels: list[Group]) -> Callable[[], None]:
         """Tables whole on one rank, in column blocks with a rule over whole rows, or copied to all ranks."""
         size = self.group.size
         names = [f"t{i}" for i in range(tables)]
@@ -262,8 +303,9 @@ class _Bench:
             "copies": lambda name, _: data_parallel(name, 64, dim, None, topology),
         }[kind]
         tilings = {name: made(name, i) for i, name in enumerate(names)}
-        channel, routes = self.group.split("calibrate"), self.group.split("calibrate, ids")
-        shard_collection(module, tilings, channel, routes, topology)
+        group, routes = self.group.split("calibrate"), self.group.split("calibrate, ids")
+        channels += [group, routes]
+        shard_collection(module, tilings, group, routes, topology)
         ids = torch.zeros(tables, dtype=torch.int64, device=self.device)
         lengths = torch.ones(tables, dtype=torch.int32, device=self.device)
 
@@ -272,11 +314,7 @@ class _Bench:
             values = module(batch).values()
             values.backward(torch.zeros_like(values))
 
-        seconds = self._seconds(run, 15)
-        self.group.barrier()
-        for group in (channel, routes):
-            group.close()
-        return seconds
+        return run
 
 
 def _cache(ranks: int, default: int) -> int:
