@@ -64,3 +64,34 @@ def small_instance(seed: int, divisible: bool = False) -> Instance:
         allowed=(rng.random((tables, ranks)) < 0.8) | (np.arange(ranks) == 0) if rng.random() < 0.3 else None,
         divisible=(width == ranks) & (np.arange(options) % len(kinds) == 4) if divisible else None,
     )
+
+
+def planted_instance(tables: int, ranks: int, fill: float, seed: int, splits: bool = True) -> Instance:
+    """Tables that fill every rank to `fill` of its memory in one arrangement that is known to exist.
+
+    Each lies whole on one rank there; with `splits` it may also be cut in two or four.
+    """
+    rng = np.random.default_rng(seed)
+    cap = 1_000_000_000
+    counts = np.full(ranks, tables // ranks)
+    counts[: tables % ranks] += 1
+    sizes = []
+    for n in counts.tolist():
+        cuts = np.sort(rng.random(n - 1))
+        parts = np.diff(np.concatenate([[0.0], cuts, [1.0]])) * 0.9 + 0.1 / n
+        sizes.append(np.floor(parts * cap * fill).astype(np.int64))
+    held = rng.permutation(np.concatenate(sizes))
+    options = 3 if splits else 1
+    k = np.array([1, 2, 4])[:options]
+    weight = np.exp(rng.normal(0, 1, (tables, 1, 2))) * 1e8
+    cost = (weight / k[None, :, None] * (1 + 0.1 * np.arange(options))[None, :, None]).astype(np.int64)
+    return Instance(
+        [f"t{i:04d}" for i in range(tables)],
+        np.ones((tables, options), np.int64),
+        np.tile(k, (tables, 1)),
+        cost,
+        np.zeros_like(cost),
+        -(-held[:, None] // k)[:, :, None],
+        np.full((ranks, 1), cap),
+        np.zeros(ranks, np.int64),
+    )

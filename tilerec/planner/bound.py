@@ -24,6 +24,7 @@ from tilerec.planner.relaxed import NEVER, Dual, Relaxed, Resource, least
 
 SLICES = 16
 BISECTIONS = 9
+SMALL = 40_000  # tables × options
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +72,15 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
 def certify(relaxed: Relaxed, kinds: Kinds, upper: int, effort: int = 1) -> int:
     """ps that no plan of these kinds is below; looks no further than `upper` ps.
 
-    Tables × options beyond 40,000 are judged by averages and single pieces only: the pieces are small there.
+    Tables × options beyond SMALL are judged by averages and their largest pieces only: the pieces are small there.
     """
     upper -= kinds.charge
     start = kinds.bound(relaxed) - kinds.charge
     if upper <= start:
         return start + kinds.charge
-    views = _views(relaxed, kinds)
-    slices = SLICES if kinds.usable.size <= 40_000 else 1
+    small = kinds.usable.size <= SMALL
+    views = _views(relaxed, kinds, 5 if small else 0)
+    slices = SLICES if small else 1
     top = start
     # Views by what they give alone, in one slice; the best ones in all slices.
     alone = sorted(
@@ -105,12 +107,13 @@ class _View:
     least: int
 
 
-def _views(relaxed: Relaxed, kinds: Kinds) -> list[_View]:
+def _views(relaxed: Relaxed, kinds: Kinds, most: int) -> list[_View]:
+    """All stages, and every set of the `most` busiest ones."""
     instance = relaxed.instance
     option = kinds.dual.option
     weight = relaxed.stage_totals[np.arange(len(option)), option].sum(0) + relaxed.base_totals
     order = np.argsort(-weight, kind="stable").tolist()
-    busy = [s for s in order if weight[s] * 50 >= weight.sum()][:5]
+    busy = [s for s in order if weight[s] * 50 >= weight.sum()][:most]
     sets: list[tuple[int, ...]] = [tuple(range(instance.stages))]
     sets += [tuple(c) for n in range(1, len(busy) + 1) for c in combinations(busy, n)]
     sets = list(dict.fromkeys(tuple(sorted(s)) for s in sets))
@@ -124,13 +127,9 @@ def _views(relaxed: Relaxed, kinds: Kinds) -> list[_View]:
         base = 0
         for s in range(instance.stages):
             if inside[s]:
-                own = instance.cost[:, :, s] * fastest[s] // PER_MILLE
+                own = relaxed.piece_times[s]
                 home = instance.home[:, :, s] * fastest[s] // PER_MILLE
-                if instance.shared[s]:
-                    alone = (instance.width == 1) | (instance.divisible & relaxed.everywhere)
-                    piece += np.where(alone, own // int(instance.host_sizes.max()), own)
-                else:
-                    piece += own
+                piece += own
                 floor += home * instance.ranks + np.where(relaxed.uniform, own * instance.ranks, 0)
                 base += int(instance.base_cost[:, s].min()) * instance.ranks
             else:

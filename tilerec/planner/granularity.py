@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.planner.bound import Kinds, averages
-from tilerec.planner.instance import PER_MILLE, Bools, Ints
+from tilerec.planner.instance import Bools, Ints
 from tilerec.planner.relaxed import NEVER, Relaxed, Resource, least
 
 STALE = 8  # limits lowered without a gain
@@ -45,25 +45,20 @@ def choose(
     """
     instance = relaxed.instance
     rows = np.arange(instance.tables)
-    own = piece_times(relaxed)
-    usable = _thrifty(relaxed, kinds.usable, thrift)
-    limit = np.full(instance.stages, NEVER)
+    own = relaxed.piece_times
+    small = _thrifty(relaxed, kinds.usable, thrift)
     memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
     best: Choice | None = None
     base = instance.base_cost.min(0)
     stale = 0
     for _ in range(steps):
-        small = usable & ((own <= limit).all(2) | relaxed.everywhere)
-        if not small.any(1).all():
-            break
         dual = least(np.where(small, relaxed.totals, NEVER), memory)
         if dual.short >= 0:
             break
         option = dual.option
         average = averages(relaxed, option)
         alone = ~relaxed.everywhere[rows, option]
-        pieces = own[rows, option][alone]
-        largest = pieces.max(0, initial=0)
+        largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
         alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, alike + largest * head // 4)
         expected = int(level.sum())
@@ -77,18 +72,11 @@ def choose(
         s = int(excess.argmax())
         if excess[s] * 500 <= level.sum():
             break
-        limit[s] = min(int(largest[s]) * 7 // 8, int(largest[s]) - 1)
+        limit = min(int(largest[s]) * 7 // 8, int(largest[s]) - 1)
+        small = small & ((own[s] <= limit) | relaxed.everywhere)
+        if not small.any(1).all():
+            break
     return best
-
-
-def piece_times(relaxed: Relaxed) -> Ints:
-    """[T, O, S] ps that a piece adds to the load of a rank: its part, where a host's link is shared."""
-    instance = relaxed.instance
-    own = instance.cost * instance.slow.min(0) // PER_MILLE
-    if instance.shared.any():
-        single = (instance.width == 1)[:, :, None] & instance.shared
-        own = np.where(single, own // int(instance.host_sizes.max()), own)
-    return own
 
 
 def _thrifty(relaxed: Relaxed, usable: Bools, thrift: int) -> Bools:

@@ -27,9 +27,9 @@ HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
 CHUNK = 400_000  # swaps judged at once
 
 
-def exchange(relaxed: Relaxed, packing: Packing, rounds: int) -> tuple[Packing, int]:
-    """A packing whose objective is not larger, and that objective (without charges), ps."""
-    return _Exchange(relaxed, packing).run(rounds)
+def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int = 0) -> tuple[Packing, int]:
+    """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
+    return _Exchange(relaxed, packing).run(rounds, enough)
 
 
 def repair(relaxed: Relaxed, packing: Packing, rounds: int) -> Packing | None:
@@ -63,7 +63,7 @@ class _Exchange:
         self.even = not np.any(instance.slow != PER_MILLE)
         self.repairing = False
 
-    def run(self, rounds: int) -> tuple[Packing, int]:
+    def run(self, rounds: int, enough: int) -> tuple[Packing, int]:
         instance = self.instance
         best_rank = self.rank.copy()
         if len(self.table) and instance.ranks > 1:
@@ -72,6 +72,8 @@ class _Exchange:
             idle = 0
             cycle = 2 * (instance.stages + 1)
             for turn in range(rounds):
+                if found <= enough:
+                    break
                 power = 3 + min(turn // cycle, 2)
                 gained = self._round(turn, power)
                 if not gained:

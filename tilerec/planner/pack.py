@@ -21,7 +21,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.instance import PER_MILLE, Instance, Ints
+from tilerec.planner.instance import PER_MILLE, Instance, Ints, fits
 from tilerec.planner.relaxed import Relaxed
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ def pack(relaxed: Relaxed, option: Ints, rule: Rule, force: bool = False) -> Pac
     uniform = instance.everywhere(width)
     on_host = (width > 1) & ~uniform
     bytes_now = instance.base_memory + memory[uniform].sum(0)
-    if np.any(bytes_now > instance.cap):
+    if not fits(instance, bytes_now):
         return None
     places: list[tuple[int, ...]] = [()] * instance.tables
     single = ~uniform & ~on_host
@@ -213,13 +213,15 @@ def _fill(
     shared = np.flatnonzero(bins.shared)
     state = _Slopes(bins, level.astype(np.float64), roomy.astype(np.float64), rule)
     order = np.argsort(-key, kind="stable")
+    cost_list = cost.tolist()
     has_memory = [m for m in range(memory.shape[1]) if memory[:, m].any()]
+    first = has_memory[0] if has_memory else 0
     plain = bins.allowed is None and bins.host_room is None
     for i in order.tolist():
         t, k = int(tables[i]), int(pieces[i])
         size = memory[i]
-        closed = np.zeros(count, np.bool_)
-        for m in has_memory:
+        closed = bins.room[:, first] < size[first]
+        for m in has_memory[1:]:
             closed |= bins.room[:, m] < size[m]
         if not plain:
             if bins.allowed is not None:
@@ -251,7 +253,7 @@ def _fill(
                 return False
             chosen = found
         for b in chosen:
-            state.add(b, cost[i], size)
+            state.add(b, cost_list[i], size)
         places[t] = tuple(chosen)
     return True
 
@@ -288,56 +290,63 @@ def _several(score: Floats, k: int, bins: _Bins, t: int, size: Ints) -> list[int
 
 
 class _Slopes:
-    """The slopes of all bins, kept up to date."""
+    """The slopes of all bins, kept up to date: single floats are quicker here than arrays of five."""
 
     def __init__(self, bins: _Bins, level: Floats, roomy: Floats, rule: Rule) -> None:
-        self.bins, self.level, self.roomy = bins, level, roomy
-        self.own = np.flatnonzero(~bins.shared)
-        self.links = np.flatnonzero(bins.shared)
-        tiers = bins.room.shape[1] if rule is Rule.BOTH else 0
-        self.tiers = tiers
+        self.bins, self.level, self.roomy = bins, level.tolist(), roomy.tolist()
+        self.links = np.flatnonzero(bins.shared).tolist()
+        self.own = np.flatnonzero(~bins.shared).tolist()
+        self.tiers = bins.room.shape[1] if rule is Rule.BOTH else 0
         count, stages = bins.time.shape
-        self.slope = np.zeros((count, stages + tiers))
-        hosts = len(bins.size)
-        self.link_time = np.zeros((hosts, len(self.links)))
-        np.add.at(self.link_time, bins.host, bins.time[:, self.links])
-        self.link = np.zeros((hosts, len(self.links)))
-        self.slow_list = bins.slow.tolist() if np.any(bins.slow != 1.0) else None
+        self.time = bins.time.tolist()
+        self.slow = bins.slow.tolist() if np.any(bins.slow != 1.0) else None
+        self.slope = np.zeros((count, stages + self.tiers))
+        self.link = np.zeros((len(bins.size), len(self.links)))
+        self.size = bins.size.tolist()
+        self.host = bins.host.tolist()
+        link_time = np.zeros((len(bins.size), len(self.links)))
+        np.add.at(link_time, bins.host, bins.time[:, self.links])
+        self.link_time = link_time.tolist()
         for b in range(count):
             self._refresh(b)
-        for h in range(hosts):
+        for h in range(len(self.size)):
             self._refresh_link(h)
 
-    def add(self, b: int, cost: Ints, size: Ints) -> None:
-        bins = self.bins
-        bins.time[b] += cost if self.slow_list is None else np.floor(cost * bins.slow[b])
+    def add(self, b: int, cost: list[int], size: Ints) -> None:
+        """A piece of `cost` [S] ps and `size` [M] bytes lies on bin b."""
+        bins, time = self.bins, self.time[b]
+        slow = None if self.slow is None else self.slow[b]
+        for s in self.own:
+            time[s] += cost[s] if slow is None else float(int(cost[s] * slow[s]))
         bins.room[b] -= size
         if bins.host_room is not None:
             bins.host_room[bins.host[b]] -= size
         self._refresh(b)
-        if len(self.links):
-            h = int(bins.host[b])
-            self.link_time[h] += (
-                cost[self.links] if self.slow_list is None else np.floor(cost * bins.slow[b])[self.links]
-            )
-            self._refresh_link(h)
+        if self.links:
+            link = self.link_time[self.host[b]]
+            for i, s in enumerate(self.links):
+                link[i] += cost[s] if slow is None else float(int(cost[s] * slow[s]))
+            self._refresh_link(self.host[b])
 
     def _refresh(self, b: int) -> None:
-        y = self.bins.time[b] / self.level
+        time, level = self.time[b], self.level
+        new = [0.0] * len(level)
+        for s in self.own:
+            new[s] = _steep(time[s] / level[s])
+        if self.slow is not None:
+            new = [float(int(x * slow)) for x, slow in zip(new, self.slow[b], strict=True)]
         if self.tiers:
-            y = np.concatenate([y, 1.0 - self.bins.room[b] / self.roomy])
-        s = _steep(y)
-        if self.slow_list is not None:
-            s[: len(self.level)] = np.floor(s[: len(self.level)] * self.bins.slow[b])
-        if len(self.links):
-            s[self.links] = 0.0
-        self.slope[b] = s
+            room = self.bins.room[b].tolist()
+            new += [_steep(1.0 - left / most) for left, most in zip(room, self.roomy, strict=True)]
+        self.slope[b] = new
 
     def _refresh_link(self, h: int) -> None:
-        self.link[h] = _steep(self.link_time[h] / self.bins.size[h] / self.level[self.links])
+        if self.links:
+            time, size = self.link_time[h], self.size[h]
+            self.link[h] = [_steep(x / size / self.level[s]) for x, s in zip(time, self.links, strict=True)]
 
 
-def _steep(y: Floats) -> Floats:
+def _steep(y: float) -> float:
     """y ** 7 in whole 1 / STEEP."""
     y2 = y * y
-    return np.minimum(np.floor(y2 * y2 * y2 * y * STEEP), STEEPEST)
+    return min(float(int(y2 * y2 * y2 * y * STEEP)), STEEPEST)

@@ -170,6 +170,20 @@ class Relaxed:
         return np.where(self.usable, self.stage_totals.sum(2), NEVER)
 
     @cached_property
+    def piece_times(self) -> list[Ints]:
+        """For each stage, [T, O] ps that a piece adds to a rank at least: its part, where a host's link is shared."""
+        ours = self.instance
+        times = []
+        for s, fastest in enumerate(ours.slow.min(0).tolist()):
+            own = ours.cost[:, :, s] * fastest // PER_MILLE
+            if ours.shared[s]:
+                # Shares of a row split over all ranks may all lie on one rank of a host.
+                alone = (ours.width == 1) | (ours.divisible & self.everywhere)
+                own = np.where(alone, own // int(ours.host_sizes.max()), own)
+            times.append(own)
+        return times
+
+    @cached_property
     def base_total(self) -> int:
         """rank-ps of what is there already."""
         return int(self.base_totals.sum())

@@ -67,11 +67,13 @@ class _Search:
         if proof is not None:
             return _nothing(Status.NONE_EXISTS, proof)
         kinds = kinds_of(self.relaxed)
-        for some in kinds:
-            if some.bound(self.relaxed) >= self.cost:
-                break
-            self._search(some)
-        complete = self._enumerate()
+        complete = self._enumerate(FEW_PARTS // 4)
+        if not complete:
+            for some in kinds:
+                if some.bound(self.relaxed) >= self.cost:
+                    break
+                self._search(some)
+            complete = self._enumerate(FEW_PARTS * self.effort)
         if self.best is None:
             return (
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
@@ -103,7 +105,10 @@ class _Search:
                 packing = self._pack(option)
                 if packing is None:
                     continue
-                packing, cost = exchange(self.relaxed, packing, (24 if self.large else 40) * self.effort)
+                rounds, enough = (
+                    (24 * self.effort, average + average // GOOD) if self.large else (40 * self.effort, 0)
+                )
+                packing, cost = exchange(self.relaxed, packing, rounds, enough)
                 starts[option.tobytes()] = cost, packing
                 self._offer(packing)
                 break
@@ -147,12 +152,12 @@ class _Search:
             packing = None if forced is None else repair(relaxed, forced, 200 * self.effort)
         return packing
 
-    def _enumerate(self) -> bool:
+    def _enumerate(self, parts: int) -> bool:
         """Whether every arrangement was judged, so that the best one is known to be."""
         instance = self.instance
         if instance.tables > FEW_TABLES or instance.ranks > FEW_RANKS:
             return False
-        found = enumerate_all(self.relaxed, self.cost, FEW_PARTS * self.effort)
+        found = enumerate_all(self.relaxed, self.cost, parts)
         if found is None:
             return False
         if found.option is not None:
