@@ -12,8 +12,9 @@ import pytest
 from tilerec.errors import ConfigError
 from tilerec.planner.cuts import even_pieces, row_cuts, sizes_of_shares
 from tilerec.planner.instance import SHARE, evaluate
-from tilerec.planner.options import Limits, Problem, Way, build, enumerate_options
+from tilerec.planner.options import Problem, build
 from tilerec.planner.price import price
+from tilerec.planner.ways import Limits, Way, enumerate_options
 from tilerec.planner.workload import Reads, Skew, TableWork, Workload
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ShardingType

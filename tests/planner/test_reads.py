@@ -6,8 +6,8 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.options import Limits
 from tilerec.planner.reads import limits_of, reads_of
+from tilerec.planner.ways import Limits
 from tilerec.planner.workload import Reads
 from tilerec.spec.plan import ShardingType
 

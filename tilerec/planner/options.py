@@ -1,9 +1,7 @@
 """The ways to cut every table as an `Instance`, and the way back from a solution to tilings.
 
 Nouns
-  option   a way to cut a table: OPTIONS of them for every table, the same columns for all; `way`, pieces, width
-  width    ranks that hold each piece: 1, a host's, or all
-  limits   what a user allows for one table
+  option   a way to cut a table (`ways.py`): a column of the instance, the same for all tables
   group    row pieces on one host, whose rows are added there before they cross to another
 
 Everything is computed for one option of all tables at a time, by the formulas of `Model`; the same that `price` uses
@@ -16,66 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost import KEY_BYTES, NETWORK_STAGES, STAGES, Model
-from tilerec.planner.cuts import even_pieces, row_cuts, sizes_of_shares
+from tilerec.planner.cuts import even_pieces, row_cuts
 from tilerec.planner.instance import NO_CAP, Bools, Instance, Ints
 from tilerec.planner.portable import Floats
 from tilerec.planner.price import price
+from tilerec.planner.realise import sharding_of
+from tilerec.planner.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
 from tilerec.planner.workload import TableWork, Workload
-from tilerec.sharding.strategies import column_wise, data_parallel, grid, row_wise, table_wise
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
+from tilerec.spec.plan import ParameterSharding, ShardingType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
-
-COLUMN_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-ROW_SPLITS = (2, 4, 8, 16, 32)
-GRIDS = (2, 3, 4, 6, 8, 16)
-MIN_PARTITION = 32
-"""Columns of the narrowest column tile, unless limits say else."""
 
 PICO = 1e12
 CHARGES = ("exchange", "replicas", "hosts", "row sums", "partly filled")
 _MOST = 1 << 52
-
-
-class Way(Enum):
-    """How an option cuts."""
-
-    COPIES = "copies"
-    WHOLE = "whole"
-    COLUMNS = "columns"
-    ROWS = "rows"
-    GRID = "grid"
-
-
-class Option(NamedTuple):
-    """pieces: column tiles, ranges of rows over single ranks, or hosts of a grid."""
-
-    way: Way
-    pieces: int
-    width: int
-
-    def __str__(self) -> str:
-        over = {1: ""}.get(self.width, f" over {self.width} ranks")
-        return self.way.value + (f" x {self.pieces}" if self.pieces > 1 else "") + over
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is allowed for a table.
-
-    types: sharding types; () for all. min_partition: least columns of a column tile. ranks: where its pieces may lie.
-    """
-
-    types: Sequence[ShardingType] = ()
-    min_partition: int | None = None
-    ranks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,36 +55,10 @@ class Problem:
             places: ranks, or hosts, of the pieces; () for all ranks.
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
-        return _sharding(
-            self.tables[table], self.options[option], places, shares, self.model.workload, self.model.topology
+        model = self.model
+        return sharding_of(
+            self.tables[table], self.options[option], places, shares, model.workload, model.topology
         )
-
-
-def enumerate_options(topology: Topology, dims: Sequence[int]) -> tuple[Option, ...]:
-    """The columns of an instance on a topology, for tables of these dims."""
-    ranks, sizes = topology.world_size, sorted({len(host) for host in topology.host_ranks})
-    options = [Option(Way.WHOLE, 1, 1)]
-    if ranks == 1:
-        return tuple(options)
-    options.append(Option(Way.COPIES, 1, ranks))
-    distinct = sorted(set(dims))
-    options += [
-        Option(Way.COLUMNS, k, 1)
-        for k in COLUMN_SPLITS
-        if k <= ranks and any(d % k == 0 < d // k for d in distinct)
-    ]
-    options += [Option(Way.ROWS, k, 1) for k in ROW_SPLITS if k < ranks]
-    options.append(Option(Way.ROWS, 1, ranks))
-    if topology.host_count > 1:
-        for n in sizes:
-            if n == 1:
-                continue
-            options.append(Option(Way.ROWS, 1, n))
-            hosts = sum(len(host) == n for host in topology.host_ranks)
-            options += [
-                Option(Way.GRID, k, n) for k in GRIDS if k <= hosts and any(d % k == 0 for d in distinct)
-            ]
-    return tuple(options)
 
 
 def build(
@@ -263,7 +194,7 @@ class _Builder:
         for t, limit in self._limited():
             if limit.types:
                 there[t] &= np.array(
-                    [_is_of(option, limit.types, self.ranks, self.hosts) for option in options]
+                    [is_of(option, limit.types, self.ranks, self.hosts) for option in options]
                 )
             if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
                 there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
@@ -502,67 +433,3 @@ class _Builder:
             cost[:, 0] += int(np.rint(priced.calls * PICO))
             memory += priced.memory
         return cost, memory
-
-
-def _is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int) -> bool:
-    """Whether an option is one of these sharding types."""
-    kind = ShardingType
-    if option.way is Way.ROWS and option.width == ranks and hosts == 1:
-        # On one host, rows over all its ranks go by three names.
-        own = {kind.ROW_WISE, kind.TABLE_ROW_WISE, kind.GRID_SHARD}
-    elif option.way is Way.ROWS:
-        own = {kind.TABLE_ROW_WISE} if 1 < option.width < ranks else {kind.ROW_WISE}
-    else:
-        own = {
-            Way.COPIES: {kind.DATA_PARALLEL},
-            Way.WHOLE: {kind.TABLE_WISE},
-            Way.COLUMNS: {kind.COLUMN_WISE, kind.TABLE_COLUMN_WISE},
-            Way.GRID: {kind.GRID_SHARD},
-        }[option.way]
-    return not own.isdisjoint(types)
-
-
-def _sharding(
-    work: TableWork, option: Option, places: Sequence[int], shares: Ints | None, workload: Workload,
-    topology: Topology,
-) -> ParameterSharding:  # fmt: skip
-    name, rows, dim = work.name, work.rows, work.dim
-    kind, sizes = ShardingType, None
-    ranks: tuple[int, ...]
-    if option.way is Way.COPIES:
-        ranks = tuple(range(topology.world_size))
-    elif option.width == 1:
-        ranks = tuple(places)
-    elif len(places):
-        ranks = tuple(r for host in places for r in sorted(topology.ranks_of(host)))
-    else:
-        ranks = tuple(range(topology.world_size))
-    one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
-    if option.way is Way.COPIES:
-        return _made(kind.DATA_PARALLEL, data_parallel(name, rows, dim, ranks, topology), ranks, work)
-    if option.way is Way.WHOLE:
-        return _made(kind.TABLE_WISE, table_wise(name, rows, dim, ranks, topology), ranks, work)
-    if option.way is Way.COLUMNS:
-        # Blocks that share a rank lie side by side, and are one tile.
-        ranks = tuple(sorted(ranks))
-        found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
-        return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
-    if option.way is Way.GRID:
-        return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
-    if shares is not None:
-        sizes = sizes_of_shares(rows, np.asarray(shares))
-    elif work.skew is not None and work.skew.ordered:
-        t = workload.names.index(name)
-        sizes = np.diff(row_cuts(workload, np.array([t]), len(ranks))[0]).tolist()
-    elif len(set(ranks)) < len(ranks):
-        sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
-    found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
-    return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
-
-
-def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
-    kernel = EmbeddingComputeKernel.DENSE if work.optimizer is None else EmbeddingComputeKernel.FUSED
-    return ParameterSharding(
-        kind, kernel, ranks, tiling=tiling, wire=work.wire, data_type=work.data_type,
-        ids_per_bag=work.ids_per_bag,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.options import Limits
+from tilerec.planner.ways import Limits
 from tilerec.planner.workload import Reads
 
 BATCH_SIZE = 512
