@@ -42,7 +42,7 @@ class TableEntry:
         path, name: the module that holds it, and the table.
         rows, dim, data_type: of the table; `data_type` is a word such as "fp32".
         bytes: of all ranks together, with optimizer state or dense gradients, and buffers.
-        sharding_type: its word in the plan. option: what the search called it ("columns x 4"); "pinned" if it was given.
+        sharding_type: its word in the plan. option: what the search called it ("columns x 4"), or "pinned".
         tiling: where its cells are.
         owner_ps: [S] what it adds on the rank that holds most of it. home_ps: [S] what it adds on every rank, for the
             rank's own batch. Both () where that is unknown.
@@ -202,7 +202,8 @@ class PlanReport:
             )
         if data["version"] != VERSION:
             raise ConfigError(
-                f"PlanReport JSON: version {data['version']!r} is not {VERSION}, the one this release reads; plan again."
+                f"PlanReport JSON: version {data['version']!r} is not {VERSION}, the one that this release reads; plan "
+                "again."
             )
         try:
             if tuple(data["columns"]) != _COLUMNS or tuple(data["tiers"]) != TIERS:
