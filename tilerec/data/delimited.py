@@ -97,11 +97,15 @@ class Block:
 
 @dataclass
 class RowCount:
-    """What one pass over a file met: good rows, bad rows left out, and what the first few of those were."""
+    """What one pass over a file met: good rows, bad rows left out, and what the first few of those were.
+
+    `bytes_read` is how far into the file, as it is stored, the pass has come.
+    """
 
     rows: int = 0
     skipped: int = 0
     examples: list[str] = field(default_factory=list)
+    bytes_read: int = 0
 
     def skip(self, message: str) -> None:
         self.skipped += 1
@@ -154,7 +158,7 @@ class DelimitedFile:
         layout: tuple[str, ...] | None = None
         if not self._header:
             layout = tuple(column.name for column in self.columns)
-        for first_line, text in self._texts():
+        for first_line, text in self._texts(counted):
             if layout is None:
                 end = text.find(b"\n")
                 end = len(text) - 1 if end < 0 else end
@@ -173,12 +177,13 @@ class DelimitedFile:
 
     # Lines -----------------------------------------------------------------------------------------------------
 
-    def _texts(self) -> Iterator[tuple[int, bytes]]:
+    def _texts(self, count: RowCount) -> Iterator[tuple[int, bytes]]:
         """(number of the first line, whole lines) until the end of the file."""
         line = 1
         rest = b""
         with self._open() as stream:
             while chunk := self._chunk(stream, line + rest.count(b"\n")):
+                count.bytes_read = stream.stored_place() if isinstance(stream, _Gzip) else stream.tell()
                 if line == 1 and not rest:
                     chunk = chunk.removeprefix(b"\xef\xbb\xbf")
                 end = chunk.rfind(b"\n") + 1
@@ -197,14 +202,14 @@ class DelimitedFile:
         if rest:
             yield line, rest
 
-    def _chunk(self, stream: BinaryIO, line: int) -> bytes:
+    def _chunk(self, stream: BinaryIO | _Gzip, line: int) -> bytes:
         """About `block_bytes` of text, empty at the end of the file; `line` is the number of the line it starts in."""
         parts: list[bytes] = []
         size = 0
         # read1 gives what could be unpacked before damage, so that the error can name the line.
         while size < self._block_bytes:
             try:
-                part = stream.read1(self._block_bytes - size)  # type: ignore[attr-defined]
+                part = stream.read1(self._block_bytes - size)  # type: ignore[union-attr]
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 line += sum(part.count(b"\n") for part in parts)
                 raise InputError(
@@ -217,7 +222,7 @@ class DelimitedFile:
             size += len(part)
         return b"".join(parts)
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> BinaryIO | _Gzip:
         try:
             stream = self.path.open("rb")
         except OSError as error:
@@ -225,7 +230,7 @@ class DelimitedFile:
         magic = stream.read(2)
         stream.seek(0)
         if magic == b"\x1f\x8b":
-            return _Gzip(stream)  # type: ignore[return-value]
+            return _Gzip(stream)
         return stream
 
     def _names(self) -> str:
@@ -392,6 +397,10 @@ class _Gzip(gzip.GzipFile):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(fileobj=stream, mode="rb")
         self._under = stream
+
+    def stored_place(self) -> int:
+        """Bytes read of the file under it."""
+        return self._under.tell()
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tilerec.data.ids import Ids, IdSource, open_ids
+from tilerec.data.statistics import FeatureStatistics, Statistics, gather
+from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.workload import Skew
+from tilerec.spec.table import EmbeddingBagConfig
+
+
+class _Blocks(IdSource):
+    def __init__(self, blocks: list[dict[str, Ids]], table_rows: bool = False) -> None:
+        super().__init__("blocks", table_rows=table_rows)
+        self._blocks = blocks
+
+    def blocks(self):
+        for block in self._blocks:
+            self.count.rows += len(next(iter(block.values())).lengths)
+            yield block
+
+
+def _zipf(exponent: float, population: int, draws: int) -> np.ndarray:
+    cdf = np.cumsum(np.arange(1, population + 1, dtype=np.float64) ** -exponent)
+    return np.searchsorted(cdf / cdf[-1], np.random.default_rng(1).random(draws))
+
+
+def test_a_stream_is_told_within_the_sketches_errors() -> None:
+    draws = 400_000
+    stream = _zipf(1.1, 100_000, draws)
+    lengths = np.full(1_000, 4)
+    parts = stream.reshape(-1, 4_000)
+    one = gather(_Blocks([{"f": Ids(part, lengths)} for part in parts], table_rows=True)).features["f"]
+    true = Counter(stream.tolist())
+    assert (one.samples, one.ids, one.ids_per_sample) == (100_000, draws, 4.0)
+    assert abs(one.distinct - len(true)) <= 4 * one.distinct_error * len(true)
+    assert one.exponent == pytest.approx(1.1, abs=0.03)
+    assert one.population == pytest.approx(100_000, rel=0.15)
+    assert [key for key, _ in one.heavy[:10]] == [key for key, _ in true.most_common(10)]
+    for key, count in one.heavy:
+        assert count <= true[key] <= count + one.heavy_error
+    assert one.ordered
+
+
+def test_texts_keep_their_names_and_numbers_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("word,tags\n" + "the,a b\n" * 50 + "of,\n" * 30 + "Ünicode,c\n")
+    found = gather(open_ids(path, features=["word", "tags"], separator=" ", block_bytes=64))
+    assert found.features["word"].heavy == (("the", 50), ("of", 30), ("Ünicode", 1))
+    tags = found.features["tags"]
+    assert sorted(tags.heavy) == [("a", 50), ("b", 50), ("c", 1)]
+    assert (tags.empty, tags.longest, tags.ids, tags.distinct) == (30, 2, 101, 3)
+    assert (found.rows, found.skipped, found.table_rows) == (81, 0, False)
+
+
+def test_names_are_right_where_counters_come_and_go(tmp_path: Path) -> None:
+    # 6,000 different words through 2,048 counters, in blocks of a few lines.
+    words = [f"w{i}" for i in range(6_000)] + ["often"] * 3_000 + ["seldom"] * 500
+    order = np.random.default_rng(0).permutation(len(words))
+    path = tmp_path / "x.csv"
+    path.write_text("w\n" + "\n".join(words[i] for i in order) + "\n")
+    one = gather(open_ids(path, features=["w"], block_bytes=4096)).features["w"]
+    assert [name for name, _ in one.heavy[:2]] == ["often", "seldom"]
+    assert len({name for name, _ in one.heavy}) == len(one.heavy)
+
+
+def test_data_sets_are_counted_as_training_reads_them() -> None:
+    from tilerec.data.ids import BatchIds
+
+    clicks = SyntheticClicks(
+        [PowerLawFeature("a", 1_000, 1.2, 1, 3), PowerLawFeature("b", 50, 0.0, 1, 1)],
+        num_dense=1, train_rows=20_000, held_out_rows=10, seed=0,
+    )  # fmt: skip
+    found = gather(BatchIds(lambda: clicks.train(1_000), "clicks"))
+    assert found.table_rows
+    assert found.rows == 20_000
+    assert found.features["a"].ids_per_sample == pytest.approx(2.0, abs=0.02)
+    # The continuous law that clicks are drawn from is flatter than Zipf's at its head.
+    assert found.features["a"].exponent == pytest.approx(1.2, abs=0.15)
+    assert found.features["a"].population == pytest.approx(1_000, rel=0.05)
+    assert not found.features["a"].ordered
+    assert (found.features["b"].distinct, found.features["b"].population) == (50, 50)
+    assert found.features["b"].exponent < 0.1
+
+
+def test_the_file_round_trips_and_is_the_same_each_time(tmp_path: Path) -> None:
+    def made() -> Statistics:
+        return gather(_Blocks([{"f": Ids(_zipf(1.0, 500, 5_000), np.ones(5_000, np.int64))}]))
+
+    made().save(tmp_path / "a.json")
+    made().save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert Statistics.load(tmp_path / "a.json") == made()
+
+
+def _feature(**changes: object) -> FeatureStatistics:
+    given = {
+        "samples": 10, "ids": 25, "empty": 0, "longest": 3, "distinct": 20, "distinct_error": 0.01, "population": 30,
+        "exponent": 1.0, "distance": 0.0, "ordered": True, "heavy": (), "heavy_error": 0,
+    }  # fmt: skip
+    return FeatureStatistics(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_skew_is_that_of_a_tables_rows() -> None:
+    assert _feature().skew(1_000, table_rows=True) == Skew(30, 1.0, True)
+    # Raw values are hashed: their order is lost, and values share rows where there are fewer.
+    assert _feature().skew(1_000, table_rows=False) == Skew(30, 1.0, False)
+    assert _feature().skew(10, table_rows=False) == Skew(10, 1.0, False)
+    assert _feature(population=1_500).skew(1_000, table_rows=False) == Skew(777, 1.0, False)
+    assert _feature(ids=0).skew(10, table_rows=True) is None
+
+
+def test_tables_get_what_is_known_of_their_features() -> None:
+    seen = Statistics("x", 10, 0, True, {"a": _feature(), "b": _feature(ids=5, population=5)})
+    tables = [
+        EmbeddingBagConfig(100, 8, "t", feature_names=["a", "b", "c"]),
+        EmbeddingBagConfig(100, 8, "unseen", feature_names=["d"]),
+        EmbeddingBagConfig(100, 8, "said", feature_names=["b"]),
+    ]
+    like = {"said": ParameterConstraints(["row_wise"], pooling_factors=[7.0])}
+    found = seen.constraints(tables, like=like)
+    assert set(found) == {"t", "said"}
+    assert found["t"].pooling_factors == (2.5, 0.5, 1.0)
+    assert found["said"].pooling_factors == (7.0,)
+    assert found["said"].types_allowed() == like["said"].types_allowed()
+    if any(f.name == "skew" for f in fields(ParameterConstraints)):
+        assert found["t"].skew == Skew(30, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "something else"),
+        ('{"version": 99, "features": {}}', "version 99"),
+        ('{"version": 1, "features": {"a": {"ids": 3}}}', "cannot be read"),
+        ('{"version": 1, "features": 3}', "cannot be read"),
+    ],
+)
+def test_files_that_are_no_statistics_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Statistics.load(tmp_path / "s.json")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Statistics.load(tmp_path / "none.json")
+
+
+def test_json_has_a_line_for_each_feature(tmp_path: Path) -> None:
+    Statistics("x", 1, 0, False, {"</script>": _feature(), "b": _feature()}).save(tmp_path / "s.json")
+    text = (tmp_path / "s.json").read_text()
+    assert list(json.loads(text)["features"]) == ["</script>", "b"]
+    assert sum('"samples"' in line for line in text.splitlines()) == 2

@@ -1,0 +1,291 @@
+"""What a data set's ids are like, from one pass in bounded memory: what a planner wants to know of them.
+
+Nouns
+  source      ids, block by block (`tilerec/data/ids.py`)
+  feature     one key: samples, ids, how many different ones, which are frequent, and the power law they follow
+  statistics  those of all features; a JSON file
+
+Memory per feature: 2^14 bytes of registers and 2,048 counters, whatever the length of the stream.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as arrow
+
+from tilerec.data.heavy_hitters import HeavyHitters
+from tilerec.data.hyperloglog import HyperLogLog
+from tilerec.data.ids import Ids, IdSource, Progress
+from tilerec.data.rows import hash_values
+from tilerec.data.zipf import fit
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.workload import Skew
+
+VERSION = 1
+SHOWN = 32  # heavy hitters in the file
+_LABEL_BYTES = 64
+
+
+class ReadTable(Protocol):
+    """What `Statistics.constraints` asks of a table: an `EmbeddingBagConfig` or an `EmbeddingConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_embeddings(self) -> int: ...
+    @property
+    def feature_names(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class FeatureStatistics:
+    """One feature's ids.
+
+    Attributes:
+        samples, ids: how many there were.
+        empty: samples without an id. longest: the most ids of a sample.
+        distinct: different ids, about; distinct_error is the standard error, as a share.
+        population: different ids there are, those that have not occurred included: what a power law that fits says.
+        exponent: of Zipf's law; 0 if ids are even, or too few to tell.
+        distance: how far the law is off, as a share of all ids (`ZipfFit.distance`).
+        ordered: ids are numbered by frequency, the most frequent first.
+        heavy: (id, count) of the most frequent ones; counts are low by at most heavy_error.
+    """
+
+    samples: int
+    ids: int
+    empty: int
+    longest: int
+    distinct: int
+    distinct_error: float
+    population: int
+    exponent: float
+    distance: float
+    ordered: bool
+    heavy: tuple[tuple[int | str, int], ...]
+    heavy_error: int
+
+    @property
+    def ids_per_sample(self) -> float:
+        """The pooling factor."""
+        return self.ids / self.samples if self.samples else 0.0
+
+    def skew(self, rows: int, *, table_rows: bool) -> Skew | None:
+        """The law on a table of so many rows; None where there were no ids.
+
+        More values than rows share rows: R (1 - (1 - 1/R)^D) of R rows are then expected to be read at all.
+
+        Args:
+            table_rows: ids were rows already.
+        """
+        if not self.ids:
+            return None
+        distinct = min(self.population, rows)
+        if self.population > rows > 1 and not table_rows:
+            distinct = max(1, round(rows * -math.expm1(self.population * math.log1p(-1.0 / rows))))
+        return Skew(distinct, self.exponent, self.ordered and table_rows)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """All features' statistics.
+
+    Attributes:
+        source: what was read. rows: samples; skipped: bad lines left out.
+        table_rows: ids are rows of tables; otherwise raw values.
+        features: by name.
+    """
+
+    source: str
+    rows: int
+    skipped: int
+    table_rows: bool
+    features: Mapping[str, FeatureStatistics]
+
+    def constraints(
+        self, tables: Iterable[ReadTable], *, like: Mapping[str, ParameterConstraints] | None = None
+    ) -> dict[str, ParameterConstraints]:
+        """What is known about each table's ids, for `EmbeddingShardingPlanner(constraints=…)`.
+
+        A table gets the pooling factors of its features and the skew of the one with the most ids. What `like` says
+        of a table stays; a table none of whose features was seen gets nothing.
+
+        Args:
+            tables: configs with `name`, `num_embeddings` and `feature_names`.
+            like: constraints to add to.
+        """
+        found = dict(like or {})
+        takes_skew = any(f.name == "skew" for f in fields(ParameterConstraints))
+        for table in tables:
+            seen = [self.features[name] for name in table.feature_names if name in self.features]
+            if not seen:
+                continue
+            old = found.get(table.name, ParameterConstraints())
+            said = {f.name: getattr(old, f.name) for f in fields(ParameterConstraints)}
+            if said["pooling_factors"] is None:
+                # A feature that was not seen counts one id per bag, as it does unsaid.
+                said["pooling_factors"] = [
+                    round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0
+                    for name in table.feature_names
+                ]
+            if takes_skew and said["skew"] is None:
+                most = max(seen, key=lambda s: s.ids)
+                said["skew"] = most.skew(table.num_embeddings, table_rows=self.table_rows)
+            found[table.name] = ParameterConstraints(**said)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values."""
+        out = {"version": VERSION, **asdict(self)}
+        for name, one in self.features.items():
+            out["features"][name]["heavy"] = [list(pair) for pair in one.heavy]
+        return out
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Statistics:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: these are no statistics, or ones of another version.
+        """
+        if not isinstance(data, Mapping) or "version" not in data or "features" not in data:
+            raise ConfigError(
+                "Statistics JSON: wanted an object with version and features; this is something else."
+            )
+        if data["version"] != VERSION:
+            raise ConfigError(
+                f"Statistics JSON: version {data['version']!r} is not {VERSION}, which this release reads; count again."
+            )
+        try:
+            features = {
+                name: FeatureStatistics(**{**one, "heavy": tuple((v, c) for v, c in one["heavy"])})
+                for name, one in data["features"].items()
+            }
+            return Statistics(data["source"], data["rows"], data["skipped"], data["table_rows"], features)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"Statistics JSON: it cannot be read ({error!r}); count again.") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, one line per feature."""
+        data = self.to_json()
+        head = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "features"]
+        body = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in data["features"].items()]
+        text = "\n".join(["{", *head, ' "features": {', ",\n".join(body), " }", "}", ""])
+        Path(path).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Statistics:
+        """Read a file that `save` wrote."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"Statistics: {path} cannot be opened ({error.strerror}); check the path."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"Statistics: {path} is not JSON: {error}.") from error
+        return Statistics.from_json(data)
+
+
+def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) -> Statistics:
+    """Read a source once.
+
+    Args:
+        watch: called after every block.
+    """
+    counters: dict[str, _Counter] = {}
+    for block in source.blocks():
+        for name, ids in block.items():
+            if name not in counters:
+                counters[name] = _Counter()
+            counters[name].add(ids)
+        if watch is not None:
+            watch(source.progress)
+    found = {name: counter.found() for name, counter in counters.items()}
+    return Statistics(source.name, source.count.rows, source.count.skipped, source.table_rows, found)
+
+
+class _Counter:
+    """One feature's sketches while it is read."""
+
+    def __init__(self) -> None:
+        self._samples = self._ids = self._empty = self._longest = 0
+        self._distinct = HyperLogLog()
+        self._heavy = HeavyHitters()
+        self._texts: dict[int, str] = {}  # of the keys that have a counter
+        self._textual = False
+
+    def add(self, ids: Ids) -> None:
+        lengths_n = ids.lengths
+        self._samples += len(lengths_n)
+        self._ids += len(ids.values)
+        self._empty += int((lengths_n == 0).sum())
+        self._longest = max(self._longest, int(lengths_n.max(initial=0)))
+        if not len(ids.values):
+            return
+        if isinstance(ids.values, np.ndarray):
+            keys_n, counts_n = np.unique(ids.values, return_counts=True)
+            self._distinct.add(hash_values(keys_n))
+            self._heavy.add(keys_n, counts_n)
+            return
+        self._textual = True
+        # Each text of the block is hashed once.
+        table = arrow.value_counts(ids.values)
+        texts, counts = table.field("values"), table.field("counts").to_numpy()
+        hashes_n = hash_values(texts)
+        self._distinct.add(hashes_n)
+        keys_n = hashes_n.view(np.int64)
+        order = np.argsort(keys_n, kind="stable")
+        self._heavy.add(keys_n[order], counts[order])
+        self._name(texts, keys_n[order], order)
+
+    def _name(self, texts: pa.BinaryArray, sorted_n: Any, order: Any) -> None:
+        """Keep the texts of keys that have counters, and of no others."""
+        held = self._heavy.keys.tolist()
+        place = np.minimum(np.searchsorted(sorted_n, self._heavy.keys), len(sorted_n) - 1).tolist()
+        named: dict[int, str] = {}
+        for key, at in zip(held, place, strict=True):
+            text = self._texts.get(key)
+            if text is None:
+                # New to the counters, so it is of this block.
+                text = texts[int(order[at])].as_py()[:_LABEL_BYTES].decode("utf-8", "replace")
+            named[key] = text
+        self._texts = named
+
+    def found(self) -> FeatureStatistics:
+        distinct = self._distinct.count()
+        keys, counts = self._heavy.top(SHOWN)
+        _, all_counts = self._heavy.top(len(self._heavy.keys))
+        # Of counts that are low by as much as `error`, those that it changes by a tenth at most.
+        sure = all_counts[all_counts >= 10 * self._heavy.error]
+        law = fit(sure, self._ids, min(distinct, float(self._ids)))
+        names: list[int | str] = [self._texts[k] for k in keys.tolist()] if self._textual else keys.tolist()
+        return FeatureStatistics(
+            samples=self._samples,
+            ids=self._ids,
+            empty=self._empty,
+            longest=self._longest,
+            distinct=min(round(distinct), self._ids),
+            distinct_error=round(self._distinct.standard_error, 6),
+            population=law.population if self._ids else 0,
+            exponent=law.exponent,
+            distance=law.distance,
+            ordered=not self._textual and _ordered(keys),
+            heavy=tuple(zip(names, counts.tolist(), strict=True)),
+            heavy_error=self._heavy.error,
+        )
+
+
+def _ordered(most_frequent: Any) -> bool:
+    """Whether the most frequent ids are the lowest: nine of ten of the first k are below 2 k, and k is 16 or more."""
+    k = len(most_frequent)
+    return bool(k >= 16 and int(((most_frequent >= 0) & (most_frequent < 2 * k)).sum()) * 10 >= 9 * k)
