@@ -7,6 +7,7 @@ tilerec train synthetic --set train.batch_size=4096 --show
 tilerec train synthetic --nproc 2                   tables sharded over two processes
 torchrun --nproc-per-node 2 -m tilerec train synthetic
 tilerec calibrate --nproc 2 --out topology.json     this machine's speeds, for the planner
+tilerec stats ml-latest-small --out stats.json      what its ids are like, for the planner
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.data.ids import BatchIds, IdSource, open_ids
+from tilerec.data.statistics import Statistics, gather
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.planner.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
@@ -145,6 +149,98 @@ def calibrate(
         _print_error(error)
         raise typer.Exit(1) from None
     _console().print(Text(f"wrote {out}: the speeds of {nproc} {device} ranks"), soft_wrap=True)
+
+
+@app.command()
+def stats(
+    data: Annotated[
+        str | None, typer.Argument(help="A file or folder: Criteo, MovieLens, delimited text or Parquet.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file to write; `tilerec plan` reads it.")] = Path(
+        "stats.json"
+    ),
+    recipe: Annotated[
+        str | None, typer.Option(help="Count what this recipe trains on instead: the rows its ids become.")
+    ] = None,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", help="auto, criteo, movielens, delimited or parquet. auto: by name and header."
+        ),
+    ] = "auto",
+    features: Annotated[
+        str, typer.Option(help="Columns with ids, by comma. Default: those of the format.")
+    ] = "",
+    separator: Annotated[str, typer.Option(help="Between the ids of one field of delimited text.")] = "",
+    on_bad_row: Annotated[
+        str, typer.Option(help="Malformed lines: 'error' stops, 'skip' leaves them out and counts them.")
+    ] = "error",
+) -> None:
+    """Read a data set once and write what its ids are like: how many, how many different, how uneven."""
+    try:
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
+        names = tuple(name.strip() for name in features.split(",") if name.strip())
+        source: IdSource
+        if recipe is not None:
+            if names or separator or format_ != "auto":
+                raise ConfigError("--recipe knows its data; leave out --features, --separator and --format.")
+            run = override_all(make_run(recipe, data), [f"data.on_bad_row={on_bad_row}"] if data else [])
+            dataset = run.data.open()
+            source = BatchIds(lambda: dataset.train(run.train.batch_size), f"recipe {recipe}")
+        elif data is None:
+            raise ConfigError(
+                "DATA is missing: give a file or folder, or --recipe for one that makes its own."
+            )
+        else:
+            source = open_ids(
+                data,
+                format=format_,  # type: ignore[arg-type] # both words are checked
+                features=names,
+                separator=separator,
+                on_bad_row=on_bad_row,  # type: ignore[arg-type]
+            )
+        found = _gathered(source)
+        found.save(out)
+    except TilerecError as error:
+        _print_error(error)
+        raise typer.Exit(1) from None
+    _console().print(_stats_table(found))
+    skipped = f", {found.skipped:,} malformed lines left out" if found.skipped else ""
+    _console().print(Text(f"wrote {out}: {found.rows:,} samples{skipped}"), soft_wrap=True)
+
+
+def _gathered(source: IdSource) -> Statistics:
+    """Read a source under a progress bar, where somebody looks."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:,} samples"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("read", total=source.progress.total or None, rows=0)
+        return gather(
+            source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows)
+        )
+
+
+def _stats_table(found: Statistics) -> Table:
+    table = Table("feature", "ids per sample", "different", "expected", "exponent", "off by", "most frequent")
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    for name, one in found.features.items():
+        heavy = ", ".join(f"{str(value)[:16]} {100 * count / one.ids:.1f}%" for value, count in one.heavy[:1])
+        cells = (
+            f"{one.ids_per_sample:.3g}",
+            f"{one.distinct:,}",
+            f"{one.population:,}",
+            f"{one.exponent:.2f}",
+            f"{100 * one.distance:.1f}%",
+        )
+        table.add_row(Text(name), *cells, Text(heavy))
+    return table
 
 
 def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
