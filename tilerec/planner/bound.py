@@ -69,7 +69,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     return sorted(found, key=lambda kinds: kinds.bound(relaxed))
 
 
-def certify(relaxed: Relaxed, kinds: Kinds, upper: int, effort: int = 1) -> int:
+def certify(relaxed: Relaxed, kinds: Kinds, upper: int) -> int:
     """ps that no plan of these kinds is below; looks no further than `upper` ps.
 
     Tables × options beyond SMALL are judged by averages and their largest pieces only: the pieces are small there.
@@ -82,18 +82,13 @@ def certify(relaxed: Relaxed, kinds: Kinds, upper: int, effort: int = 1) -> int:
     views = _views(relaxed, kinds, 5 if small else 0)
     slices = SLICES if small else 1
     top = start
-    # Views by what they give alone, in one slice; the best ones in all slices.
-    alone = sorted(
-        ((_bisect(relaxed, kinds, views, view, top, upper, 1), -i) for i, view in enumerate(views)),
-        reverse=True,
-    )
-    if alone:
-        top = max(top, alone[0][0])
-    if slices > 1:
-        for _, i in alone[: 2 + effort]:
-            if top >= upper:
-                break
-            top = max(top, _bisect(relaxed, kinds, views, views[-i], top, upper, slices))
+    for step in (8, 256):
+        # A view is worth a bisection if it raises the bound at all; asking costs little where it does not.
+        for view in views:
+            if top < upper and _none_at(
+                relaxed, kinds, views, view, min(top + top // step + 1, upper), slices
+            ):
+                top = _bisect(relaxed, kinds, views, view, top, upper, slices)
     return top + kinds.charge
 
 

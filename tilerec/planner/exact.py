@@ -38,7 +38,8 @@ class Ways:
 def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
     """All ways of a table, or None if there are more than `at_most`."""
     instance = relaxed.instance
-    options, places, work, memory, bits = [], [], [], [], []
+    options, work, memory, bits = [], [], [], []
+    places: list[tuple[int, ...]] = []
     for o in np.flatnonzero(relaxed.usable[table]).tolist():
         width, pieces = int(instance.width[table, o]), int(instance.pieces[table, o])
         where: list[tuple[int, ...]] = [()]

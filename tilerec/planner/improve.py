@@ -177,9 +177,9 @@ class _Exchange:
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
             a, b = heavy[start : start + chunk], light[start : start + chunk]
-            pieces, ranks = self._splits(a, b, slots, judge) if split else self._swaps(a, b, slots, judge)
+            pieces, where = self._splits(a, b, slots, judge) if split else self._swaps(a, b, slots, judge)
             moved.append(pieces)
-            to.append(ranks)
+            to.append(where)
         pieces = np.concatenate(moved)
         self.rank[pieces] = np.concatenate(to)
         return bool(len(pieces))

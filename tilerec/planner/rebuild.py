@@ -45,7 +45,7 @@ class _Choices:
     """Options of one table that lie on bins of one kind.
 
     Args:
-        option: [J]. pieces: [J]. time: [J, S] ps of a piece. memory: [J, M]. fair: [J] ps averaged over ranks, with home.
+        option: [J]. pieces: [J]. time: [J, S] ps of a piece. memory: [J, M]. fair: [J] ps, over all ranks, with home.
     """
 
     option: Ints
@@ -278,7 +278,8 @@ class _Rebuild:
         """The table with the option and places of the least price; False if none fits."""
         instance = self.instance
         bar = self.load.max(0)
-        best, found = np.inf, None
+        best: float = np.inf
+        found: tuple[int, tuple[int, ...]] | None = None
         some = self.uniform[t]
         whole = None if instance.allowed is None else instance.allowed[t]
         if some is not None and (whole is None or whole.all()):

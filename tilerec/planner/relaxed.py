@@ -153,7 +153,7 @@ class Relaxed:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.everywhere: Bools = instance.everywhere(instance.width)
+        self.everywhere: Bools = np.asarray(instance.everywhere(instance.width))
         self.uniform: Bools = self.everywhere & ~instance.divisible
         self.copies: Ints = instance.pieces * instance.width
         self.factor, self.base_totals = _weights(instance)
@@ -240,20 +240,22 @@ class Relaxed:
             usable &= (size <= most) | ours.divisible
         if ours.allowed is not None:
             whole = np.stack([ours.allowed[:, ranks].all(1) for ranks in ours.host_ranks], 1)
-            usable &= ~((width == 1) & ~ours.allowed.any(1)[:, None])
-            usable &= ~(self.everywhere & ~whole.all(1)[:, None])
+            one, all_ = np.logical_or.reduce(ours.allowed, 1), np.logical_and.reduce(ours.allowed, 1)
+            usable &= ~((width == 1) & ~one[:, None])
+            usable &= ~(self.everywhere & ~all_[:, None])
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
                 here = (width == n) & ~self.everywhere
-                usable &= ~(here & ~whole[:, ours.host_sizes == n].any(1)[:, None])
+                some = np.logical_or.reduce(whole[:, ours.host_sizes == n], 1)
+                usable &= ~(here & ~some[:, None])
         return usable
 
     def impossible(self) -> Proof | None:
         """A proof by memory alone that there is no plan, if this relaxation has one."""
         ours = self.instance
-        if np.any(self.room < 0) or np.any(self.host_room < 0):
-            over = np.minimum(self.room.min(0), self.host_room.min(0))
-            tier = int(over.argmin())
-            return Proof(tier, -int(over[tier]))
+        for room in (self.room, self.host_room):
+            if np.any(room < 0):
+                tier = int(room.min(0).argmin())
+                return Proof(tier, -int(room[:, tier].min()))
         stuck = np.flatnonzero(~self.usable.any(1))
         if len(stuck):
             t = int(stuck[0])

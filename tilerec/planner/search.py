@@ -79,11 +79,7 @@ class _Search:
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
             )
         best = self.best = level(self.instance, self.best, 64)
-        bound = (
-            best.cost
-            if complete
-            else min(certify(self.relaxed, some, best.cost, self.effort) for some in kinds)
-        )
+        bound = best.cost if complete else min(certify(self.relaxed, some, best.cost) for some in kinds)
         return evaluate(self.instance, best.option, best.places, best.rows, bound)
 
     @property

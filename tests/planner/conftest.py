@@ -1,21 +1,27 @@
-"""Small random instances for the tests of the search."""
+"""Small random instances for the tests of the search, as fixtures that make them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 
 from tilerec.planner.instance import Instance
 
 
-def small_instance(seed: int, divisible: bool = False) -> Instance:
+def _small_instance(seed: int, divisible: bool = False) -> Instance:
     """2 to 6 tables, 2 to 4 ranks; half of them memory-tight; hosts that differ, links that are shared, charges."""
     rng = np.random.default_rng(seed)
     tables, ranks = int(rng.integers(2, 7)), int(rng.integers(2, 5))
-    hosts = {2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 0, 1]], 4: [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]]}[ranks]
+    hosts = {2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 0, 1]], 4: [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]]}[
+        ranks
+    ]
     host_of = np.array(hosts[int(rng.integers(len(hosts)))])
     stages, tiers = int(rng.integers(1, 5)), int(rng.integers(1, 3))
     sizes = np.bincount(host_of)
-    kinds: list[tuple[int, int, float]] = [(ranks, 1, 1.0), (1, 1, 1.0), (1, 2, 0.5), (1, 4, 0.25), (ranks, 1, 1 / ranks)]
+    kinds: list[tuple[int, int, float]] = [(ranks, 1, 1.0), (1, 1, 1.0), (1, 2, 0.5), (1, 4, 0.25)]
+    kinds += [(ranks, 1, 1 / ranks)]
     kinds += [(int(n), 1, 1 / n) for n in np.unique(sizes) if 1 < n < ranks]
     kinds += [(int(n), 2, 0.5 / n) for n in np.unique(sizes) if 1 < n < ranks]
     options = len(kinds) * tiers
@@ -66,7 +72,7 @@ def small_instance(seed: int, divisible: bool = False) -> Instance:
     )
 
 
-def planted_instance(tables: int, ranks: int, fill: float, seed: int, splits: bool = True) -> Instance:
+def _planted_instance(tables: int, ranks: int, fill: float, seed: int, splits: bool = True) -> Instance:
     """Tables that fill every rank to `fill` of its memory in one arrangement that is known to exist.
 
     Each lies whole on one rank there; with `splits` it may also be cut in two or four.
@@ -95,3 +101,13 @@ def planted_instance(tables: int, ranks: int, fill: float, seed: int, splits: bo
         np.full((ranks, 1), cap),
         np.zeros(ranks, np.int64),
     )
+
+
+@pytest.fixture
+def small_instance() -> Callable[..., Instance]:
+    return _small_instance
+
+
+@pytest.fixture
+def planted_instance() -> Callable[..., Instance]:
+    return _planted_instance
