@@ -65,11 +65,10 @@ struct RouteState {
   std::vector<Cursor> cursors;
   std::vector<int64_t> counts;
   std::unique_ptr<char[]> marks;
-  std::unique_ptr<int32_t[]> bags;
   int mark_bytes, threads;
 
   RouteWork work(const tr_route& call) {
-    return {&call, routes.data(), cursors.data(), marks.get(), mark_bytes, bags.get()};
+    return {&call, routes.data(), cursors.data(), marks.get(), mark_bytes};
   }
 };
 
@@ -166,14 +165,14 @@ void place_cursors(tr_route& call, RouteState& state) {
     for (int64_t c = part.route->first_chunk; c < part.route->last_chunk; ++c) {
       Cursor& cursor = state.cursors[state.chunks[c].first_cursor + part.number];
       const Cursor counted = cursor;
-      cursor = {ids, present, part.route->copied ? present + counted.present : ids, part.route->cuts[part.number]};
+      const int64_t lower = part.route->cuts[part.number];
+      cursor = part.route->copied ? Cursor{ids, present, present + counted.present, lower} : Cursor{ids, present - 1, -1, lower};
       ids += counted.ids;
       present += counted.present;
     }
     state.counts.push_back(present - first_bag);
     state.counts.push_back(ids - first_id);
   }
-  state.bags.reset(new int32_t[static_cast<size_t>(ids)]);
   call.present = present;
   call.moved = ids;
 }

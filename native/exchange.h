@@ -83,8 +83,8 @@ namespace tilerec {
 // ---- routes
 
 struct Cursor {
-  int64_t ids, present;  // counted: of this chunk and part; then: where its next id and its first bag go
-  int64_t mark;          // counting: bag of the last id, -1 none; writing: its first id, or a copied route's end of bags
+  int64_t ids, present;  // counted: of this chunk and part; then: where its next id goes, and its last bag (a copied route's first)
+  int64_t mark;          // bag of the last id, -1 none; writing a copied route: its end of bags
   int64_t lower;         // first row of the part
 };
 
@@ -116,7 +116,6 @@ struct RouteWork {
   Cursor* cursors;
   void* marks;     // part of each id of the routes that are not copied; the highest number: it does not travel
   int mark_bytes;  // 2 or 4
-  int32_t* bags;   // writing: bag of each id that travels
 };
 
 // ---- segments

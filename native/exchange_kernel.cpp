@@ -111,21 +111,6 @@ RouteFault count_marked(const RouteWork& work, const Chunk& chunk) {
   return {TR_OK, 0, 0};
 }
 
-// Runs of equal bags are the present bags. No branch: where they end is a matter of chance.
-void write_runs(const tr_route& call, const int32_t* bags, const Cursor& cursor) {
-  int32_t *lengths = call.lengths, *slots = call.slots;
-  int64_t p = cursor.present - 1;
-  int32_t last = -1, length = 0;
-  for (int64_t n = cursor.mark; n < cursor.ids; ++n) {
-    const int32_t same = -(bags[n] == last);
-    last = bags[n];
-    p += 1 + same;
-    length = (length & same) + 1;
-    lengths[p] = length;
-    slots[p] = last;
-  }
-}
-
 template <class Id, class Mark, class Local>
 void write_marked(const RouteWork& work, const Chunk& chunk) {
   const tr_route& call = *work.call;
@@ -133,7 +118,7 @@ void write_marked(const RouteWork& work, const Chunk& chunk) {
   const Id* ids = static_cast<const Id*>(call.ids);
   Local* local = static_cast<Local*>(call.local);
   int64_t* positions = call.positions;
-  int32_t* bags = work.bags;
+  int32_t *lengths = call.lengths, *slots = call.slots;
   const int64_t begin = first_id(call, route, chunk.begin);
   const Mark* own = static_cast<const Mark*>(work.marks) + route.marks + (begin - route.begin);
   constexpr Mark kNone = static_cast<Mark>(-1);
@@ -145,10 +130,13 @@ void write_marked(const RouteWork& work, const Chunk& chunk) {
       const int64_t n = cursor.ids++;
       local[n] = static_cast<Local>(static_cast<int64_t>(ids[i]) - cursor.lower);
       positions[n] = i;
-      bags[n] = static_cast<int32_t>(b);
+      // A bag's first id in the part begins a present bag. No branch: which id that is, is a matter of chance.
+      const int32_t more = -static_cast<int32_t>(cursor.mark == b);
+      cursor.mark = b;
+      const int64_t p = cursor.present += 1 + more;
+      lengths[p] = (lengths[p] & more) + 1;
+      slots[p] = static_cast<int32_t>(b);
     }
-  for (int64_t p = 0; p < route.parts; ++p)
-    if (route.wire[p] >= 0) write_runs(call, bags, cursors[p]);
 }
 
 RouteFault count_copied(const RouteWork& work, const Chunk& chunk) {
