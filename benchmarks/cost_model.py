@@ -10,7 +10,7 @@ passes. Predicted times come from `planner/price.py` with the speeds that `tiler
 those of --topology). Printed: every plan, Spearman's rank correlation, and the median and the 90th percentile of
 |predicted / measured - 1|.
 
---stages: sums over plans of the seconds of each part, predicted and measured (clocks around ops, which cost a little).
+--stages: sums over plans of the least seconds of each part, predicted and measured (clocks around ops cost a little).
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def measured_speeds() -> dict[str, Any]:
     return calibrate(ProcessGroupComms(), Topology(RANKS, "cpu")).to_json()
 
 
-def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each step on this rank, and of its stages."""
+def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of each step on this rank, and of its stages: elapsed, and of the main thread on the processor."""
     torch.set_num_threads(1)
     clock: Any = None
     if stages:
@@ -154,19 +154,21 @@ def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str,
     run = Run(Plan(seed), group)
     for k in range(2):
         run.step(k)
-    taken, spent = [], {}
-    lines: dict[str, list[float]] = {}
+    taken = []
+    lines: dict[str, list[list[float]]] = {}
     for k in range(steps):
         if clock is not None:
             clock.spent.clear()
         group.barrier()
-        before = time.perf_counter()
+        before, busy = time.perf_counter(), time.thread_time()
         run.step(k)
         taken.append(time.perf_counter() - before)
         if clock is not None:
             for stage, line in clock.spent.items():
-                lines.setdefault(stage, []).append(line[0])
-    spent = {stage: statistics.median(line) for stage, line in lines.items()}
+                if stage != "barrier":
+                    lines.setdefault(stage, []).append(line[:2])
+            lines.setdefault("step", []).append([taken[-1], time.thread_time() - busy])
+    spent = {stage: [min(column) for column in zip(*line, strict=True)] for stage, line in lines.items()}
     exchange = run.module.exchange
     group.barrier()
     for channel in (exchange.group, exchange.route_group):
@@ -205,7 +207,7 @@ def main() -> None:
         else:
             topology = Topology.from_json(ranks.run(measured_speeds)[0])
         best = [float("inf")] * len(plans)
-        stages: dict[str, list[float]] = {}
+        stages: dict[str, list[list[float]]] = {}
         for _ in range(given.passes):
             for i in range(len(plans)):
                 results = ranks.run(measure, i, given.steps, given.stages)
@@ -213,7 +215,7 @@ def main() -> None:
                 best[i] = min(best[i], sorted(slowest)[int(given.quantile * (len(slowest) - 1))])
                 for _, spent in results:
                     for stage, seconds in spent.items():
-                        stages.setdefault(stage, []).append(seconds / RANKS / given.passes)
+                        stages.setdefault(stage, []).append([s / RANKS / given.passes for s in seconds])
     predicted = [plan.predicted(topology) for plan in plans]
     print(f"{'plan':8}  {'measured ms':>11}  {'predicted ms':>12}  {'ratio':>6}  about")
     rows = []
@@ -228,9 +230,10 @@ def main() -> None:
         f"{100 * errors[int(0.9 * (len(errors) - 1))]:.1f} %; median ratio {statistics.median(r[3] for r in rows):.2f}"
     )
     if given.stages:
-        print("\nmeasured, ms over all plans")
-        for stage, seconds in stages.items():
-            print(f"  {stage:26} {1e3 * sum(seconds):9.1f}")
+        print("\nmeasured, ms over all plans: elapsed, and on the processor (no waits)")
+        for stage, several in stages.items():
+            elapsed, busy = (1e3 * sum(column) for column in zip(*several, strict=True))
+            print(f"  {stage:26} {elapsed:9.1f} {busy:9.1f}")
         print("predicted, ms over all plans (mean of ranks)")
         for name in predicted[0].parts:
             print(f"  {name:26} {1e3 * sum(float(p.parts[name].mean()) for p in predicted):9.1f}")

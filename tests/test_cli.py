@@ -312,3 +312,9 @@ def test_processes_are_not_started_by_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     code, text = _invoke("train", "synthetic", *SMALL, "--nproc", "2", "--log-dir", "")
     assert code == 1
     assert "torchrun has done so; leave it out" in text
+
+
+def test_calibrate_says_where_it_cannot_write() -> None:
+    code, printed = _invoke("calibrate", "--out", "no/such/folder/topology.json")
+    assert code == 1
+    assert "there is no folder no/such/folder; create it first" in printed

@@ -23,6 +23,7 @@ SMALL = {
     "_IDS": 480,
     "_REPEATS": 2,
     "_ROUNDS": 1,
+    "_PASSES": 1,
     "WIDTHS": (16, 64),
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tilerec.errors import ConfigError
+from tilerec.planner.cost import Model
 from tilerec.planner.cuts import even_pieces, row_cuts, sizes_of_shares
 from tilerec.planner.instance import SHARE, evaluate
 from tilerec.planner.options import Problem, build
@@ -163,7 +164,17 @@ def test_pins_are_base_loads_and_the_rest_is_planned() -> None:
     both = evaluate(rest.instance, np.array(here), places[3:])
     alone = evaluate(whole.instance, option, places)
     assert both.memory == pytest.approx(alone.memory, rel=1e-4)
-    assert both.cost == pytest.approx(alone.cost, rel=0.05)
+    assert both.cost == pytest.approx(alone.cost, rel=0.02)
+    assert "exchange" not in rest.charges  # the pinned tables pay for it
+
+
+def test_where_all_is_pinned_nothing_is_left_to_choose() -> None:
+    topology, tables = Topology(2, "cpu"), works(3)
+    _, _, tilings = drawn(build(tables, topology), topology, None)
+    problem = build(tables, topology, pinned={w.name: t for w, t in zip(tables, tilings, strict=True)})
+    assert problem.instance.tables == 0
+    solution = evaluate(problem.instance, np.zeros(0, np.int64), [])
+    assert solution.cost / 1e12 == pytest.approx(price(tilings, Model(Workload(tables), topology)).seconds)
 
 
 def test_reserved_memory_and_caps_are_kept_in_their_tier() -> None:

@@ -3,9 +3,9 @@
     far    random rows of a table much larger than the caches;  near: of one that fits the fastest
     rates per row come from differences: rows of memory and of a cache, bags of one id and of ten, many ids of few rows
 
-Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is
-the second least of some; a speed the mean over ranks. What no table causes (`step`) and what each part
-costs besides its ids and rows (`part`) come from whole steps of tables that have nearly none.
+Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is the
+second least of some, a speed the median of three passes and the mean over ranks. What no table causes (`step`) and what
+each part costs besides its ids and rows (`part`) come from whole steps of tables that have nearly none.
 
 Legend: N ids, P bags, D columns.
 """
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
 _FLUSH = 48 * 2**20
 _IDS = 20_480
 _LONG = 10  # ids per bag
-_REPEATS, _ROUNDS = 11, 8
+_REPEATS, _ROUNDS, _PASSES = 9, 4, 3
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
 
 
@@ -86,27 +88,27 @@ class _Bench:
 
     def speeds(self) -> Speeds:
         default = default_speeds(self.topology)
-        found: dict[str, list[float]] = {name: [] for name in PER_WIDTH}
-        for dim in WIDTHS:
-            for measured in (self._lookup(dim), self._update(dim), self._place(dim)):
-                for name, seconds in measured.items():
-                    found[name].append(seconds)
-        single = {name: getattr(default, name) for name in SINGLE}
-        single["route"] = self._route()
-        single["copy"] = self._copy()
-        single |= self._links(default)
-        single |= self._steps(single["call"])
-        mine = [[*rates] for rates in found.values()] + [[value] for value in single.values()]
-        everyone = self.group.all_gather_object(mine)
-        mean = [
-            [sum(values) / len(values) for values in zip(*several, strict=True)]
-            for several in zip(*everyone, strict=True)
-        ]
-        rates = {name: tuple(mean[i]) for i, name in enumerate(found)}
-        numbers = {name: mean[len(found) + i][0] for i, name in enumerate(single)}
+        passes = [self._pass(default) for _ in range(_PASSES)]
+        # The median of passes: what disturbs one of them is left out. Then the mean over ranks.
+        mine = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
+        everyone: Any = self.group.all_gather_object(mine)
+        mean = {name: sum(found[name] for found in everyone) / len(everyone) for name in mine}
+        rates = {name: tuple(mean[f"{name} {dim}"] for dim in WIDTHS) for name in PER_WIDTH}
+        numbers = {name: mean[name] for name in SINGLE}
         origin = f"measured, {self.group.size} {self.device.type} ranks, torch {torch.__version__}"
         cache = _cache(self.group.size, default.cache) if self.device.type == "cpu" else default.cache
         return replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
+
+    def _pass(self, default: Speeds) -> dict[str, float]:
+        """Every number once, rates under "name width"."""
+        found = {name: getattr(default, name) for name in SINGLE}
+        for dim in WIDTHS:
+            for measured in (self._lookup(dim), self._update(dim), self._place(dim)):
+                found |= {f"{name} {dim}": seconds for name, seconds in measured.items()}
+        found["route"] = self._route()
+        found["copy"] = self._copy()
+        found |= self._links(default)
+        return found | self._steps(found["call"])
 
     # ---------------------------------------------------------------------------------------------- timing
 
@@ -205,7 +207,8 @@ class _Bench:
         return {"update_id": per_id, "update_bag": bag, "update_near": near, "update_far": max(far, near)}
 
     def _place(self, dim: int) -> dict[str, float]:
-        slots = max(1, 2**22 // (2048 * dim))
+        # An odd number: rows of the output a power of two apart would share cache lines' places.
+        slots = (13 * 2**18 // (2048 * dim)) | 1
         out = torch.zeros(2048, slots * dim, device=self.device)
         rows = torch.zeros(2048 * slots * dim, device=self.device)
         none = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -213,24 +216,28 @@ class _Bench:
             [2048] * slots, [dim] * slots, [-1] * slots, [s * dim for s in range(slots)], [slots * dim] * slots,
         )  # fmt: skip
         count = 2048 * slots
-        place = self._seconds(
-            lambda: torch.ops.tilerec.place_rows_(out, rows, none, *segments, [0] * slots), 5
-        )
+        # Rows that are written, and rows that are added to others: row splits do both.
+        put = torch.ops.tilerec.place_rows_
+        written = self._seconds(lambda: put(out, rows, none, *segments, [0] * slots), 5)
+        added = self._seconds(lambda: put(out, rows, none, *segments, [1] * slots), 5)
+        place = 0.5 * (written + added)
         pick = self._seconds(lambda: torch.ops.tilerec.pick_rows_(rows, out, none, *segments), 5)
         return {"place": place / count, "pick": pick / count}
 
     # ---------------------------------------------------------------------------------------------- ids, copies, links
 
     def _route(self) -> float:
+        """Tables that stay whole and tables in two ranges of rows, in turns."""
         features, length = 8, 2
         bags = _IDS // (features * length)
-        offsets, ids = self._offsets(length), self._ids(10_000)
-        ranges = 2
+        offsets, ids = self._offsets(length), self._ids(10_000).long()
+        ranges = [1, 2] * (features // 2)
+        cuts = [0, 10_000, 0, 5_000, 10_000] * (features // 2)
         arguments = (
-            list(range(features)), [bags], [0, 5_000, 10_000] * features, [ranges] * features,
-            list(range(ranges * features)), False, torch.int32, ",".join(["f@t"] * features),
+            list(range(features)), [bags], cuts, ranges, list(range(sum(ranges))), False, torch.int32,
+            ",".join(["f@t"] * features),
         )  # fmt: skip
-        return self._seconds(lambda: torch.ops.tilerec.route_ids(ids.long(), offsets, *arguments)) / _IDS
+        return self._seconds(lambda: torch.ops.tilerec.route_ids(ids, offsets, *arguments)) / _IDS
 
     def _copy(self) -> float:
         source, target = (torch.zeros(2**22, device=self.device) for _ in range(2))

@@ -22,7 +22,7 @@ from tilerec.planner.cost import KEY_BYTES, NETWORK_STAGES, STAGES, Model
 from tilerec.planner.cuts import even_pieces, row_cuts
 from tilerec.planner.instance import NO_CAP, Bools, Instance, Ints
 from tilerec.planner.portable import Floats
-from tilerec.planner.price import price
+from tilerec.planner.price import Price, price
 from tilerec.planner.realise import sharding_of
 from tilerec.planner.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
 from tilerec.planner.workload import TableWork, Workload
@@ -141,8 +141,21 @@ class _Builder:
                 else:
                     self._pieces(o, option, tables)
         model, topology = self.model, self.topology
-        charge, charged = self._charges(there)
-        base_cost, base_memory = self._base(fixed, pinned, reserved)
+        base_cost, base_memory = self._base(reserved)
+        paid: frozenset[str] = frozenset()
+        if fixed:
+            tilings = [pinned[t.name] for t in fixed]
+            priced = price(tilings, Model(Workload(fixed), topology, model.depth))
+            paid = _paid_by(priced)
+            for name, seconds in priced.stages.items():
+                if name in self.stages:
+                    base_cost[:, self.stages.index(name)] += np.rint(seconds * PICO).astype(np.int64)
+            base_cost[:, 0] += int(np.rint(priced.calls * PICO))
+            base_memory += priced.memory
+        else:
+            constant = (model.speeds.step + model.call) * self.work.collections
+            base_cost[:, 0] += int(np.rint(constant * PICO))
+        charge, charged = self._charges(there, paid)
         base_cost[:, 0] += charged
         hbm, ddr = int(topology.hbm_cap or 0), int(topology.ddr_cap or 0)
         host_of = np.array([topology.host_of(r) for r in range(self.ranks)], np.int64)
@@ -391,8 +404,11 @@ class _Builder:
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
-    def _charges(self, there: Bools) -> tuple[Ints, int]:
-        """What kinds of collectives cost once; those that no choice avoids are a base load of every rank."""
+    def _charges(self, there: Bools, paid: frozenset[str]) -> tuple[Ints, int]:
+        """What kinds of collectives cost once; those that no choice avoids are a base load of every rank.
+
+        paid: kinds that pinned tables use already.
+        """
         model = self.model
         talks = int(self.work.talks.max()) + 1 if len(self.work.names) else 0
         output = float(sum(self.output.tolist()))
@@ -400,7 +416,7 @@ class _Builder:
         seconds = [3 * calls, 4 * calls, 2 * calls, talks * calls, float(model.rates.copied(0.5 * output))]
         charge = np.rint(np.array(seconds) * PICO).astype(np.int64)
         for f in range(len(CHARGES)):
-            if not (self.uses[:, :, f] & there).any():
+            if CHARGES[f] in paid or not (self.uses[:, :, f] & there).any():
                 charge[f] = 0
         certain = 0
         for f in range(len(CHARGES)):
@@ -409,27 +425,26 @@ class _Builder:
                 charge[f] = 0
         return charge, certain
 
-    def _base(
-        self, fixed: Sequence[TableWork], pinned: Mapping[str, Tiling], reserved: Ints | None
-    ) -> tuple[Ints, Ints]:
+    def _base(self, reserved: Ints | None) -> tuple[Ints, Ints]:
+        """Loads of every rank before anything is placed: what is reserved, and each home's output."""
         model, work = self.model, self.work
         cost = np.zeros((self.ranks, len(self.stages)), np.int64)
         memory = np.zeros((self.ranks, 2), np.int64) if reserved is None else np.array(reserved, np.int64)
         if memory.shape != (self.ranks, 2):
             raise ConfigError(f"Planner: reserved has shape {memory.shape}, wanted {(self.ranks, 2)}.")
-        if not fixed:
-            constant = (model.speeds.step + model.call) * work.collections
-            cost[:, 0] += int(np.rint(constant * PICO))
         received = self._payload(np.arange(len(work.names)), self.all_ids, self.lengths)
         at_home = float(sum((3.0 * self.output + received * (1 + model.depth)).tolist()))
         memory[:, model.tier] += int(np.ceil(at_home))
-        if fixed:
-            priced = price(
-                [pinned[t.name] for t in fixed], Model(Workload(fixed), self.topology, model.depth)
-            )
-            for name, seconds in priced.stages.items():
-                if name in self.stages:
-                    cost[:, self.stages.index(name)] += np.rint(seconds * PICO).astype(np.int64)
-            cost[:, 0] += int(np.rint(priced.calls * PICO))
-            memory += priced.memory
         return cost, memory
+
+
+def _paid_by(priced: Price) -> frozenset[str]:
+    """The kinds of collectives that a price has in it."""
+    names = {
+        "rows": "exchange",
+        "replica counts": "replicas",
+        "dense gradients": "replicas",
+        "rows in host": "hosts",
+        "row sums": "row sums",
+    }
+    return frozenset(names[name] for name, sent in priced.sent.items() if name in names and np.any(sent > 0))

@@ -26,11 +26,11 @@ from tilerec.spec.tile import Tile, Tiling
 
 PARTS = (
     "route", "header", "ids", "lookup", "rows in host", "rows", "combine", "gather", "gradients", "gradients in host",
-    "replicas", "update", "overhead",
+    "replicas", "row sums", "update", "overhead",
 )  # fmt: skip
 STAGE_OF_PART = {
     "route": 0, "header": 0, "ids": 0, "overhead": 0, "lookup": 1, "rows in host": 1, "rows": 1, "combine": 2,
-    "gather": 2, "gradients": 2, "gradients in host": 2, "replicas": 3, "update": 3,
+    "gather": 2, "gradients": 2, "gradients in host": 2, "replicas": 3, "row sums": 3, "update": 3,
 }  # fmt: skip
 NETWORK_OF = {
     "header": NETWORK_STAGES[0], "ids": NETWORK_STAGES[0], "rows": NETWORK_STAGES[1], "gradients": NETWORK_STAGES[2],
@@ -290,7 +290,7 @@ class _Pricing:
                 owners = list(tile.owners)
                 cells = distinct * (tile.c1 - tile.c0) * work.wide
                 own = (sums + finite) * (speeds.link_in + speeds.link_out) + speeds.row_sum
-                self.parts["update"][owners] += own + float(self.rates.copied(6.0 * cells))
+                self.parts["row sums"][owners] += own + float(self.rates.copied(6.0 * cells))
                 travel.line(travel.sent, "row sums")[owners] += sums
                 travel.line(travel.sent, "finite")[owners] += finite
         self.calls += talks
