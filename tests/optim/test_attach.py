@@ -11,7 +11,7 @@ from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
+from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad, unattached_on_error
 from tilerec.optim.fused import FusedOptimizer, attached_rows
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
@@ -202,3 +202,52 @@ def test_wrong_requests_are_refused() -> None:
     with pytest.raises(TypeError, match="parameters of tables"):
         set_sparse_grad(model.dense.parameters())
     assert list(attached_rows(model)) == []
+
+
+def test_register_hook_is_torchs_for_dense_parameters_and_tables_are_updated_all_the_same() -> None:
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match="register_hook=False has no effect on 2 tables") as seen:
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    model(batch()).backward()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"ebc.embedding_bags.a.weight", "ebc.embedding_bags.b.weight"}
+    assert model.dense.weight.grad is not None
+    for optimizer in model.dense.weight._in_backward_optimizers:  # type: ignore[attr-defined]
+        optimizer.step()
+    assert not torch.equal(model.dense.weight, before["dense.weight"])
+
+
+def test_register_hook_true_is_the_default() -> None:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=True)
+    model(batch()).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def attach_one_by_one(params: list[nn.Parameter]) -> None:
+    for parameter in params:
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.2), [parameter])
+
+
+def test_what_a_block_attaches_is_taken_off_again_if_it_raises_and_stays_if_it_does_not() -> None:
+    model = Model()
+    a, b = model.ebc.parameters()
+    apply_optimizer_in_backward(Adam(lr=0.1), [a])
+    set_sparse_grad([b])
+    model(batch()).backward()
+    before = copy.deepcopy(model.ebc.fused_optimizer.state_dict())
+    b.grad = None
+    wrong = [a, b, model.dense.weight]
+    with pytest.raises(ConfigError), unattached_on_error(model.parameters()):
+        attach_one_by_one(wrong)
+    assert str(model.ebc.fused_optimizer.state_dict()) == str(before)
+    model(batch()).backward()
+    assert a.grad is None
+    assert b.grad is not None
+    assert b.grad.is_sparse
+    with unattached_on_error(model.parameters()):
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.2), [a, b])
+    assert len(model.ebc.fused_optimizer.param_groups) == 1

@@ -32,6 +32,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -245,6 +246,43 @@ def test_a_sharder_that_changes_nothing_is_named(sharder: Any, message: str) -> 
     with pytest.warns(UserWarning, match=f"{type(sharder).__name__}: {message}") as seen:
         alone(model, plan=plan, sharders=[sharder])
     assert len(seen) == 1
+
+
+def test_a_wire_that_the_plan_names_wins_over_a_sharders_and_fp32_is_a_name() -> None:
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=Wire("bf16", "bf16"))
+    said = {"ebc": {"a": ParameterSharding("row_wise", wire=Wire()), "b": ParameterSharding("row_wise")}}
+    dmp = alone(plan=said, sharders=[sharder])
+    assert {name: s.wire for _, name, s in dmp.plan.tables()} == {"a": Wire(), "b": Wire("bf16", "bf16")}
+    assert {s.wire for _, _, s in alone(plan=plan(None, None)).plan.tables()} == {Wire()}
+    with pytest.warns(UserWarning, match="the plan names the wire of every table"):
+        alone(plan={"ebc": dict.fromkeys(NAMES, said["ebc"]["a"])}, sharders=[sharder])
+
+
+@pytest.mark.parametrize("where", ["by its own rule", "by another rank"])
+def test_a_sharders_optimizer_is_taken_off_again_if_sharding_is_refused(where: str) -> None:
+    crossed = Tiling.of("a", 6, 4, [(0, 3, 0, 2, 0), (3, 6, 0, 2, 1), (0, 2, 2, 4, 1), (2, 6, 2, 4, 0)])
+    rowwise = EmbeddingBagCollectionSharder({"optimizer": "exact_row_wise_adagrad"})
+
+    def run(group: Group) -> None:
+        model = Model()
+        apply_optimizer_in_backward(Adam(lr=0.1), [model.ebc.embedding_bags["b"].weight])
+        before = model.ebc.fused_optimizer.state_dict()
+        said: dict[str, Any] = {"a": ParameterSharding("row_wise"), "b": ParameterSharding("row_wise")}
+        if where == "by its own rule":
+            said["a"] = crossed
+        elif group.rank:
+            said["b"] = ParameterSharding("row_wise", ranks=[1, 0])
+        with pytest.raises(ConfigError):
+            shard(model, {"ebc": said}, group, sharder=rowwise)
+        assert type(model.ebc) is EmbeddingBagCollection
+        assert [str(g["optimizer"]) for g in model.ebc.fused_optimizer.param_groups] == ["Adam"]
+        assert str(model.ebc.fused_optimizer.state_dict()) == str(before)
+        model(batch(group.rank)).backward()
+        assert model.ebc.embedding_bags["a"].weight.grad is not None
+        shard(model, plan(None, None), group)
+        assert kernels_of(model) == {"a": "dense", "b": "fused"}
+
+    run_virtual_ranks(2, run)
 
 
 def test_sharders_that_say_nothing_or_change_something_are_not_named() -> None:

@@ -10,16 +10,29 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.shard import shard
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from tilerec.planner.helpers import (
+    apply_to_all,
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection
 from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -483,3 +496,109 @@ def test_a_model_without_tables_is_warned_about() -> None:
             shard(nn.Linear(2, 2), mesh=group)
 
     run_virtual_ranks(1, run)
+
+
+# ---------------------------------------------------------------------------------------------- TorchRec's arguments
+
+
+def bags() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        [EmbeddingBagConfig(8, 4, name, feature_names=[name]) for name in ("a", "b")]
+    )
+
+
+def tilings_of(module: nn.Module) -> dict[str, Tiling]:
+    return {name: cast(Tiling, s.tiling) for _, name, s in plan_of(module).tables()}
+
+
+def test_shard_takes_its_arguments_in_torchrecs_order() -> None:
+    def run(group: Group) -> None:
+        module = bags()
+        sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.5}, Wire("bf16", "bf16"))
+        by_hand = construct_module_sharding_plan(
+            module, apply_to_all(module, row_wise()), sharder, world_size=2, local_size=2, device_type="cpu"
+        )
+        shard(module, by_hand, group, torch.device("cpu"), sharder)
+        assert set(tilings_of(module).values()) == {rows_at(8, 4, 4)}
+        assert {s.wire for _, _, s in plan_of(module).tables()} == {Wire("bf16", "bf16")}
+        assert [str(g["optimizer"]) for g in cast(Any, module).fused_optimizer.param_groups] == ["SGD"]
+
+    run_virtual_ranks(2, run)
+
+
+def on_an_environment() -> list[tuple[int, ...]]:
+    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    modules = [
+        shard(bags(), row_wise(), env),
+        shard(bags(), row_wise(), mesh=env),
+        shard(bags(), row_wise(), dist.group.WORLD),
+    ]
+    return [tilings_of(module)["a"].ranks() for module in modules]
+
+
+def test_an_environment_a_process_group_or_nothing_says_the_ranks(pool: Pool) -> None:
+    assert pool(2).run(on_an_environment) == [[(0, 1)] * 3] * 2
+    env = ShardingEnv.from_local(1, 0)
+    assert tilings_of(shard(bags(), None, env))["a"].ranks() == (0,)
+    with pytest.raises(ConfigError, match="env and mesh both say which ranks"):
+        shard(bags(), None, env, mesh=env)
+
+
+def test_what_helpers_return_is_a_plan_of_a_table_of_a_module_or_of_all() -> None:
+    rows, whole = rows_at(8, 4, 4), on(8, 4, 1)
+
+    def run(group: Group) -> None:
+        assert tilings_of(shard(bags(), row_wise(), group)) == {"a": rows, "b": rows}
+        mixed = {"a": row_wise(), "b": table_wise(rank=1)}
+        assert tilings_of(shard(bags(), mixed, group)) == {"a": rows, "b": whole}
+        assert tilings_of(shard(bags(), {"": table_wise(1)}, group)) == {"a": whole, "b": whole}
+        assert tilings_of(shard(bags(), {"a": whole, "b": row_wise()}, group)) == {"a": whole, "b": rows}
+        uneven = row_wise(([2, 6], "cpu"))
+        assert tilings_of(shard(bags(), uneven, group))["a"] == rows_at(8, 4, 2)
+        model = shard(Model(tied=False), {"ebc": row_wise(), "ec": {"items": table_wise(1)}}, group)
+        assert plan_of(model).plan["ec"]["items"].tiling == on(7, 4, 1)
+        assert plan_of(shard(Model(), column_wise(), group)).plan["ebc"]["users"].kind == "column_wise"
+        dense = shard(bags(), row_wise(compute_kernel="dense"), group)
+        assert {s.compute_kernel for _, _, s in plan_of(dense).tables()} == {"dense"}
+
+    run_virtual_ranks(2, run)
+
+
+def test_helpers_of_hosts_cut_by_the_hosts_of_this_world() -> None:
+    hosts = ((0, 1), (2, 3))
+
+    def run(group: Group) -> None:
+        topology = Topology(4, "cpu", hosts=hosts)
+        cut = tilings_of(shard(bags(), {"a": table_row_wise(1), "b": row_wise()}, group, topology=topology))
+        assert cut["a"].ranks() == (2, 3)
+        part = EmbeddingModuleShardingPlan({"a": table_row_wise(1), "b": row_wise()}, hosts=hosts)  # type: ignore
+        assert tilings_of(shard(bags(), part, group)) == cut
+
+    run_virtual_ranks(4, run)
+
+
+def test_a_cut_of_what_the_model_lacks_is_refused_with_its_place() -> None:
+    message = raised(2, lambda group: shard(Model(), {"items": row_wise()}, group))
+    assert "'items', which is no path of a collection" in message
+    assert "plan={'ebc': {'items': …}}" in message
+    message = raised(2, lambda group: shard(Model(), {"ebc": {"shop": row_wise()}}, group))
+    assert "table 'shop' of module 'ebc', which has ['items', 'users']" in message
+    message = raised(2, lambda group: shard(bags(), {"a": table_wise(5), "b": row_wise()}, group))
+    assert "names rank 5; the world has ranks 0 to 1" in message
+    message = raised(2, lambda group: shard(bags(), {"a": row_wise()}, group))
+    assert "table 'b'" in message
+    assert "called, not the helper itself" in raised(
+        2, lambda group: shard(bags(), {"a": row_wise, "b": row_wise}, group)
+    )
+
+
+def test_a_sharder_of_shard_is_one_or_a_list_and_is_named_if_it_is_none() -> None:
+    alone = ShardingEnv.from_local(1, 0)
+    both = [EmbeddingBagCollectionSharder({"learning_rate": 0.5}), EmbeddingCollectionSharder()]
+    model = shard(Model(tied=False), None, alone, sharder=both)
+    assert plan_of(model).plan["ebc"]["items"].compute_kernel == "fused"
+    assert plan_of(model).plan["ec"]["items"].compute_kernel == "dense"
+    with pytest.raises(ConfigError, match=r"shard: sharder is the class Emb.*wanted a sharder of it"):
+        shard(bags(), None, alone, sharder=EmbeddingBagCollectionSharder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"shard: sharders\[0\] and sharders\[1\] both speak"):
+        shard(bags(), None, alone, sharder=[both[0], both[0]])

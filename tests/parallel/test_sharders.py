@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
+from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
@@ -22,6 +26,7 @@ from tilerec.parallel.sharders import (
     get_default_sharders,
 )
 from tilerec.planner.sharder import sharder_of
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
@@ -76,5 +81,95 @@ def test_formats_in_torchrecs_words_are_a_plans_wire() -> None:
 def test_a_registry_that_cannot_be_read_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="wanted a Wire"):
         EmbeddingBagCollectionSharder(qcomm_codecs_registry=wrong)
-    with pytest.raises(ConfigError, match="forward_precision"):
-        QCommsConfig("mx4").wire()
+
+
+@pytest.mark.parametrize("name", ["fp8", "mx4"])
+def test_a_format_that_is_not_here_is_named_with_those_that_are(name: str) -> None:
+    class Theirs(Enum):
+        FORMAT = name
+
+    here = "the formats here are fp32, fp16, bf16, int8"
+    with pytest.raises(ConfigError, match=rf"CommType\('{name}'\) is not here: {here}"):
+        CommType(name)
+    with pytest.raises(AttributeError, match=rf"CommType.{name.upper()} is not here: {here}"):
+        getattr(CommType, name.upper())
+    assert not hasattr(CommType, name.upper())
+    for given in (name, Theirs.FORMAT):
+        with pytest.raises(ConfigError, match=rf"backward_precision is .*{name}.*{here}"):
+            QCommsConfig(backward_precision=given)  # type: ignore[arg-type]
+
+
+def test_formats_are_plain_members_of_an_enum() -> None:
+    assert [kind.name for kind in CommType] == ["FP32", "FP16", "BF16", "INT8"]
+    assert CommType["INT8"] is CommType("int8") is CommType.INT8 is pickle.loads(pickle.dumps(CommType.INT8))
+    assert CommType.BF16.name == "BF16"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"forward_loss_scale": 2.0}, "forward_loss_scale .*travel unscaled.*use bf16"),
+        ({"backward_loss_scale": 128.0}, "backward_loss_scale .*travel unscaled.*use bf16"),
+        ({"fp8_quantize_dim": 16}, "fp8_quantize_dim .*no fp8"),
+        ({"fp8_quantize_dim_bwd": 16}, "fp8_quantize_dim_bwd .*no fp8"),
+        ({"fp8_bwd_uses_143": True}, "fp8_bwd_uses_143 .*no fp8"),
+        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*no fp8"),
+        (
+            {"mx4_quantize_dim": 32, "mx4_quantize_dim_bwd": 32},
+            "mx4_quantize_dim .*mx4_quantize_dim_bwd .*them",
+        ),
+        ({"mx4_rounding_mode": "even"}, "mx4_rounding_mode .*no mx4"),
+        ({"output_dtype": "fp16"}, "output_dtype .*the collection's"),
+    ],
+)
+def test_a_setting_of_formats_without_effect_is_warned_about(setting: dict[str, Any], reason: str) -> None:
+    with pytest.warns(UserWarning, match=f"QCommsConfig: without effect here: {reason}") as seen:
+        config = QCommsConfig(CommType.FP16, CommType.BF16, **setting)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert config == QCommsConfig("fp16", "bf16")
+
+
+def test_settings_that_ask_for_nothing_are_not_warned_about() -> None:
+    config = QCommsConfig(CommType.FP16, CommType.FP16, 1.0, None, None, None, False)
+    assert config.wire() == Wire("fp16", "fp16")
+
+
+def test_a_registry_is_the_same_on_every_device_and_for_anybodys_words() -> None:
+    class Theirs(Enum):
+        POOLED = "pooled_embeddings_all_to_all"
+
+    config = QCommsConfig("bf16", "bf16")
+    ops = list(CommOp)
+    assert get_qcomm_codecs_registry(config, ops, torch.device("cuda:0")) == get_qcomm_codecs_registry(
+        config, device="cpu"
+    )
+    pooled = get_qcomm_codecs_registry(config, [Theirs.POOLED])  # type: ignore[list-item]
+    assert pooled == {"POOLED_EMBEDDINGS_ALL_TO_ALL": Wire("bf16", "bf16")}
+    for wrong in (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL, "all", 3):
+        with pytest.raises(ConfigError, match="wanted a list of CommOps"):
+            get_qcomm_codecs_registry(config, wrong)  # type: ignore[arg-type]
+
+
+def test_a_sharder_names_the_class_that_sharding_makes() -> None:
+    pooled, sequences = get_default_sharders()
+    assert pooled.sharded_module_type is ShardedEmbeddingBagCollection
+    assert sequences.sharded_module_type is ShardedEmbeddingCollection
+
+
+def test_arguments_of_a_sharder_without_effect_are_taken_with_a_warning() -> None:
+    wire = Wire("bf16", "bf16")
+    with pytest.warns(UserWarning, match=r"EmbeddingCollectionSharder: .*use_index_dedup .*the same") as seen:
+        sequences = EmbeddingCollectionSharder({"learning_rate": 0.5}, wire, use_index_dedup=True)
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="BagCollectionSharder: .*sharded_module_order_overwrite") as seen:
+        pooled = EmbeddingBagCollectionSharder(
+            {"learning_rate": 0.5}, wire, sharded_module_order_overwrite=["t"]
+        )
+    assert seen[0].filename == __file__
+    assert sequences.optimizer == pooled.optimizer == SGD(0.5)
+    assert sequences.wire == pooled.wire == wire
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EmbeddingCollectionSharder(None, None, False)
+        EmbeddingBagCollectionSharder(None, None, None)

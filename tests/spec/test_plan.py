@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import json
 import pickle
@@ -350,3 +351,43 @@ def test_an_unsaid_kernel_stays_unsaid_in_a_file() -> None:
     assert sharding.kernel is None
     assert "compute_kernel" not in sharding.to_json()
     assert ParameterSharding.from_json("t", sharding.to_json()) == sharding
+
+
+def test_an_unsaid_wire_stays_unsaid_in_a_file_and_fp32_stays_said() -> None:
+    unsaid, said = ParameterSharding("row_wise"), ParameterSharding("row_wise", wire=Wire())
+    assert unsaid.wire is None
+    assert unsaid != said
+    assert "wire" not in unsaid.to_json()
+    assert said.to_json()["wire"] == {"forward": "fp32", "backward": "fp32"}
+    for sharding in (unsaid, said):
+        assert ParameterSharding.from_json("t", sharding.to_json()) == sharding
+    with pytest.raises(ConfigError, match="wire is 'bf16'; wanted a Wire such as"):
+        ParameterSharding("row_wise", wire="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"cache_params": object()}, "cache_params .*without a cache"),
+        ({"stochastic_rounding": False}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
+        ({"stochastic_rounding": True}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
+        ({"bounds_check_mode": 0}, "bounds_check_mode .*on_bad_id="),
+        ({"output_dtype": DataType.FP16}, "output_dtype .*the collection's"),
+        ({"key_value_params": object()}, "key_value_params .*not in a key-value store"),
+    ],
+)
+def test_a_setting_of_a_sharding_without_effect_is_warned_about_and_not_kept(
+    setting: dict[str, object], reason: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"ParameterSharding: without effect here: {reason}") as seen:
+        sharding = ParameterSharding("row_wise", "fused", [0, 1], **setting)  # type: ignore[arg-type]
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert sharding == ParameterSharding("row_wise", "fused", [0, 1])
+    assert dataclasses.replace(sharding, ranks=[1, 0]).ranks == (1, 0)  # and says nothing again
+
+
+def test_settings_of_a_sharding_that_hold_anyway_are_taken_in_torchrecs_order() -> None:
+    for hbm in (True, False, None):
+        sharding = ParameterSharding("row_wise", "fused", [0, 1], None, None, hbm, None, None, None, None)
+        assert sharding == ParameterSharding("row_wise", "fused", [0, 1])

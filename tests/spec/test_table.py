@@ -82,3 +82,49 @@ def test_types_translate_both_ways() -> None:
 def test_contradictions_are_refused_by_name(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=r"Table 't'.*" + message):
         EmbeddingBagConfig(**{"num_embeddings": 4, "embedding_dim": 2, "name": "t", **arguments})
+
+
+@pytest.mark.parametrize("kind", [EmbeddingConfig, EmbeddingBagConfig])
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"num_embeddings_post_pruning": 2}, "num_embeddings_post_pruning .*serving"),
+        ({"need_pos": True}, "need_pos .*PositionWeightedModule"),
+        ({"input_dim": 100}, "input_dim .*below num_embeddings"),
+        ({"total_num_buckets": 2}, r"total_num_buckets .*row_wise\(num_buckets="),
+        ({"virtual_table_eviction_policy": object()}, "virtual_table_eviction_policy .*none is evicted"),
+        ({"enable_embedding_update": True}, "enable_embedding_update .*serving"),
+        ({"stash_weights": True}, "stash_weights .*memory of their device"),
+    ],
+)
+def test_an_argument_of_torchrecs_configs_without_effect_is_warned_about(
+    kind, argument: dict, reason
+) -> None:
+    with pytest.warns(UserWarning, match=f"Table 't': without effect here: {reason}") as seen:
+        config = kind(4, 2, "t", **argument)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert config == kind(4, 2, "t")
+    assert hash(config) == hash(kind(4, 2, "t"))
+    assert dataclasses.replace(config, embedding_dim=3) == kind(4, 3, "t")  # and says nothing again
+
+
+def test_arguments_that_ask_for_what_is_there_say_nothing() -> None:
+    more = {"need_pos": False, "use_virtual_table": False, "enable_embedding_update": False}
+    same = {
+        "input_dim": 4,
+        "num_embeddings_post_pruning": 4,
+        "total_num_buckets": None,
+        "stash_weights": False,
+    }
+    assert EmbeddingBagConfig(4, 2, "t", **more, **same, pooling="mean") == EmbeddingBagConfig(
+        4, 2, "t", pooling="mean"
+    )
+
+
+def test_a_virtual_table_is_refused_with_what_to_do_instead() -> None:
+    for kind in (EmbeddingConfig, EmbeddingBagConfig):
+        with pytest.raises(
+            ConfigError, match=r"Table 't': use_virtual_table=True .*set num_embeddings to the rows"
+        ):
+            kind(2**60, 2, "t", use_virtual_table=True)

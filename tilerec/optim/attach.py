@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ def apply_optimizer_in_backward(
     optimizer_class: type[Any] | Iterable[type[Any]] | OptimizerSpec,
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
+    register_hook: bool = True,
 ) -> None:
     """Attach an optimizer to parameters: from now on every backward pass updates them.
 
@@ -30,6 +33,9 @@ def apply_optimizer_in_backward(
         params: parameters of tables; others (dense layers) are given to torch's own in-backward optimizer. A frozen
             table (`requires_grad` False) gets no optimizer and no state: attach when it is thawed.
         optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec.
+        register_hook: of torch's function of this name: with False, parameters of no table keep their optimizer
+            (`_in_backward_optimizers`) and are not stepped by the backward. Tables are updated all the same, with a
+            warning.
 
     Raises:
         ConfigError: an argument that has no meaning for a fused update (amsgrad, maximize, …), or `params` that are
@@ -55,6 +61,12 @@ def apply_optimizer_in_backward(
                 "the parameters of the tables alone."
             )
     if tables:
+        if not register_hook:
+            warnings.warn(
+                f"apply_optimizer_in_backward: register_hook=False has no effect on {len(tables)} tables: a table with "
+                "an attached optimizer is updated in the backward pass. To step it yourself, attach none.",
+                stacklevel=2,
+            )
         spec = _spec(optimizer_class, kwargs)
         group = HyperGroup.of(spec)
         for rows in tables.values():
@@ -62,7 +74,24 @@ def apply_optimizer_in_backward(
     if dense:
         from torch.distributed.optim import _apply_optimizer_in_backward
 
-        _apply_optimizer_in_backward(optimizer_class, dense, kwargs)
+        _apply_optimizer_in_backward(optimizer_class, dense, kwargs, register_hook)
+
+
+@contextmanager
+def unattached_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """If the block raises, what it attached to tables is taken off again, and what was attached before is back."""
+    found = {id(rows): rows for rows in map(rows_of, params) if rows is not None}
+    before = [
+        (rows, rows.spec, rows.group, rows.state, rows.takes_gradients, rows._counter)
+        for rows in found.values()
+    ]
+    try:
+        yield
+    except BaseException:
+        for rows, spec, group, state, takes, counter in before:
+            rows.spec, rows.group, rows.state = spec, group, state
+            rows.takes_gradients, rows._counter = takes, counter
+        raise
 
 
 def _parameters(who: str, params: Any) -> list[nn.Parameter]:

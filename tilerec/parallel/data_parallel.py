@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,22 @@ from tilerec.modules.table import Table
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.values import send_from_rank_0
 
-if TYPE_CHECKING:
-    from tilerec.parallel.model_parallel import DistributedModelParallel
+
+class Wrappable(Protocol):
+    """What a wrapper sees of a `DistributedModelParallel`."""
+
+    _dmp_wrapped_module: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without wrappers."""
 
 
 class DataParallelWrapper(ABC):
     """Wraps what is dense in a sharded model."""
 
     @abstractmethod
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+    def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
         """Replace `dmp._dmp_wrapped_module` by a wrapped one; leave `table_parameters(dmp.module)` alone."""
 
 
@@ -71,7 +78,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._precision = allreduce_comm_precision
         self._ignored = set(params_to_ignore or ())
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+    def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
         """See `DataParallelWrapper`."""
         module = dmp.module
         names = dict(module.named_parameters(remove_duplicate=False))

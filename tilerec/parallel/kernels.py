@@ -119,7 +119,7 @@ def with_kernels(plan: ShardingPlan, collections: Mapping[str, TableCollection])
             f"shard: the plan says compute_kernel '{kernel.value}' of table {_listed(bare)}, but no optimizer is "
             "attached and no sharder gives one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
             "give a sharder fused_params, or say 'dense'.",
-            stacklevel=4,
+            stacklevel=6,
         )
     return whole
 
@@ -127,13 +127,14 @@ def with_kernels(plan: ShardingPlan, collections: Mapping[str, TableCollection])
 def with_wires(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder]
 ) -> ShardingPlan:
-    """The plan with the sharders' number formats where it names none."""
+    """The plan with the wire of every table: where it names none, the sharders' formats, or fp32."""
 
     def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
-        sharder = sharder_of(collections[path], sharders)
-        if sharder is None or sharder.wire is None or sharding.wire != Wire():
+        if sharding.wire is not None:
             return sharding
-        return replace(sharding, wire=sharder.wire)
+        sharder = sharder_of(collections[path], sharders)
+        given = None if sharder is None else sharder.wire
+        return replace(sharding, wire=given or Wire())
 
     return _mapped(plan, filled)
 
@@ -175,21 +176,21 @@ def warn_of_idle(
             warnings.warn(
                 f"{who}: its {' and '.join(says)} have no effect, as the model has no {kind}; it has "
                 f"{sorted({type(part).__name__ for part in collections.values()})}.",
-                stacklevel=4,
+                stacklevel=6,
             )
             continue
         if sharder.optimizer is not None and id(sharder) not in giving:
             warnings.warn(
                 f"{who}: its fused_params have no effect: every table of a {kind} has an optimizer attached, is "
                 "frozen, or is 'dense' in the plan.",
-                stacklevel=4,
+                stacklevel=6,
             )
         if "qcomm_codecs_registry" in says and all(
-            sharding.wire != Wire() for path in own for sharding in given.plan[path].values()
+            sharding.wire is not None for path in own for sharding in given.plan[path].values()
         ):
             warnings.warn(
                 f"{who}: its qcomm_codecs_registry has no effect: the plan names the wire of every table of a {kind}.",
-                stacklevel=4,
+                stacklevel=6,
             )
 
 

@@ -20,6 +20,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table, Tables
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
@@ -43,8 +44,8 @@ class DistributedModelParallel(nn.Module):
     Args:
         module: the model, real or built on meta.
         env: the ranks; None is the default process group.
-        device: where the model lives; None is the CPU (the current GPU where the process group cannot serve CPU
-            tensors).
+        device: where the model lives; a number is a GPU's. None is the CPU (the current GPU where the process group
+            cannot serve CPU tensors).
         plan: see `shard`; None has one made.
         sharders: a list with optimizers and wire formats for kinds of collections, one for each kind at most. A kind
             without one is sharded all the same. Optimizers go to tables that have none attached and that the plan does
@@ -56,8 +57,8 @@ class DistributedModelParallel(nn.Module):
         model_tracker_configs: has no effect here.
 
     Raises:
-        ConfigError: as `shard`; `sharders` that are no list of sharders of different kinds; modules on meta that have
-            no `reset_parameters`.
+        ConfigError: as `shard`; `sharders` that are no list of sharders of different kinds; a `device` that this
+            machine lacks; modules on meta that have no `reset_parameters`.
 
     Warns of a model without tables, which becomes a `DistributedDataParallel` one.
     """
@@ -66,7 +67,7 @@ class DistributedModelParallel(nn.Module):
         self,
         module: nn.Module,
         env: ShardingEnv | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         plan: AnyPlan | None = None,
         sharders: Sequence[ModuleSharder] | None = None,
         init_data_parallel: bool = True,
@@ -80,11 +81,15 @@ class DistributedModelParallel(nn.Module):
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
         self._env = env if env is not None else _default_env()
         group = self._env.group()
-        self.device = torch.device(device) if device is not None else group.device
+        device = group.device if device is None else device
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._wrapped_once = False
         _warn_of_no_tables(module)
-        shard_tables(module, plan, group, None, self.device, False, sharders)
+        who = "DistributedModelParallel"
+        shard_tables(
+            module, plan, group, None, device, False, sharders, who
+        )  # refuses a device on every rank
+        self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
         if init_parameters:

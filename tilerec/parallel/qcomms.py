@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum, unique
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass
+from enum import Enum, EnumMeta, unique
+from typing import Any
 
-from tilerec.spec.plan import Wire, to_enum
+from tilerec.errors import ConfigError
+from tilerec.spec.plan import CODECS, Wire, to_enum
+from tilerec.spec.without_effect import warn_without_effect
+
+_INSTEAD = (
+    f"the formats here are {', '.join(CODECS)}; int8 is as small as fp8 (a byte a number, one scale per row), bf16 has "
+    "fp32's range"
+)
+
+
+class _Formats(EnumMeta):
+    """Says what there is where a script names a format that there is not."""
+
+    # Members are found here up to Python 3.11, and before this is asked from 3.12 on.
+    def __getattr__(cls, name: str) -> Any:
+        members: dict[str, Any] = vars(cls).get("_member_map_", {})
+        if name in members:
+            return members[name]
+        raise AttributeError(
+            f"{cls.__name__}.{name} is not here: {_INSTEAD}."
+            if name.isupper()
+            else f"{cls.__name__} has no {name}."
+        )
 
 
 @unique
-class CommType(Enum):
-    """Number formats that rows and gradients can travel in."""
+class CommType(Enum, metaclass=_Formats):
+    """Number formats that rows and gradients can travel in. TorchRec's FP8 and MX4 are not here."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ConfigError(f"CommType({value!r}) is not here: {_INSTEAD}.")
 
 
 @unique
@@ -27,20 +55,90 @@ class CommOp(Enum):
     SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
 
 
+_UNSCALED = (
+    "rows and gradients travel unscaled; where fp16 is too narrow (below 6e-8, from 65,520 on), use bf16"
+)
+_WITHOUT_EFFECT = {
+    "forward_loss_scale": _UNSCALED,
+    "backward_loss_scale": _UNSCALED,
+    "fp8_quantize_dim": "there is no fp8",
+    "fp8_quantize_dim_bwd": "there is no fp8",
+    "fp8_bwd_uses_143": "there is no fp8",
+    "fp8_output_dtype": "there is no fp8",
+    "mx4_quantize_dim": "there is no mx4",
+    "mx4_quantize_dim_bwd": "there is no mx4",
+    "mx4_rounding_mode": "there is no mx4",
+    "output_dtype": "it is the collection's: EmbeddingBagCollection(output_dtype=...)",
+}
+
+
 @dataclass(frozen=True)
 class QCommsConfig:
-    """Number formats of rows (`forward_precision`) and of their gradients (`backward_precision`)."""
+    """Number formats of rows (`forward_precision`) and of their gradients (`backward_precision`).
+
+    Args:
+        forward_precision, backward_precision: a `CommType`, another library's member of the same value, or the value.
+        forward_loss_scale, backward_loss_scale: not kept: nothing is scaled on its way. Other values than None and 1
+            are warned about.
+        fp8_…, mx4_…, output_dtype: not kept, with a warning.
+
+    Raises:
+        ConfigError: a format that is not here.
+    """
 
     forward_precision: CommType | str = CommType.FP32
     backward_precision: CommType | str = CommType.FP32
+    forward_loss_scale: InitVar[float | None] = None
+    backward_loss_scale: InitVar[float | None] = None
+    fp8_quantize_dim: InitVar[int | None] = None
+    fp8_quantize_dim_bwd: InitVar[int | None] = None
+    fp8_bwd_uses_143: InitVar[bool | None] = False
+    fp8_output_dtype: InitVar[Any] = None
+    mx4_quantize_dim: InitVar[int | None] = None
+    mx4_quantize_dim_bwd: InitVar[int | None] = None
+    mx4_rounding_mode: InitVar[Any] = None
+    output_dtype: InitVar[Any] = None
+
+    def __post_init__(
+        self,
+        forward_loss_scale: float | None,
+        backward_loss_scale: float | None,
+        fp8_quantize_dim: int | None,
+        fp8_quantize_dim_bwd: int | None,
+        fp8_bwd_uses_143: bool | None,
+        fp8_output_dtype: Any,
+        mx4_quantize_dim: int | None,
+        mx4_quantize_dim_bwd: int | None,
+        mx4_rounding_mode: Any,
+        output_dtype: Any,
+    ) -> None:
+        for name in ("forward_precision", "backward_precision"):
+            given = getattr(self, name)
+            try:
+                format = to_enum(CommType, given, name)
+            except ConfigError:
+                raise ConfigError(f"QCommsConfig: {name} is {given!r}: {_INSTEAD}.") from None
+            object.__setattr__(self, name, format)
+        settings = {
+            "forward_loss_scale": None if forward_loss_scale == 1 else forward_loss_scale,
+            "backward_loss_scale": None if backward_loss_scale == 1 else backward_loss_scale,
+            "fp8_quantize_dim": fp8_quantize_dim,
+            "fp8_quantize_dim_bwd": fp8_quantize_dim_bwd,
+            "fp8_bwd_uses_143": fp8_bwd_uses_143,
+            "fp8_output_dtype": fp8_output_dtype,
+            "mx4_quantize_dim": mx4_quantize_dim,
+            "mx4_quantize_dim_bwd": mx4_quantize_dim_bwd,
+            "mx4_rounding_mode": mx4_rounding_mode,
+            "output_dtype": output_dtype,
+        }
+        warn_without_effect("QCommsConfig", settings, _WITHOUT_EFFECT, 3)
 
     def wire(self) -> Wire:
         """The same as a plan's `Wire`."""
-        formats = [
-            to_enum(CommType, getattr(self, name), f"QCommsConfig: {name}")
-            for name in ("forward_precision", "backward_precision")
-        ]
-        return Wire(formats[0].value, formats[1].value)
+        forward, backward = self.forward_precision, self.backward_precision
+        assert isinstance(forward, CommType)
+        assert isinstance(backward, CommType)
+        return Wire(forward.value, backward.value)
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:
@@ -49,7 +147,23 @@ def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:
 
 
 def get_qcomm_codecs_registry(
-    qcomms_config: QCommsConfig, comm_ops: list[CommOp] | None = None
+    qcomms_config: QCommsConfig | None,
+    comm_ops: Iterable[CommOp] | None = None,
+    device: Any = None,
 ) -> dict[str, Wire]:
-    """A sharder's `qcomm_codecs_registry`: the same formats for every kind of exchange, or for those named."""
-    return {op.name: get_qcomm_codecs(qcomms_config) for op in comm_ops or list(CommOp)}
+    """A sharder's `qcomm_codecs_registry`: the same formats for every kind of exchange, or for those named.
+
+    Args:
+        comm_ops: a list of `CommOp`s, or of another library's members of the same values.
+        device: taken for TorchRec's scripts; formats are the same on every device.
+
+    Raises:
+        ConfigError: `comm_ops` are none.
+    """
+    if isinstance(comm_ops, (str, Enum)) or not isinstance(comm_ops, (Iterable, type(None))):
+        raise ConfigError(
+            f"get_qcomm_codecs_registry: comm_ops is {comm_ops!r}; wanted a list of CommOps, or None for all kinds of "
+            "exchange."
+        )
+    ops = [to_enum(CommOp, op, "get_qcomm_codecs_registry: comm_ops") for op in comm_ops or CommOp]
+    return {op.name: get_qcomm_codecs(qcomms_config) for op in ops}

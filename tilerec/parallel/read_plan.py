@@ -12,6 +12,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.planner.helpers import Cut
 from tilerec.sharding import strategies
 from tilerec.spec.plan import (
     EmbeddingModuleShardingPlan,
@@ -24,15 +25,17 @@ from tilerec.spec.table import DataType, dtype_to_data_type
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
-AnyPlan = ShardingPlan | str | Path | Mapping[str, Any]
-"""A plan, the path of its JSON file, or `{module path: {table: ParameterSharding or Tiling}}`."""
+AnyPlan = ShardingPlan | str | Path | Cut | Mapping[str, Any]
+"""A plan, the path of its JSON file, `{module path: {table: ParameterSharding, Tiling or row_wise() and its like}}`, or
+one of these helpers' results for all tables."""
 
 
 def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
     """The plan as a `ShardingPlan`; tilings may still be missing.
 
     Args:
-        plan: a plan of the model's one collection, `{table: …}`, is taken where the model is that collection.
+        plan: without `Cut`s (see `without_cuts`). A plan of the model's one collection, `{table: …}`, is taken where
+            the model is that collection.
 
     Raises:
         ConfigError: it is none of the forms.
@@ -44,7 +47,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     if not isinstance(plan, Mapping):
         raise ConfigError(
             f"shard: plan is a {type(plan).__name__}; wanted a ShardingPlan, the path of its file, or "
-            "{module path: {table: ParameterSharding or Tiling}}."
+            "{module path: {table: ParameterSharding or Tiling}}. Helpers give one for all tables: plan=row_wise()."
         )
     if plan and list(collections) == [""] and not any(isinstance(part, Mapping) for part in plan.values()):
         plan = {"": plan}
@@ -77,7 +80,8 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
     if isinstance(item, Tiling):
         return ParameterSharding(ShardingType.EXPLICIT, tiling=item)
     raise ConfigError(
-        f"shard: plan['{path}']['{table}'] is a {type(item).__name__}; wanted a ParameterSharding or a Tiling."
+        f"shard: plan['{path}']['{table}'] is a {type(item).__name__}; wanted a ParameterSharding, a Tiling, "
+        "or what row_wise() and its like return (called, not the helper itself)."
     )
 
 
@@ -119,7 +123,7 @@ def completed(
         warnings.warn(
             f"Table '{name}' of module '{path}'{more}: data_type {getattr(said, 'value', said)} in the plan has no "
             f"effect; the table's is {data_type.value}, as its config or .to() says.",
-            stacklevel=4,
+            stacklevel=6,
         )
     world_size = topology.world_size if plan.world_size is None else plan.world_size
     return ShardingPlan(parts, world_size, topology.host_ranks)

@@ -18,6 +18,10 @@ from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
+from tilerec.optim.attach import unattached_on_error
+from tilerec.parallel.cuts import without_cuts
+from tilerec.parallel.device import device_of
+from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.kernels import attach, gifts_of, warn_of_idle, with_kernels, with_wires
 from tilerec.parallel.plan_of import keep_plan
@@ -26,21 +30,26 @@ from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
 from tilerec.parallel.values import take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.sharder import listed
+from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.table import check_rule
-from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+
+Ranks = ShardingEnv | Group | DeviceMesh | dist.ProcessGroup
+"""Whatever says which ranks there are."""
 
 
 def shard(
     module: nn.Module,
-    *,
     plan: AnyPlan | None = None,
-    mesh: Group | DeviceMesh | dist.ProcessGroup | None = None,
+    env: Ranks | None = None,
+    device: torch.device | str | int | None = None,
+    sharder: ModuleSharder | Sequence[ModuleSharder] | None = None,
+    *,
+    mesh: Ranks | None = None,
     topology: Topology | None = None,
-    device: torch.device | str | None = None,
     exact: bool = False,
 ) -> nn.Module:
     """Shard every embedding collection below a module (and the module itself, if it is one), in place.
@@ -52,12 +61,16 @@ def shard(
     Args:
         module: the model.
         plan: a `ShardingPlan`, the path of its JSON file, or `{module path: {table: ParameterSharding or Tiling}}`
-            (`{table: …}` where the module is a collection). Tilings that it does not say are made from its sharding
-            types and ranks. None: `EmbeddingShardingPlanner(topology=…)` makes one.
-        mesh: which ranks: a `DeviceMesh` of one axis, a process group, a `Group`; None is the default process group.
+            (`{table: …}` where the module is a collection), or what `row_wise()` and its like return, for a table, for
+            a module path or for all tables. Tilings that it does not say are made from its sharding types and ranks.
+            None: `EmbeddingShardingPlanner(topology=…)` makes one.
+        env, mesh: one thing under two names, which ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process
+            group, a `Group`; None is the default process group.
         topology: which ranks share a host, and memory for the planner. None: the plan's hosts, else those of
             the launcher (LOCAL_WORLD_SIZE), else one host.
         device: where tiles of tables on meta get their memory; tables with values stay where they are. None: CPU.
+        sharder: gives an optimizer and wire formats to tables that have none, as those of `DistributedModelParallel`;
+            or a list with at most one per kind of collection.
         exact: the same bits under every plan, at the price of bytes on the wire.
 
     Returns:
@@ -67,14 +80,25 @@ def shard(
     Raises:
         ConfigError: the plan is not for this model or this world, forgets a table, contradicts itself (a tiling that
             its sharding type and ranks do not give), says `dense` of a table with an attached optimizer, or differs
-            between ranks; a collection is sharded already; tied tables have different tilings.
+            between ranks; a collection is sharded already; tied tables have different tilings; `env` and `mesh` are
+            both given; this machine has no such device. The model is then as it was.
     """
     if not collections_of(module):
         warnings.warn(
             f"shard: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection; nothing to do.",
             stacklevel=2,
         )
-    return shard_tables(module, plan, group_of(mesh), topology, device, exact, None)
+    if sharder is not None and not isinstance(sharder, Sequence):
+        check_sharder(sharder, "shard: sharder")
+        sharder = [sharder]
+    return shard_tables(module, plan, _group(env, mesh), topology, device, exact, sharder, "shard")
+
+
+def _group(env: Ranks | None, mesh: Ranks | None) -> Group:
+    if env is not None and mesh is not None:
+        raise ConfigError("shard: env and mesh both say which ranks there are; keep one of them.")
+    ranks = mesh if env is None else env
+    return ranks.group() if isinstance(ranks, ShardingEnv) else group_of(ranks)
 
 
 def shard_tables(
@@ -82,13 +106,29 @@ def shard_tables(
     plan: AnyPlan | None,
     group: Group,
     topology: Topology | None,
-    device: torch.device | str | None,
+    device: torch.device | str | int | None,
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
+    who: str,
 ) -> nn.Module:
-    """`shard`, with optimizers and number formats of sharders for tables that have none."""
+    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end."""
+    with unattached_on_error(module.parameters()):
+        return _shard(module, plan, group, topology, device, exact, sharders, who)
+
+
+def _shard(
+    module: nn.Module,
+    plan: AnyPlan | None,
+    group: Group,
+    topology: Topology | None,
+    device: torch.device | str | int | None,
+    exact: bool,
+    sharders: Sequence[ModuleSharder] | None,
+    who: str,
+) -> nn.Module:
     try:
-        ready = _prepare(module, plan, group, topology, device, sharders)
+        device = None if device is None else device_of(device, who)
+        ready = _prepare(module, plan, group, topology, device, listed(sharders, who))
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
         agree(group, "the model to shard", {"checks": str(error)})
@@ -119,7 +159,7 @@ def shard_tables(
                 device=device,
                 exact=exact,
                 fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
-                wires={name: sharding.wire for name, sharding in own.items()},
+                wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
             )
     keep_plan(module, whole)
     return module
@@ -139,14 +179,14 @@ def _prepare(
     plan: AnyPlan | None,
     group: Group,
     topology: Topology | None,
-    device: torch.device | str | None,
-    sharders: Sequence[ModuleSharder] | None,
+    device: torch.device | None,
+    given_sharders: list[ModuleSharder],
 ) -> _Ready:
     """All checks that need no other rank."""
-    given_sharders = listed(sharders, "DistributedModelParallel")
     collections = collections_of(module)
     ties = ties_of(collections)
-    kind = torch.device(device).type if device is not None else _device_type(collections)
+    kind = device.type if device is not None else _device_type(collections)
+    plan = without_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))
     given = None if plan is None else read_plan(plan, collections)
     if given is not None and given.world_size not in (None, group.size):
         given.check({}, group.size)  # before its hosts are read, which are another world's

@@ -6,7 +6,7 @@ They decide nothing about where tables lie (the plan does), so every kind of col
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import nn
@@ -17,8 +17,10 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.fused_params import read_fused_params
 from tilerec.parallel.qcomms import CommOp
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import KERNELS_IN_USE, ShardingType, Wire
+from tilerec.spec.without_effect import warn_without_effect
 
 Registry = Wire | Mapping[str, Any]
 
@@ -51,6 +53,11 @@ class ModuleSharder(ABC):
     @abstractmethod
     def module_type(self) -> type[TableCollection]:
         """The kind of collection it speaks of."""
+
+    @property
+    @abstractmethod
+    def sharded_module_type(self) -> type[TableCollection]:
+        """What `shard` makes of such a collection."""
 
     @property
     def fused_params(self) -> dict[str, Any]:
@@ -91,24 +98,64 @@ class ModuleSharder(ABC):
 
 @final
 class EmbeddingBagCollectionSharder(ModuleSharder):
-    """Of `EmbeddingBagCollection`s."""
+    """Of `EmbeddingBagCollection`s.
+
+    Args:
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`.
+        sharded_module_order_overwrite: taken, with a warning that it has no effect.
+    """
 
     _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+        sharded_module_order_overwrite: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        name = "sharded_module_order_overwrite"
+        reason = "tables and outputs keep the collection's order, whatever the plan"
+        warn_without_effect(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
 
     @property
     def module_type(self) -> type[TableCollection]:
         return EmbeddingBagCollection
 
+    @property
+    def sharded_module_type(self) -> type[TableCollection]:
+        return ShardedEmbeddingBagCollection
+
 
 @final
 class EmbeddingCollectionSharder(ModuleSharder):
-    """Of `EmbeddingCollection`s."""
+    """Of `EmbeddingCollection`s.
+
+    Args:
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`.
+        use_index_dedup: taken, with a warning that it has no effect.
+    """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        reason = "an id that a batch repeats travels as often as it comes; results are the same"
+        name = "use_index_dedup"
+        warn_without_effect(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
 
     @property
     def module_type(self) -> type[TableCollection]:
         return EmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[TableCollection]:
+        return ShardedEmbeddingCollection
 
 
 def get_default_sharders() -> list[ModuleSharder]:

@@ -2,6 +2,8 @@
 
     construct_module_sharding_plan(ebc, {"user": row_wise(), "item": table_wise(rank=1)}, local_size=2, world_size=4)
 
+`shard` takes them without it: `shard(ebc, {"user": row_wise(), "item": table_wise(rank=1)})`, `shard(ebc, row_wise())`.
+
 Nouns
   cut  what a helper returns: how a table is to be cut, once its size and the world are known
 """

@@ -4,7 +4,7 @@ Nouns
   kind        `ShardingType`: the word for how a table is cut; a description, the tiling is what counts
   kernel      `EmbeddingComputeKernel`: `fused` where the table's optimizer is attached and updates in the backward
               pass, `dense` where none is, whatever sharders say, and gradients go to `.grad`; unsaid: as it comes
-  wire        the number format in which rows and gradients travel
+  wire        the number format in which rows and gradients travel; unsaid: a sharder's, else fp32
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
   plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
 
@@ -17,7 +17,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, unique
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -27,6 +27,7 @@ from tilerec.spec.plan_table import plan_table
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Rectangle, Tiling
+from tilerec.spec.without_effect import warn_without_effect
 
 VERSION = 1
 
@@ -71,6 +72,14 @@ class EmbeddingComputeKernel(str, Enum):
 
 KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED)
 CODECS = ("fp32", "fp16", "bf16", "int8")
+_WITHOUT_EFFECT = {
+    "cache_params": "tables lie in the memory of their rank's device, without a cache",
+    "stochastic_rounding": "it is the optimizer's: fused_params['stochastic_rounding'], or the attached optimizer's",
+    "bounds_check_mode": "ids are checked as the collection's on_bad_id= says",
+    "output_dtype": "it is the collection's: EmbeddingBagCollection(output_dtype=...)",
+    "key_value_params": "tables lie in the memory of their rank's device, not in a key-value store",
+}
+"""Arguments of TorchRec's ParameterSharding, and why they say nothing here."""
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -115,7 +124,11 @@ class ParameterSharding:
             the tiling and not kept up to date.
         tiling: where every cell lives. None until a strategy fills it in from kind and ranks. Sharding refuses one
             that kind and ranks do not give, with pieces of any size.
-        wire: number formats in which its rows travel.
+        cache_params, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: of TorchRec's; not kept,
+            with a warning that says why.
+        enforce_hbm: taken and not kept: tables always lie in the memory of their rank's device.
+        wire: number formats in which its rows travel. None: those of the collection's sharder, else fp32; sharding
+            fills it in. `Wire()` is fp32 whatever the sharder says.
         data_type: of the table, for counting bytes; unknown if None.
         ids_per_bag: how many ids a bag of its features has, about; unknown if None. Of one id or less, nothing is
             gained by adding up rows inside a host before they travel.
@@ -128,15 +141,41 @@ class ParameterSharding:
     compute_kernel: EmbeddingComputeKernel | str | None = None
     ranks: Sequence[int] | None = None
     sharding_spec: Any = field(default=None, compare=False, repr=False)
+    cache_params: InitVar[Any] = None
+    enforce_hbm: InitVar[bool | None] = None
+    stochastic_rounding: InitVar[bool | None] = None
+    bounds_check_mode: InitVar[Any] = None
+    output_dtype: InitVar[Any] = None
+    key_value_params: InitVar[Any] = None
     tiling: Tiling | None = field(default=None, kw_only=True)
-    wire: Wire = field(default_factory=Wire, kw_only=True)
+    wire: Wire | None = field(default=None, kw_only=True)
     data_type: DataType | None = field(default=None, kw_only=True)
     ids_per_bag: float | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        cache_params: Any,
+        enforce_hbm: bool | None,
+        stochastic_rounding: bool | None,
+        bounds_check_mode: Any,
+        output_dtype: Any,
+        key_value_params: Any,
+    ) -> None:
         def fill(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        given = {
+            "cache_params": cache_params,
+            "stochastic_rounding": None if stochastic_rounding is None else str(stochastic_rounding),
+            "bounds_check_mode": bounds_check_mode,
+            "output_dtype": output_dtype,
+            "key_value_params": key_value_params,
+        }
+        warn_without_effect("ParameterSharding", given, _WITHOUT_EFFECT, 3)
+        if self.wire is not None and not isinstance(self.wire, Wire):
+            raise ConfigError(
+                f"ParameterSharding: wire is {self.wire!r:.200}; wanted a Wire such as Wire('bf16', 'bf16'), or None."
+            )
         fill("sharding_type", to_enum(ShardingType, self.sharding_type, "ParameterSharding: sharding_type"))
         if self.compute_kernel is not None:
             kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, "ParameterSharding: compute_kernel")
@@ -205,7 +244,7 @@ class ParameterSharding:
             out["ranks"] = ranks_to_text(self.ranks)
         if self.tiling is not None:
             out["tiling"] = self.tiling.to_json()
-        if self.wire != Wire():
+        if self.wire is not None:
             out["wire"] = {"forward": self.wire.forward, "backward": self.wire.backward}
         return out
 
@@ -248,7 +287,7 @@ class ParameterSharding:
             tiling = Tiling.from_json(name, data["rows"], data["dim"], data["tiling"])
         ranks = text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None
         try:
-            wire = Wire(**data.get("wire", {}))
+            wire = Wire(**data["wire"]) if "wire" in data else None
             data_type = DataType(data["data_type"]) if "data_type" in data else None
             return ParameterSharding(
                 data["sharding_type"],

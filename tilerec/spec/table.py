@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilerec.errors import ConfigError
+from tilerec.spec.without_effect import warn_without_effect
 
 
 @unique
@@ -74,6 +75,17 @@ def pooling_type_to_str(pooling: PoolingType) -> str:
     return pooling.value.lower()
 
 
+_WITHOUT_EFFECT = {
+    "num_embeddings_post_pruning": "it sizes a pruned table for serving; num_embeddings rows are trained",
+    "need_pos": "weights by position are PositionWeightedModule's, in a FeatureProcessedEmbeddingBagCollection",
+    "input_dim": "ids are row numbers below num_embeddings; nothing maps them from a larger space",
+    "total_num_buckets": "say in the plan that rows come in buckets: row_wise(num_buckets=...)",
+    "virtual_table_eviction_policy": "every row of a table exists, and none is evicted",
+    "enable_embedding_update": "it is of serving; training writes rows in the backward pass",
+    "stash_weights": "tables stay in the memory of their device",
+}
+"""Arguments of TorchRec's configs, and why they say nothing here."""
+
 _TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16)
 _E = TypeVar("_E", bound=Enum)
 
@@ -104,9 +116,35 @@ class _TableConfig:
     init_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     # An argument only: `data_type` is the field, and `dtype` reads it (see below).
     dtype: InitVar[DataType | torch.dtype | str | None] = field(default=None, kw_only=True)
+    # TorchRec's, and arguments only: what they ask for is not here, as `_WITHOUT_EFFECT` says.
+    num_embeddings_post_pruning: InitVar[int | None] = field(default=None, kw_only=True)
+    need_pos: InitVar[bool] = field(default=False, kw_only=True)
+    input_dim: InitVar[int | None] = field(default=None, kw_only=True)
+    total_num_buckets: InitVar[int | None] = field(default=None, kw_only=True)
+    use_virtual_table: InitVar[bool] = field(default=False, kw_only=True)
+    virtual_table_eviction_policy: InitVar[Any] = field(default=None, kw_only=True)
+    enable_embedding_update: InitVar[bool] = field(default=False, kw_only=True)
+    stash_weights: InitVar[bool] = field(default=False, kw_only=True)
 
-    def __post_init__(self, dtype: DataType | torch.dtype | str | None) -> None:
+    def __post_init__(
+        self,
+        dtype: DataType | torch.dtype | str | None,
+        num_embeddings_post_pruning: int | None,
+        need_pos: bool,
+        input_dim: int | None,
+        total_num_buckets: int | None,
+        use_virtual_table: bool,
+        virtual_table_eviction_policy: Any,
+        enable_embedding_update: bool,
+        stash_weights: bool,
+    ) -> None:
         what = f"Table '{self.name}'"
+        if use_virtual_table:
+            raise ConfigError(
+                f"{what}: use_virtual_table=True asks for rows that come to be when an id is first seen; here all "
+                f"{self.num_embeddings} rows have memory from the start. Leave it out, set num_embeddings to the rows "
+                "there is memory for, and map ids to [0, num_embeddings) in the input."
+            )
         for field_name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, field_name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -138,6 +176,19 @@ class _TableConfig:
             raise ConfigError(f"{what}: both init_fn and initial bounds are given; keep one of them.")
         object.__setattr__(self, "data_type", data_type)
         object.__setattr__(self, "feature_names", names)
+        # Sizes that are the table's own ask for nothing.
+        pruned = None if num_embeddings_post_pruning == self.num_embeddings else num_embeddings_post_pruning
+        given = {
+            "num_embeddings_post_pruning": pruned,
+            "need_pos": need_pos,
+            "input_dim": None if input_dim == self.num_embeddings else input_dim,
+            "total_num_buckets": total_num_buckets,
+            "virtual_table_eviction_policy": virtual_table_eviction_policy,
+            "enable_embedding_update": enable_embedding_update,
+            "stash_weights": stash_weights,
+        }
+        # __post_init__, the generated __init__, and of pooled tables a __post_init__ more.
+        warn_without_effect(what, given, _WITHOUT_EFFECT, 3 + isinstance(self, EmbeddingBagConfig))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -179,9 +230,13 @@ class EmbeddingConfig(_TableConfig):
             are seeded for each block by the collection's seed, the table's name and the block, and are afterwards as
             they were. What it draws elsewhere (numpy, a `torch.Generator` of its own) is its own affair: on tables
             that are cut from `meta`, ranks then hold different numbers.
+        num_embeddings_post_pruning, need_pos, input_dim, total_num_buckets, virtual_table_eviction_policy,
+            enable_embedding_update, stash_weights: of TorchRec's configs; not kept, with a warning that says why.
+        use_virtual_table: not here: refused unless False.
 
     Raises:
-        ConfigError: a size below 1, a type that cannot be trained, repeated features, contradictory bounds.
+        ConfigError: a size below 1, a type that cannot be trained, repeated features, contradictory bounds, a virtual
+            table.
     """
 
 
@@ -196,8 +251,8 @@ class EmbeddingBagConfig(_TableConfig):
 
     pooling: PoolingType | str = field(default=PoolingType.SUM, kw_only=True)
 
-    def __post_init__(self, dtype: DataType | torch.dtype | str | None) -> None:
-        super().__post_init__(dtype)
+    def __post_init__(self, *arguments: Any) -> None:
+        super().__post_init__(*arguments)
         pooling = _enum(PoolingType, self.pooling, f"Table '{self.name}': pooling")
         if pooling is PoolingType.NONE:
             raise ConfigError(
