@@ -13,14 +13,14 @@ Legend: T tables, O options, S stages, R ranks. rank-ps: ps times R.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from tilerec.planner.instance import PER_MILLE, Bools, Ints
-from tilerec.planner.relaxed import NEVER, Dual, Relaxed, Resource, least
+from tilerec.planner.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, Resource, least
 
 SLICES = 16
 BISECTIONS = 9
@@ -32,7 +32,7 @@ class Kinds:
     """A choice of fixed charges to pay, and the options that pay no others.
 
     Args:
-        usable: [T, O]. charge: ps. dual: of the averages under it.
+        usable: [T, O]. charge: ps. dual: of the averages under it; its options may be those of another set.
     """
 
     usable: Bools
@@ -47,26 +47,63 @@ class Kinds:
 def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     """Every set of charges that leaves each table an option, the one with the least bound first.
 
-    With more than six charges they are not told apart in the bound: one set, nothing charged.
+    The prices that are best with all charges paid bound every set, with one pass over the tables; sets that cannot be
+    among the best are left at that. With more than six charges they are not told apart: one set, nothing charged.
     """
     instance = relaxed.instance
     charges = len(instance.charge)
+    everything = least(np.where(relaxed.usable, relaxed.totals, NEVER), relaxed.memory)
+    if everything.short >= 0:
+        return []
+    if not 0 < charges <= 6:
+        return [Kinds(relaxed.usable, 0, everything)]
+    priced = relaxed.totals
+    for resource, price in zip(relaxed.memory, everything.prices, strict=True):
+        priced = priced + (price * resource.used >> PRICE_BITS) if price else priced
+    priced = np.where(relaxed.usable, priced, NEVER)
+    marks = (instance.uses * (1 << np.arange(charges))).sum(2)
+    # Of each table, the cheapest option of every mark that occurs: a set allows the marks within it.
+    seen = np.unique(marks[relaxed.usable]) if instance.tables else np.zeros(0, np.int64)
+    cheapest = (
+        np.stack([np.where(marks == mark, priced, NEVER).min(1) for mark in seen.tolist()], 1)
+        if len(seen)
+        else None
+    )
+    gone = sum(
+        (p * r.limit >> PRICE_BITS) + 1 for r, p in zip(relaxed.memory, everything.prices, strict=True) if p
+    )
+    rough = []
+    for paid in range(1 << charges):
+        value = 0
+        if cheapest is not None:
+            inside = (seen & ~paid) == 0
+            if not inside.any():
+                continue
+            best = cheapest[:, inside].min(1)
+            if (best >= NEVER).any():
+                continue
+            value = int(best.sum()) - gone
+        charge = sum(int(c) for f, c in enumerate(instance.charge) if paid >> f & 1)
+        rough.append((_up(value, relaxed.instance.ranks) + charge, paid, charge, value))
+    rough.sort()
     found = []
-    sets: Iterator[tuple[int, ...]] = iter([tuple(range(charges))])
-    if charges <= 6:
-        sets = (s for n in range(charges + 1) for s in combinations(range(charges), n))
-    for paid in sets:
-        refused = [f for f in range(charges) if f not in paid]
-        usable = relaxed.usable
-        if refused:
-            usable = usable & ~instance.uses[:, :, refused].any(2)
-        if instance.tables and not usable.any(1).all():
-            continue
-        charge = int(instance.charge[list(paid)].sum()) if charges <= 6 else 0
-        dual = least(np.where(usable, relaxed.totals, NEVER), relaxed.memory)
-        if dual.short < 0:
-            found.append(Kinds(usable, charge, dual))
-    return sorted(found, key=lambda kinds: kinds.bound(relaxed))
+    for _, paid, charge, value in rough:
+        usable = relaxed.usable & ((marks & ~paid) == 0)
+        found.append(Kinds(usable, charge, Dual(value, everything.prices, everything.option)))
+    return found
+
+
+def sharpen(relaxed: Relaxed, kinds: Kinds) -> Kinds:
+    """The same with the best prices of its own, and the options they choose."""
+    dual = least(np.where(kinds.usable, relaxed.totals, NEVER), relaxed.memory)
+    if dual.short >= 0:
+        # No choice of options stays within memory: there is no such plan.
+        return Kinds(kinds.usable, kinds.charge, Dual(NEVER, dual.prices, dual.option))
+    return Kinds(
+        kinds.usable,
+        kinds.charge,
+        dual if dual.value >= kinds.dual.value else Dual(kinds.dual.value, dual.prices, dual.option),
+    )
 
 
 def certify(relaxed: Relaxed, kinds: Kinds, upper: int) -> int:
@@ -74,6 +111,9 @@ def certify(relaxed: Relaxed, kinds: Kinds, upper: int) -> int:
 
     Tables × options beyond SMALL are judged by averages and their largest pieces only: the pieces are small there.
     """
+    if upper <= kinds.bound(relaxed):
+        return kinds.bound(relaxed)
+    kinds = sharpen(relaxed, kinds)
     upper -= kinds.charge
     start = kinds.bound(relaxed) - kinds.charge
     if upper <= start:
@@ -191,3 +231,15 @@ def averages(relaxed: Relaxed, option: Ints) -> Ints:
     """[S] ps that each stage takes when these options' work is spread evenly."""
     rows = np.arange(len(option))
     return (relaxed.stage_totals[rows, option].sum(0) + relaxed.base_totals) // relaxed.instance.ranks
+
+
+def certify_all(relaxed: Relaxed, kinds: Sequence[Kinds], upper: int) -> int:
+    """ps that no plan is below, whatever charges it pays: only the sets that could be the least are looked at."""
+    bounds = [(some.bound(relaxed), i) for i, some in enumerate(kinds)]
+    done: set[int] = set()
+    while True:
+        bound, i = min(bounds)
+        if i in done or bound >= upper:
+            return min(bound, upper)
+        bounds[i] = max(bound, certify(relaxed, kinds[i], upper)), i
+        done.add(i)

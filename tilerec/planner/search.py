@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tilerec.planner.bound import Kinds, certify, kinds_of
+from tilerec.planner.bound import Kinds, certify_all, kinds_of, sharpen
 from tilerec.planner.exact import enumerate_all
 from tilerec.planner.granularity import choose
 from tilerec.planner.improve import exchange, repair
@@ -31,7 +31,9 @@ from tilerec.planner.relaxed import Relaxed
 HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
 # How pieces are made to fit where they do not: smaller ones, then options that hold less in all.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
-LARGE = 1 << 20  # tables × ranks beyond which one good packing has to do
+MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
+LARGE = 1 << 20  # and beyond which it is not polished for long
+SETS = 4  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
 WORST = 1 << 61
@@ -59,6 +61,7 @@ def solve(instance: Instance, *, effort: int = 1) -> Solution:
 class _Search:
     def __init__(self, instance: Instance, effort: int) -> None:
         self.instance, self.relaxed, self.effort = instance, Relaxed(instance), effort
+        self.middling = instance.tables * instance.ranks > MIDDLING
         self.large = instance.tables * instance.ranks > LARGE
         self.best: Solution | None = None
 
@@ -69,18 +72,25 @@ class _Search:
         kinds = kinds_of(self.relaxed)
         complete = self._enumerate(FEW_PARTS // 4)
         if not complete:
-            for some in kinds:
-                if some.bound(self.relaxed) >= self.cost:
+            for some in kinds[: SETS * self.effort]:
+                if some.bound(self.relaxed) >= self._hopeless(kinds[0]):
                     break
-                self._search(some)
+                self._search(sharpen(self.relaxed, some))
             complete = self._enumerate(FEW_PARTS * self.effort)
         if self.best is None:
             return (
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
             )
         best = self.best = level(self.instance, self.best, 64)
-        bound = best.cost if complete else min(certify(self.relaxed, some, best.cost) for some in kinds)
+        bound = best.cost if complete else certify_all(self.relaxed, kinds, best.cost)
         return evaluate(self.instance, best.option, best.places, best.rows, bound)
+
+    def _hopeless(self, first: Kinds) -> int:
+        """ps: a set of charges whose bound is higher will not lead to a better plan, unless it packs much better."""
+        if self.best is None:
+            return WORST
+        bound = first.bound(self.relaxed)
+        return bound + (self.cost - bound) // (8 if self.middling else 2)
 
     @property
     def cost(self) -> int:
@@ -91,7 +101,7 @@ class _Search:
         good = bound + bound // GOOD
         starts: dict[bytes, tuple[int, Packing]] = {}
         seen: set[bytes] = set()
-        for head in HEADS[:2] if self.large and self.effort == 1 else HEADS:
+        for head in HEADS[:2] if self.middling and self.effort == 1 else HEADS:
             for option, average in self._options(kinds, head):
                 if average + kinds.charge >= self.cost:
                     break
@@ -108,9 +118,9 @@ class _Search:
                 starts[option.tobytes()] = cost, packing
                 self._offer(packing)
                 break
-            if self.cost <= good or (self.large and self.best is not None and self.effort == 1):
+            if self.cost <= good or (self.middling and starts and self.effort == 1):
                 return
-        if self.instance.tables > 400 or self.instance.ranks > 512 or not starts:
+        if (self.middling and self.effort == 1) or not starts:
             return
         # From the best of each granularity: from the best one alone, some plans are never reached.
         steps = 300 * self.effort
