@@ -229,6 +229,11 @@ def main() -> None:
         f"\nSpearman {correlation:.3f}; error: median {100 * statistics.median(errors):.1f} %, 90th percentile "
         f"{100 * errors[int(0.9 * (len(errors) - 1))]:.1f} %; median ratio {statistics.median(r[3] for r in rows):.2f}"
     )
+    middle = statistics.median(row[3] for row in rows)
+    left = statistics.median(abs(row[3] / middle - 1) for row in rows)
+    print(
+        f"with one factor for all plans ({1 / middle:.2f}), as on a machine that others load: median {100 * left:.1f} %"
+    )
     if given.stages:
         print("\nmeasured, ms over all plans: elapsed, and on the processor (no waits)")
         for stage, several in stages.items():

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from tilerec.comms.group import Group
-from tilerec.comms.process import ProcessGroupComms
 from tilerec.planner import calibrate as module
 from tilerec.planner.calibrate import calibrate, calibrate_to, machine
 from tilerec.spec.speeds import PER_WIDTH, SINGLE
 from tilerec.spec.topology import Topology
-from tilerec.testing.ranks import Ranks
 from tilerec.testing.virtual import run_virtual_ranks
 
 SMALL = {
@@ -28,40 +26,28 @@ SMALL = {
 }
 
 
-def quickly(folder: str) -> str:
-    """In a rank's process: small tables and few repeats: tests read no times."""
-    module._FAR_BYTES, module._NEAR_BYTES, module._FLUSH, module._IDS, module._REPEATS = (
-        2**20,
-        2**16,
-        2**12,
-        480,
-        2,
-    )
-    calibrate_to(ProcessGroupComms(), f"{folder}/topology.json")
-    ProcessGroupComms().barrier()
-    return Path(folder, "topology.json").read_text()
-
-
-def test_ranks_measure_together_and_write_what_they_found(tmp_path: Path) -> None:
-    with Ranks(2) as ranks:
-        first, second = ranks.run(quickly, str(tmp_path))
-    assert first == second
-    topology = Topology.from_json(json.loads(first))
-    measured = topology.speeds
-    assert topology.world_size == 2
-    assert measured is not None
-    assert measured.origin.startswith("measured, 2 cpu ranks")
-    assert all(rate >= 0 for name in PER_WIDTH for rate in getattr(measured, name))
-    assert all(getattr(measured, name) >= 0 for name in SINGLE)
-    assert all(rate > 0 for rate in measured.lookup_near + measured.place)
-    assert measured.link_in == measured.link_out > 0
-    assert measured.step > 0
-
-
-def test_a_rank_alone_has_no_links_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tables and few repeats: tests read no times."""
     for name, value in SMALL.items():
         monkeypatch.setattr(module, name, value)
 
+
+def test_ranks_measure_together_and_write_what_they_found(tmp_path: Path) -> None:
+    path = tmp_path / "topology.json"
+
+    first, second = run_virtual_ranks(2, calibrate_to, str(path))
+    assert first == second == Topology.from_json(json.loads(path.read_text()))
+    assert first.world_size == 2
+    measured = first.speeds
+    assert measured.origin.startswith("measured, 2 cpu ranks")
+    assert all(rate >= 0 for name in PER_WIDTH for rate in getattr(measured, name))
+    assert all(getattr(measured, name) >= 0 for name in SINGLE)
+    assert all(rate > 0 for rate in (*measured.lookup_near, *measured.place))
+    assert measured.link_in == measured.link_out > 0
+
+
+def test_a_rank_alone_has_no_links_to_measure() -> None:
     def run(group: Group) -> None:
         measured = calibrate(group, machine(1)).speeds
         assert measured is not None

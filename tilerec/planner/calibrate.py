@@ -66,11 +66,12 @@ def machine(ranks: int, device: str = "cpu") -> Topology:
     return Topology(ranks, kind, hbm_cap=torch.cuda.mem_get_info()[1], ddr_cap=whole // ranks)
 
 
-def calibrate_to(group: Group, path: str, device: str = "cpu") -> None:
-    """`calibrate` this machine; rank 0 writes the topology as a JSON file."""
+def calibrate_to(group: Group, path: str, device: str = "cpu") -> Topology:
+    """`calibrate` this machine; rank 0 writes the topology as a JSON file, every rank returns it."""
     measured = calibrate(group, machine(group.size, device), _own_device(group, device))
     if group.rank == 0:
         Path(path).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+    return measured
 
 
 def _own_device(group: Group, device: str) -> torch.device:

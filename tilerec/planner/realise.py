@@ -10,7 +10,7 @@ from tilerec.planner.cuts import row_cuts, sizes_of_shares
 from tilerec.planner.ways import Option, Way
 from tilerec.planner.workload import Ints, TableWork, Workload
 from tilerec.sharding.strategies import column_wise, data_parallel, grid, row_wise, table_wise
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -63,6 +63,6 @@ def sharding_of(
 def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
     kernel = EmbeddingComputeKernel.DENSE if work.optimizer is None else EmbeddingComputeKernel.FUSED
     return ParameterSharding(
-        kind, kernel, ranks, tiling=tiling, wire=work.wire, data_type=work.data_type,
+        kind, kernel, ranks, tiling=tiling, wire=None if work.wire == Wire() else work.wire, data_type=work.data_type,
         ids_per_bag=work.ids_per_bag,
     )  # fmt: skip
