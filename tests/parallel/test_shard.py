@@ -542,6 +542,12 @@ def test_an_environment_a_process_group_or_nothing_says_the_ranks(pool: Pool) ->
     assert tilings_of(shard(bags(), None, env))["a"].ranks() == (0,)
     with pytest.raises(ConfigError, match="env and mesh both say which ranks"):
         shard(bags(), None, env, mesh=env)
+    with pytest.raises(ConfigError, match="shard: env is a str; wanted a ShardingEnv"):
+        shard(bags(), None, "world")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="shard: mesh is a int; wanted a ShardingEnv"):
+        shard(bags(), mesh=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="shard: plan is a ShardingEnv; wanted a ShardingPlan"):
+        shard(bags(), env, env)  # type: ignore[arg-type]
 
 
 def test_what_helpers_return_is_a_plan_of_a_table_of_a_module_or_of_all() -> None:
@@ -600,5 +606,7 @@ def test_a_sharder_of_shard_is_one_or_a_list_and_is_named_if_it_is_none() -> Non
     assert plan_of(model).plan["ec"]["items"].compute_kernel == "dense"
     with pytest.raises(ConfigError, match=r"shard: sharder is the class Emb.*wanted a sharder of it"):
         shard(bags(), None, alone, sharder=EmbeddingBagCollectionSharder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"shard: sharder is a str; wanted a sharder"):
+        shard(bags(), None, alone, sharder="fused")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"shard: sharders\[0\] and sharders\[1\] both speak"):
         shard(bags(), None, alone, sharder=[both[0], both[0]])

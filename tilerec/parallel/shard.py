@@ -88,7 +88,7 @@ def shard(
             f"shard: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection; nothing to do.",
             stacklevel=2,
         )
-    if sharder is not None and not isinstance(sharder, Sequence):
+    if sharder is not None and (isinstance(sharder, str) or not isinstance(sharder, Sequence)):
         check_sharder(sharder, "shard: sharder")
         sharder = [sharder]
     return shard_tables(module, plan, _group(env, mesh), topology, device, exact, sharder, "shard")
@@ -98,6 +98,11 @@ def _group(env: Ranks | None, mesh: Ranks | None) -> Group:
     if env is not None and mesh is not None:
         raise ConfigError("shard: env and mesh both say which ranks there are; keep one of them.")
     ranks = mesh if env is None else env
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise ConfigError(
+            f"shard: {'mesh' if env is None else 'env'} is a {type(ranks).__name__}; wanted a ShardingEnv, a process "
+            "group, a DeviceMesh, or None for the default process group."
+        )
     return ranks.group() if isinstance(ranks, ShardingEnv) else group_of(ranks)
 
 
