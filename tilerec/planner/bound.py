@@ -106,45 +106,61 @@ def sharpen(relaxed: Relaxed, kinds: Kinds) -> Kinds:
     )
 
 
-def certify(relaxed: Relaxed, kinds: Kinds, upper: int) -> int:
-    """ps that no plan of these kinds is below; looks no further than `upper` ps.
+def certify(relaxed: Relaxed, kinds: Sequence[Kinds], upper: int) -> int:
+    """ps that no plan is below, whatever charges it pays; looks no further than `upper` ps.
 
     Tables × options beyond SMALL are judged by averages and their largest pieces only: the pieces are small there.
     """
-    if upper <= kinds.bound(relaxed):
-        return kinds.bound(relaxed)
-    kinds = sharpen(relaxed, kinds)
+    if not kinds:
+        return upper
+    stages = _stage_views(relaxed, kinds[0])
+    for some in kinds:
+        # A set of charges whose bound is not the least does not matter: it is only asked whether it is below.
+        if some.bound(relaxed) < upper:
+            upper = min(upper, _certify(relaxed, sharpen(relaxed, some), stages, upper))
+    return upper
+
+
+def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int) -> int:
     upper -= kinds.charge
-    start = kinds.bound(relaxed) - kinds.charge
+    top = start = kinds.bound(relaxed) - kinds.charge
     if upper <= start:
-        return start + kinds.charge
-    small = kinds.usable.size <= SMALL
-    views = _views(relaxed, kinds, 5 if small else 0)
-    slices = SLICES if small else 1
-    top = start
-    for step in (8, 256):
+        return upper + kinds.charge
+    quick = np.where(kinds.usable, 0, NEVER)
+    views = [_View(v, int((v.floor + quick).min(1, initial=NEVER).sum())) for v in stages]
+    slices = SLICES if kinds.usable.size <= SMALL else 1
+    for step in (0, 8, 256):
         # A view is worth a bisection if it raises the bound at all; asking costs little where it does not.
         for view in views:
-            if top < upper and _none_at(
-                relaxed, kinds, views, view, min(top + top // step + 1, upper), slices
-            ):
-                top = _bisect(relaxed, kinds, views, view, top, upper, slices)
+            goal = min(top + top // step + 1, upper) if step else upper
+            if top < upper and _none_at(relaxed, kinds, views, view, goal, slices):
+                top = _bisect(relaxed, kinds, views, view, goal, upper, slices) if goal < upper else upper
+                stages.remove(view.stages)
+                stages.insert(0, view.stages)
     return top + kinds.charge
 
 
 @dataclass(frozen=True, eq=False)
-class _View:
-    """Args: piece: [T, O] rank-ps a witness bears at least. floor: [T, O] rank-ps. base: rank-ps. least: of floors."""
+class _Stages:
+    """A view. Args: piece: [T, O] rank-ps a witness bears at least. floor: [T, O] rank-ps. base: rank-ps."""
 
     piece: Ints
     floor: Ints
     base: int
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A view under a set of charges. Args: stages: the view. least: rank-ps, of floors, without the base."""
+
+    stages: _Stages
     least: int
 
 
-def _views(relaxed: Relaxed, kinds: Kinds, most: int) -> list[_View]:
-    """All stages, and every set of the `most` busiest ones."""
+def _stage_views(relaxed: Relaxed, kinds: Kinds) -> list[_Stages]:
+    """All stages, and every set of the five busiest ones."""
     instance = relaxed.instance
+    most = 5 if kinds.usable.size <= SMALL else 0
     option = kinds.dual.option
     weight = relaxed.stage_totals[np.arange(len(option)), option].sum(0) + relaxed.base_totals
     order = np.argsort(-weight, kind="stable").tolist()
@@ -153,7 +169,6 @@ def _views(relaxed: Relaxed, kinds: Kinds, most: int) -> list[_View]:
     sets += [tuple(c) for n in range(1, len(busy) + 1) for c in combinations(busy, n)]
     sets = list(dict.fromkeys(tuple(sorted(s)) for s in sets))
     fastest = instance.slow.min(0)
-    quick = np.where(kinds.usable, 0, NEVER)
     views = []
     for chosen in sets:
         inside = np.zeros(instance.stages, np.bool_)
@@ -171,7 +186,7 @@ def _views(relaxed: Relaxed, kinds: Kinds, most: int) -> list[_View]:
                 floor += relaxed.stage_totals[:, :, s]
                 base += int(relaxed.base_totals[s])
         piece = np.where(relaxed.uniform, 0, piece * instance.ranks)
-        views.append(_View(piece, floor, base, int((floor + quick).min(1, initial=NEVER).sum())))
+        views.append(_Stages(piece, floor, base))
     return views
 
 
@@ -199,23 +214,23 @@ def _none_at(
     everything = cost * relaxed.instance.ranks
     small = kinds.usable.copy()
     for other in views:
-        small &= other.piece <= everything - other.base - other.least
+        small &= other.stages.piece <= everything - other.stages.base - other.least
     if not small.any(1).all():
         return True
-    lowest, highest = view.least + view.base, everything
+    lowest, highest = view.least + view.stages.base, everything
     if lowest > highest:
         return True
     edges = [lowest + (highest - lowest) * i // slices for i in range(slices + 1)]
     prices: Sequence[int] = ()
     # The slices in the middle are the likeliest to hold a plan.
     for i in sorted(range(slices), key=lambda i: abs(2 * i - slices)):
-        allowed = small & (view.piece <= everything - edges[i])
+        allowed = small & (view.stages.piece <= everything - edges[i])
         if not allowed.any(1).all():
             continue
         totals = np.where(allowed, relaxed.totals, NEVER)
         resources = [*relaxed.memory]
         if slices > 1:
-            resources.append(Resource.of(view.floor, max(edges[i + 1] - view.base, 0)))
+            resources.append(Resource.of(view.stages.floor, max(edges[i + 1] - view.stages.base, 0)))
         dual = least(totals, resources, prices)
         if dual.short < 0 and dual.value + relaxed.base_total <= everything:
             return False
@@ -231,15 +246,3 @@ def averages(relaxed: Relaxed, option: Ints) -> Ints:
     """[S] ps that each stage takes when these options' work is spread evenly."""
     rows = np.arange(len(option))
     return (relaxed.stage_totals[rows, option].sum(0) + relaxed.base_totals) // relaxed.instance.ranks
-
-
-def certify_all(relaxed: Relaxed, kinds: Sequence[Kinds], upper: int) -> int:
-    """ps that no plan is below, whatever charges it pays: only the sets that could be the least are looked at."""
-    bounds = [(some.bound(relaxed), i) for i, some in enumerate(kinds)]
-    done: set[int] = set()
-    while True:
-        bound, i = min(bounds)
-        if i in done or bound >= upper:
-            return min(bound, upper)
-        bounds[i] = max(bound, certify(relaxed, kinds[i], upper)), i
-        done.add(i)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,29 @@ def evaluate(
     """What an arrangement costs, by the definition; FOUND says nothing about caps (see `fits`)."""
     rows = {} if rows is None else rows
     every = np.arange(instance.tables)
+    work, memory = work_of(instance, option, places, rows)
+    load = loads(instance, work)
+    stage = load.max(0)
+    used = instance.uses[every, option].any(0)
+    cost = int(stage.sum()) + int(instance.charge[used].sum())
+    return Solution(
+        Status.FOUND,
+        np.asarray(option, np.int64),
+        tuple(tuple(where) for where in places),
+        dict(rows),
+        cost,
+        bound,
+        stage,
+        load,
+        memory,
+    )
+
+
+def work_of(
+    instance: Instance, option: Ints, places: Sequence[Sequence[int]], rows: Mapping[int, Ints]
+) -> tuple[Ints, Ints]:
+    """[R, S] ps of work (before slowness and what was there), and [R, M] bytes with what was there."""
+    every = np.arange(instance.tables)
     width = instance.width[every, option]
     uneven = np.zeros(instance.tables, np.bool_)
     uneven[list(rows)] = True
@@ -296,21 +320,7 @@ def evaluate(
         where = parts_of(instance, t, o, places[t])
         np.add.at(work, where, portion(instance.cost[t, o] * len(shares), shares))
         np.add.at(memory, where, portion(instance.memory[t, o] * len(shares), shares))
-    load = loads(instance, work)
-    stage = load.max(0)
-    used = instance.uses[every, option].any(0)
-    cost = int(stage.sum()) + int(instance.charge[used].sum())
-    return Solution(
-        Status.FOUND,
-        np.asarray(option, np.int64),
-        tuple(tuple(int(p) for p in where) for where in places),
-        dict(rows),
-        cost,
-        bound,
-        stage,
-        load,
-        memory,
-    )
+    return work, memory
 
 
 def loads(instance: Instance, work: Ints) -> Ints:
@@ -348,6 +358,7 @@ def portion(whole: Ints, shares: Ints) -> Ints:
 
 
 def _flat(tables: Ints, places: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    counts = np.fromiter((len(places[t]) for t in tables.tolist()), np.int64, len(tables))
-    flat = np.fromiter((p for t in tables.tolist() for p in places[t]), np.int64, int(counts.sum()))
+    some = [places[t] for t in tables.tolist()]
+    counts = np.fromiter(map(len, some), np.int64, len(some))
+    flat = np.fromiter(chain.from_iterable(some), np.int64, int(counts.sum()))
     return np.repeat(tables, counts), flat

@@ -10,7 +10,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilerec.planner.instance import SHARE, Instance, Ints, Solution, evaluate, fits, parts_of, portion
+from tilerec.planner.instance import (
+    SHARE,
+    Instance,
+    Ints,
+    Solution,
+    evaluate,
+    fits,
+    loads,
+    parts_of,
+    portion,
+    work_of,
+)
 
 HEIGHT_BITS = 12  # heights are in 1 / 4096 of a stage's average
 
@@ -22,39 +33,60 @@ def level(instance: Instance, found: Solution, tables: int) -> Solution:
     if not len(movable) or instance.ranks == 1:
         return found
     width = instance.width[every, found.option]
-    work = (instance.cost[every, found.option].sum(1) * width)[movable]
-    for t in movable[np.argsort(-work, kind="stable")][:tables].tolist():
-        where = parts_of(instance, t, int(found.option[t]), found.places[t])
-        if len(np.unique(where)) < len(where) or len(where) < 2:
+    size = (instance.cost[every, found.option].sum(1) * width)[movable]
+    rows = dict(found.rows)
+    work, memory = work_of(instance, found.option, found.places, rows)
+    load = loads(instance, work)
+    best = int(load.max(0).sum())
+    for t in movable[np.argsort(-size, kind="stable")][:tables].tolist():
+        o = int(found.option[t])
+        where = parts_of(instance, t, o, found.places[t])
+        parts = len(where)
+        if parts < 2 or len(np.unique(where)) < parts:
             continue
-        shares = _pour(instance, found, t, where)
-        if shares is None:
-            continue
-        new = evaluate(instance, found.option, found.places, {**found.rows, t: shares}, found.bound)
-        if new.cost < found.cost and fits(instance, new.memory):
-            found = new
-    return found
+        whole, bytes_ = instance.cost[t, o] * parts, instance.memory[t, o] * parts
+        if t in rows:
+            own, held = portion(whole, rows[t]), portion(bytes_, rows[t])
+        else:
+            own, held = np.tile(instance.cost[t, o], (parts, 1)), np.tile(instance.memory[t, o], (parts, 1))
+        work[where] -= own
+        memory[where] -= held
+        shares = _pour(instance, loads(instance, work), memory, where, whole, bytes_)
+        if shares is not None:
+            new, new_held = portion(whole, shares), portion(bytes_, shares)
+            work[where] += new
+            memory[where] += new_held
+            cost = int(loads(instance, work).max(0).sum())
+            if cost < best and fits(instance, memory):
+                rows[t], best = shares, cost
+                continue
+            work[where] -= new
+            memory[where] -= new_held
+        work[where] += own
+        memory[where] += held
+    if len(rows) == len(found.rows) and all(rows[t] is found.rows.get(t) for t in rows):
+        return found
+    return evaluate(instance, found.option, found.places, rows, found.bound)
 
 
-def _pour(instance: Instance, found: Solution, t: int, where: Ints) -> Ints | None:
-    """[P] shares that fill up the ranks `where`; None if their memory does not hold the table."""
-    o = int(found.option[t])
+def _pour(
+    instance: Instance, all_load: Ints, all_memory: Ints, where: Ints, whole: Ints, bytes_: Ints
+) -> Ints | None:
+    """[P] shares that fill up the ranks `where`; None if their memory does not hold the table.
+
+    Args:
+        all_load, all_memory: [R, S] ps and [R, M] bytes without the table. whole, bytes_: [S] and [M] of all of it.
+    """
     parts = len(where)
-    was = found.rows.get(t)
-    whole, bytes_ = instance.cost[t, o] * parts, instance.memory[t, o] * parts
-    shares = np.full(parts, SHARE // parts) if was is None else was
-    load = found.load[where] - portion(whole, shares) * instance.slow[where] // 1000
-    memory = found.memory[where] - portion(bytes_, shares)
+    load, memory = all_load[where], all_memory[where]
     # Other ranks' loads are heights that cost nothing to reach.
     others = np.ones(instance.ranks, np.bool_)
     others[where] = False
-    free = found.load[others].max(0, initial=0)
+    free = all_load[others].max(0, initial=0)
     room = np.full(parts, SHARE)
     for m in np.flatnonzero(bytes_).tolist():
-        room = np.minimum(
-            room, ((instance.cap[where, m] - memory[:, m]) * (SHARE >> 8) // int(bytes_[m])) << 8
-        )
-    room = np.maximum(room, 0)
+        left = np.clip(instance.cap[where, m] - memory[:, m], 0, int(bytes_[m]))
+        room = np.minimum(room, (left * (SHARE >> 12) // int(bytes_[m])) << 12)
     if int(room.sum()) < SHARE:
         return None
     stages = np.flatnonzero(whole)

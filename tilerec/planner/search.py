@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tilerec.planner.bound import Kinds, certify_all, kinds_of, sharpen
+from tilerec.planner.bound import Kinds, certify, kinds_of, sharpen
 from tilerec.planner.exact import enumerate_all
 from tilerec.planner.granularity import choose
 from tilerec.planner.improve import exchange, repair
@@ -72,7 +72,7 @@ class _Search:
         kinds = kinds_of(self.relaxed)
         complete = self._enumerate(FEW_PARTS // 4)
         if not complete:
-            for some in kinds[: SETS * self.effort]:
+            for some in kinds[: 1 if self.middling and self.effort == 1 else SETS * self.effort]:
                 if some.bound(self.relaxed) >= self._hopeless(kinds[0]):
                     break
                 self._search(sharpen(self.relaxed, some))
@@ -81,8 +81,8 @@ class _Search:
             return (
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
             )
-        best = self.best = level(self.instance, self.best, 64)
-        bound = best.cost if complete else certify_all(self.relaxed, kinds, best.cost)
+        best = self.best = level(self.instance, self.best, 16 if self.middling else 64)
+        bound = best.cost if complete else certify(self.relaxed, kinds, best.cost)
         return evaluate(self.instance, best.option, best.places, best.rows, bound)
 
     def _hopeless(self, first: Kinds) -> int:
@@ -90,7 +90,7 @@ class _Search:
         if self.best is None:
             return WORST
         bound = first.bound(self.relaxed)
-        return bound + (self.cost - bound) // (8 if self.middling else 2)
+        return bound + (self.cost - bound) // 2
 
     @property
     def cost(self) -> int:
