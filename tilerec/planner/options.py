@@ -56,9 +56,7 @@ class Problem:
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
         model = self.model
-        return sharding_of(
-            self.tables[table], self.options[option], places, shares, model.workload, model.topology
-        )
+        return sharding_of(model.workload, table, self.options[option], places, shares, model.topology)
 
 
 def build(

@@ -10,22 +10,22 @@ from tilerec.planner.cuts import row_cuts, sizes_of_shares
 from tilerec.planner.ways import Option, Way
 from tilerec.planner.workload import Ints, TableWork, Workload
 from tilerec.sharding.strategies import column_wise, data_parallel, grid, row_wise, table_wise
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, Wire
+from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 
 def sharding_of(
-    work: TableWork, option: Option, places: Sequence[int], shares: Ints | None, workload: Workload,
-    topology: Topology,
+    workload: Workload, table: int, option: Option, places: Sequence[int], shares: Ints | None, topology: Topology,
 ) -> ParameterSharding:  # fmt: skip
     """What a table's part of a solution is in the plan.
 
     Args:
-        work: the table, one of `workload`'s.
+        table: its number in the workload.
         places: ranks, or hosts, of the pieces; () for all ranks.
         shares: of an uneven split by rows, in units of 1 / SHARE.
     """
+    work = workload.tables[table]
     name, rows, dim = work.name, work.rows, work.dim
     kind, sizes = ShardingType, None
     ranks: tuple[int, ...]
@@ -52,8 +52,7 @@ def sharding_of(
     if shares is not None:
         sizes = sizes_of_shares(rows, np.asarray(shares))
     elif work.skew is not None and work.skew.ordered:
-        t = workload.names.index(name)
-        sizes = np.diff(row_cuts(workload, np.array([t]), len(ranks))[0]).tolist()
+        sizes = np.diff(row_cuts(workload, np.array([table]), len(ranks))[0]).tolist()
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
@@ -61,8 +60,8 @@ def sharding_of(
 
 
 def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
-    kernel = EmbeddingComputeKernel.DENSE if work.optimizer is None else EmbeddingComputeKernel.FUSED
+    # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
+    wire = None if work.wire == Wire() else work.wire
     return ParameterSharding(
-        kind, kernel, ranks, tiling=tiling, wire=None if work.wire == Wire() else work.wire, data_type=work.data_type,
-        ids_per_bag=work.ids_per_bag,
-    )  # fmt: skip
+        kind, ranks=ranks, tiling=tiling, wire=wire, data_type=work.data_type, ids_per_bag=work.ids_per_bag
+    )
