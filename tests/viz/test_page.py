@@ -1,0 +1,245 @@
+"""The page as people see it, in headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.viz.browser import Browser, Page, browser_path
+from tests.viz.reports import entry, large, plan_of, report, small
+from tilerec.planner.report import PlanReport
+from tilerec.spec.topology import Topology
+from tilerec.viz.report import write_report
+
+pytestmark = pytest.mark.skipif(
+    browser_path() is None,
+    reason="no Chromium or Chrome on PATH (Debian: apt-get install chromium), and CHROME names none",
+)
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def many() -> PlanReport:
+    return large(10_000, 1_024, 8)
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Open a report as a page; at the end, nothing went wrong in it and nothing but the file was read."""
+    opened: list[Page] = []
+
+    def found(made: PlanReport, **about: object) -> Page:
+        path = tmp_path / "report.html"
+        write_report(plan_of(made) if len(made.tables) < 100 else None, made, path)
+        page = browser.open(path, **about)  # type: ignore[arg-type]
+        page.settle()
+        opened.append(page)
+        return page
+
+    yield found
+    for page in opened:
+        assert page.troubles() == []
+        assert all(url.endswith("/report.html") for url in page.fetched())
+        page.close()
+
+
+def test_every_rank_has_a_bar_of_time_and_one_of_memory(show: Open) -> None:
+    page = show(small())
+    assert page.count("#ranks .line") == 8
+    assert page.count("#ranks .bar.time") == page.count("#ranks .bar.memory") == 8
+    assert page.count("#stages tbody tr") == 6
+    # Four stages take time; the fifth is for more hosts' rows.
+    assert page.count('#ranks .line[data-item="5"] .bar.time i') == 4
+
+
+def test_bars_are_as_long_as_their_times(show: Open) -> None:
+    made = small()
+    page = show(made)
+    width = page.ask("document.querySelector('#ranks .bar.time').clientWidth")
+    drawn = page.ask(
+        "[...document.querySelectorAll('#ranks .bar.time')]"
+        ".map((b) => [...b.children].reduce((w, i) => w + i.offsetWidth, 0))"
+    )
+    load = made.load_ps.sum(1)
+    for pixels, ps in zip(drawn, load.tolist(), strict=True):
+        assert abs(pixels - width * ps / load.max()) <= 4
+
+
+def test_the_most_loaded_rank_is_shown_with_what_makes_it_so(show: Open) -> None:
+    made = small()
+    page = show(made)
+    assert page.text("#rank-name") == f"Rank {made.slowest_rank}"
+    assert page.text("#rank-about") == "the most loaded rank"
+    heavy = made.weighs_most(made.slowest_rank)
+    assert page.texts("#heaviest button") == [f"{one.path}.{one.name}" for one, _ in heavy]
+    assert page.texts("#heaviest .n")[0] == f"{heavy[0][1] * 1e3:.2f} ms"
+    assert "ebc.shop alone is 92 %" in page.text("#rank-says")
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_what_a_rank_has_to_do_is_counted_as_the_report_counts_it(show: Open, rank: int) -> None:
+    made = small()
+    page = show(made)
+    page.click(f'#ranks .line[data-item="{rank}"]')
+    assert page.text("#rank-name") == f"Rank {rank}"
+    heavy = made.weighs_most(rank)
+    assert page.texts("#heaviest button") == [f"{one.path}.{one.name}" for one, _ in heavy]
+
+
+def test_heads_sort_up_and_down(show: Open) -> None:
+    page = show(small())
+
+    def names() -> list[str]:
+        page.settle()
+        return page.texts("#tables .name")
+
+    def head(place: int) -> str:
+        return f"#tables .head > :nth-child({place}) button"
+
+    assert names()[0] == "shop"  # by what they add
+    page.click(head(2))
+    assert names() == ["query", "brand", "city", "item", "odd", "shop", "user"]  # by module, then name
+    page.click(head(2))
+    assert names() == ["user", "shop", "odd", "item", "city", "brand", "query"]
+    assert (
+        page.ask(f"document.querySelector({head(2)!r}).parentNode.getAttribute('aria-sort')") == "descending"
+    )
+    page.click(head(4))
+    assert names()[0] == "user"  # by memory
+    page.click("#ranks .head > :nth-child(3) button")
+    assert page.texts("#ranks .line > :first-child")[0] == "5"
+
+
+def test_search_finds_names_cuts_and_ranks(show: Open) -> None:
+    made = small()
+    page = show(made)
+    for words, found in (
+        ("BRAND", {"brand"}),
+        ("deep.", {"query"}),
+        ("cut:row_wise", {"user"}),
+        ("row_wise", {"user", "brand"}),
+        ("rank:5", {one.name for one in made.tables if 5 in one.ranks}),
+        ("rank:5 wise", {"shop", "user", "brand"}),
+        ("nowhere", set()),
+        ("", {one.name for one in made.tables}),
+    ):
+        page.type("#search", words)
+        assert set(page.texts("#tables .name")) == found
+        assert page.text("#found") == (f"{len(found)} of 7 tables" if words else "7 tables")
+
+
+def test_a_table_is_drawn_as_its_tiles_in_their_ranks_colours(show: Open) -> None:
+    page = show(small())
+    page.ask("[...document.querySelectorAll('#tables .name')].find((n) => n.textContent === 'item').click()")
+    assert page.text("#table-name") == "ebc.item"
+    assert page.count("#tile-list tbody tr") == 4
+    # Four blocks of columns on ranks 0 to 3, which have the first four colours.
+    colours = page.ask(
+        """(() => {
+          const node = document.getElementById("tiles"), pen = node.getContext("2d"), found = [];
+          for (let i = 0; i < 4; i++) {
+            const [r, g, b] = pen.getImageData(Math.round(node.width * (i + 0.1) / 4), 5, 1, 1).data;
+            found.push("#" + [r, g, b].map((x) => x.toString(16).padStart(2, "0")).join(""));
+          }
+          const css = getComputedStyle(document.documentElement);
+          return [found, [0, 1, 2, 3].map((i) => css.getPropertyValue("--c" + i).trim())];
+        })()"""
+    )
+    assert colours[0] == colours[1]
+
+
+def test_names_are_shown_as_text_whatever_is_in_them(show: Open) -> None:
+    topology = Topology(2)
+    name = "</script><img src=x onerror=document.title='broken'>"
+    page = show(
+        report([entry(name, 10, 8, "table_wise", [1], topology, path="<b>")], topology, notes=("<i>",))
+    )
+    assert page.text("#table-name") == f"<b>.{name}"
+    assert page.text("#notes") == "<i>"
+    assert page.count("img, b > b, #notes i") == 0
+    assert page.ask("document.title") == "Plan report: 1 table, 2 ranks"
+
+
+def test_colours_follow_the_readers_choice_and_change_with_it(show: Open) -> None:
+    page = show(small(), dark=True)
+    shade = "(() => { const m = /\\d+/.exec(getComputedStyle(document.body).backgroundColor); return Number(m[0]); })()"
+    segment = "getComputedStyle(document.querySelector('#ranks .bar i')).backgroundColor"
+    assert page.ask(shade) < 60
+    before = page.ask(segment)
+    page.colours("light")
+    page.settle()
+    assert page.ask(shade) > 200
+    assert page.ask(segment) != before
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_the_page_never_scrolls_sideways(show: Open, many: PlanReport, width: int) -> None:
+    names = report(
+        [entry("x" * 200, 10, 8, "row_wise", None, Topology(4), path="y" * 200)],
+        Topology(4),
+        notes=("z" * 300,),
+    )
+    for made in (small(), names, many):
+        page = show(made, width=width, height=844)
+        assert page.ask("document.documentElement.scrollWidth") <= width
+
+
+def test_ten_thousand_tables_on_a_thousand_ranks(show: Open, many: PlanReport) -> None:
+    page = show(many)
+    # Only rows in sight exist.
+    assert page.count("#tables .line") < 40
+    assert page.count("#ranks .line") < 40
+    assert page.count("*") < 1_500
+    assert page.text("#found") == "10,000 tables"
+    rank = many.slowest_rank
+    assert page.text("#rank-name") == f"Rank {rank}"
+    heavy = many.weighs_most(rank, 3)
+    assert page.texts("#heaviest button")[:3] == [f"{one.path}.{one.name}" for one, _ in heavy]
+    assert page.ask("!document.getElementById('overview').hidden")
+    # To the very end, by keyboard and by scrolling.
+    page.click("#tables .head > :nth-child(2) button")
+    page.ask("document.querySelector('#tables .view').scrollTop = 1e9")
+    page.settle()
+    last = sorted(f"{one.path}.{one.name}" for one in many.tables)[-1]
+    assert page.texts("#tables .name")[-1] == last.partition(".")[2]
+    page.ask(
+        "document.querySelector('#tables .line')"
+        ".dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}))"
+    )
+    page.settle()
+    assert page.ask("document.activeElement.getAttribute('aria-rowindex')") == "1"
+
+
+def test_a_report_without_tables_costs_or_bound(show: Open) -> None:
+    topology = Topology(3, "cpu")
+    page = show(replace(report([], topology), bound_ps=0, cost_ps=0))
+    assert page.text("#found") == "0 tables"
+    assert page.count("#ranks .line") == 3
+    assert page.text("#rank-about") == "the most loaded rank"
+    one = replace(entry("t", 5, 3, "row_wise", None, topology), owner_ps=(), home_ps=())
+    page = show(replace(report([], topology), tables=(one,)))
+    assert "not known" in page.text("#table")
+
+
+def test_a_rank_over_its_cap_is_marked(show: Open) -> None:
+    topology = Topology(2, hbm_cap=1000)
+    page = show(report([entry("t", 1000, 8, "table_wise", [1], topology)], topology))
+    assert page.count("#ranks .bar.memory i") == 1
+    shown, over = page.ask(
+        """(() => {
+          const probe = document.body.appendChild(document.createElement("i"));
+          probe.style.background = "var(--over)";
+          const both = [document.querySelector("#ranks .bar.memory i"), probe];
+          return both.map((n) => getComputedStyle(n).backgroundColor);
+        })()"""
+    )
+    assert shown == over

@@ -1,0 +1,111 @@
+// The tables: a list to sort and search, and one table as its tiles.
+
+let tableList;
+function makeTables() {
+  const columns = [
+    { name: "", class: "picture" },
+    { name: "table", by: (t) => nameOf(t) },
+    { name: "rows × dim", class: "n shape", by: (t) => data.rows[t] * data.dims[t], down: true },
+    { name: "memory", class: "n bytes", by: (t) => data.bytes[t], down: true },
+    { name: "cut", class: "kind", by: (t) => kindOf(t) },
+    { name: "ranks", class: "n where", by: (t) => ranksOf(t).size, down: true },
+    { name: "adds", class: "n", by: addsOf, down: true },
+  ];
+  tableList = new List(at("tables"), columns, Array.from({ length: T }, (_, t) => t), {
+    label: "Tables", start: columns[6], visible: 14, pick: pickTable, many: true,
+    cells: (t) => {
+      const picture = element("canvas", { "aria-hidden": "true" });
+      picture.draw = () => {
+        const { pen, width, height } = canvas(picture);
+        drawTiles(pen, t, 0, 0, width, height);
+      };
+      const ranks = ranksOf(t), where = ranks.size === 1 ? `rank ${[...ranks][0]}` : `${ranks.size === R ? "all " : ""}${whole(ranks.size)} ranks`;
+      const path = data.paths[data.path[t]];
+      return [
+        picture,
+        element("span", {}, element("div", { class: "cut name", title: nameOf(t) }, data.names[t]),
+          element("div", { class: "cut sub" }, element("span", { class: "small" }, `${kindOf(t)}, ${whole(data.rows[t])} × ${data.dims[t]}, ${where} · `), path ? `${path} · ` : "", typeOf(t))),
+        element("span", { class: "n shape" }, `${whole(data.rows[t])} × ${data.dims[t]}`),
+        element("span", { class: "n bytes" }, bytes(data.bytes[t])),
+        element("span", { class: "cut kind", title: `${kindOf(t)}: ${optionOf(t)}` }, kindOf(t)),
+        element("span", { class: "n where" }, where),
+        element("span", { class: "n" }, data.own[t].length ? time(addsOf(t)) : "?"),
+      ];
+    },
+  });
+}
+
+let texts;
+function matches(words) {
+  texts ||= Array.from({ length: T }, (_, t) => `${nameOf(t)} ${kindOf(t)} ${typeOf(t)} ${optionOf(t)}`.toLowerCase());
+  const tests = words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const rank = /^rank:(\d+)$/.exec(word);
+    if (rank) return (t) => ranksOf(t).has(Number(rank[1]));
+    return word.startsWith("cut:") ? (t) => kindOf(t) === word.slice(4) : (t) => texts[t].includes(word);
+  });
+  return Array.from({ length: T }, (_, t) => t).filter((t) => tests.every((test) => test(t)));
+}
+function search() {
+  const found = matches(at("search").value);
+  tableList.set(found);
+  at("found").textContent = found.length === T ? `${whole(T)} tables` : `${whole(found.length)} of ${whole(T)} tables`;
+}
+function searchFor(words) {
+  at("search").value = words;
+  search();
+  at("h-tables").scrollIntoView();
+}
+
+function pickTable(t, byHand) {
+  chosenTable = t;
+  if (!tableList.items.includes(t)) { at("search").value = ""; search(); }
+  tableList.choose(t);
+  drawTable();
+  if (byHand && matchMedia("(max-width: 900px)").matches) at("table").scrollIntoView({ block: "nearest" });
+}
+function drawTable() {
+  const t = chosenTable;
+  if (t == null) return at("table").replaceChildren();
+  const tiles = tilesOf(t), ranks = ranksOf(t), copies = Math.max(...tiles.slice(0, 4096).map((tile) => tile.who.length));
+  const held = heldBy(t), fullest = [...held.cells].reduce((a, b) => (b[1] > a[1] ? b : a));
+  const facts = [
+    ["rows × dim", `${whole(data.rows[t])} × ${data.dims[t]}, ${typeOf(t)}`],
+    ["memory", `${bytes(data.bytes[t])} in all, ${bytes((data.bytes[t] * fullest[1]) / held.all)} at most on a rank`],
+    ["cut", optionOf(t) && optionOf(t) !== kindOf(t) ? `${kindOf(t)} (${optionOf(t)})` : kindOf(t)],
+    ["tiles", `${whole(tiles.length)}${copies > 1 ? `, ${copies} copies of each` : ""}`],
+    ["ranks", setOf(ranks)],
+    ...(data.about[t] ? [["runs as", data.about[t]]] : []),
+  ];
+  const picture = element("canvas", { id: "tiles", role: "img", "aria-label": `${nameOf(t)} as its tiles` });
+  const drawn = () => {
+    const { pen, width, height } = canvas(picture);
+    drawTiles(pen, t, 0, 0, width, height, { labels: true });
+  };
+  const stages = data.stages.map((name, s) => [name, data.own[t][s] || 0, data.home[t][s] || 0, stageColour(s)]).filter(([, own, home]) => own || home);
+  const top = Math.max(1, ...stages.map(([, own, home]) => own + home));
+  at("table").replaceChildren(
+    element("h3", { id: "table-name" }, nameOf(t)),
+    element("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
+    element("h4", {}, "Tiles: columns across, rows down, coloured by rank"),
+    picture,
+    element("p", { class: "muted" }, `columns 0 to ${data.dims[t]}, rows 0 to ${whole(data.rows[t])}`),
+    ...(stages.length ? [
+      element("h4", {}, "What it adds: on the rank that holds most of it, and (pale) on every rank"),
+      element("ul", { class: "weigh" }, ...stages.map(([name, own, home, colour]) => {
+        const one = bar([[own / top, colour], [home / top, colour]]);
+        if (home && one.lastChild) one.lastChild.style.opacity = "0.45";
+        return element("li", {}, element("span", {}, key(colour), name), one, element("span", { class: "n" }, time(own + home)));
+      }))] : [element("p", { class: "muted" }, "What it adds is not known.")]),
+    element("details", {}, element("summary", {}, `The ${tiles.length > 1 ? `${whole(tiles.length)} tiles` : "tile"} in numbers`),
+      element("div", { class: "scroll" }, element("table", { id: "tile-list" }, element("thead", {}, element("tr", {}, ...["rows", "columns", "ranks"].map((h) => element("th", {}, h)))),
+        element("tbody", {}, ...tiles.slice(0, 200).map((tile) => element("tr", {}, element("td", {}, `[${whole(tile.r0)}, ${whole(tile.r1)})`), element("td", {}, `[${tile.c0}, ${tile.c1})`), element("td", {}, setOf(tile.who))))))),
+      tiles.length > 200 ? element("p", { class: "muted" }, `and ${whole(tiles.length - 200)} more`) : null),
+  );
+  drawn();
+  picture.draw = drawn;
+  tip(picture, (x, y) => {
+    const row = (y / picture.clientHeight) * data.rows[t], column = (x / picture.clientWidth) * data.dims[t];
+    const tile = tiles.find((one) => row >= one.r0 && row < one.r1 && column >= one.c0 && column < one.c1);
+    return tile && `rows [${whole(tile.r0)}, ${whole(tile.r1)})\ncolumns [${tile.c0}, ${tile.c1})\nrank${tile.who.length > 1 ? "s" : ""} ${setOf(tile.who)}`;
+  });
+}

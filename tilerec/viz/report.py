@@ -1,0 +1,226 @@
+"""A plan and its report as one HTML file that opens offline.
+
+The page is `page/`: a template, a style sheet and scripts, put together with the report's numbers as JSON. It fetches
+nothing (its content security policy allows only the style and script it was written with), and the same plan and report
+give the same bytes. Names of tables reach the page as JSON text and are shown as text, whatever is in them.
+
+Legend: T tables, S stages, M tiers, R ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Hashable, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from tilerec.errors import ConfigError
+from tilerec.planner.report import TIERS, PlanReport, TableEntry
+from tilerec.planner.report_text import gap_text, time_text
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.ranks import ranks_to_text
+
+# In the order in which they are run: later ones use what earlier ones define.
+_SCRIPTS = ("model", "draw", "list", "ranks", "tables", "machines", "main")
+
+
+def write_report(plan: ShardingPlan | None, report: PlanReport, path: str | Path) -> None:
+    """Write `report_html` to a file.
+
+    Raises:
+        ConfigError: the plan has other tables than the report, or the file cannot be written.
+    """
+    text = report_html(plan, report)
+    try:
+        Path(path).write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the report cannot be written ({error.strerror}); check the path."
+        ) from error
+
+
+def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
+    """The report as a page.
+
+    Args:
+        plan: adds kernels, wires and the plan's fingerprint; None: the report alone.
+        report: of that plan.
+
+    Raises:
+        ConfigError: the plan has other tables than the report.
+    """
+    about, fingerprint = _about(plan, report)
+    script, style = _script(), _file("page.css")
+    policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+    topology = report.topology
+    bound = f"{time_text(report.bound_ps)}" if report.bound_ps else "no bound"
+    footer = " · ".join(text for text in (report.planner, fingerprint) if text)
+    ranks = _count(topology.world_size, f"{topology.compute_device} rank")
+    machines = f"{ranks} of {_count(topology.host_count, 'host')}"
+    tables = _count(len(report.tables), "table")
+    shown = {
+        "policy": policy,
+        "title": f"Plan report: {tables}, {_count(topology.world_size, 'rank')}",
+        "summary": f"{tables} on {machines}, {_count(report.batch_size, 'sample')} on each rank",
+        "cost": time_text(report.cost_ps),
+        "bound": bound,
+        "gap": gap_text(report.gap) if report.bound_ps else "unknown",
+        "slowest": str(report.slowest_rank),
+        "slowest_of": time_text(int(report.load_ps[report.slowest_rank].sum())) + " in all stages",
+        "fullest": bytes_text(int(report.memory[report.fullest_rank, report.tier])),
+        "fullest_of": _fullest(report),
+        "machines": str(topology) if topology.host_count <= 16 else machines,
+        "footer": footer,
+    }
+    plain = {name: html.escape(text, quote=True) for name, text in shown.items()}
+    # Quotes of the policy stand inside a quoted attribute.
+    return Template(_file("page.html")).substitute(
+        plain, style=style, script=script, data=_json(_data(report, about))
+    )
+
+
+def _data(report: PlanReport, about: Sequence[str]) -> dict[str, Any]:
+    """What the page's scripts read (page/model.js)."""
+    tables = report.tables
+    paths, words, tilings = _Kept(), _Kept(), _Kept()
+    return {
+        "ranks": report.topology.world_size,
+        "hosts": [ranks_to_text(host) for host in report.topology.host_ranks],
+        "stages": list(report.stages),
+        "load": report.load_ps.reshape(-1).tolist(),
+        "bound": report.bound_ps,
+        "charge": report.charge_ps,
+        "tiers": list(TIERS),
+        "tier": report.tier,
+        "memory": report.memory.reshape(-1).tolist(),
+        "cap": report.cap.reshape(-1).tolist(),
+        "names": [entry.name for entry in tables],
+        "path": [paths.place(entry.path, entry.path) for entry in tables],
+        "rows": [entry.rows for entry in tables],
+        "dims": [entry.dim for entry in tables],
+        "bytes": [entry.bytes for entry in tables],
+        "type": [words.place(entry.data_type, entry.data_type) for entry in tables],
+        "kind": [words.place(entry.sharding_type, entry.sharding_type) for entry in tables],
+        "option": [words.place(entry.option, entry.option) for entry in tables],
+        "tiling": [_place(tilings, entry) for entry in tables],
+        "own": [list(entry.owner_ps) for entry in tables],
+        "home": [list(entry.home_ps) for entry in tables],
+        "about": list(about),
+        "paths": paths.values,
+        "words": words.values,
+        "tilings": tilings.values,
+        "topology": _topology(report),
+        "notes": list(report.notes),
+    }
+
+
+class _Kept:
+    """Values said once, by number."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._places: dict[Hashable, int] = {}
+
+    def place(self, key: Hashable, value: Any) -> int:
+        if key not in self._places:
+            self._places[key] = len(self.values)
+            self.values.append(value)
+        return self._places[key]
+
+
+def _place(tilings: _Kept, entry: TableEntry) -> int:
+    """The number of a tiling as plans write it: alike for tables of other sizes where cuts go without saying."""
+    blocks = entry.tiling.to_json()
+    return tilings.place(json.dumps(blocks), blocks)
+
+
+def _about(plan: ShardingPlan | None, report: PlanReport) -> tuple[list[str], str]:
+    """For each table of the report what only the plan says; and the plan's fingerprint."""
+    if plan is None:
+        return [""] * len(report.tables), ""
+    planned = {(path, table): sharding for path, table, sharding in plan.tables()}
+    reported = {(entry.path, entry.name) for entry in report.tables}
+    for one, other, where in ((planned, reported, "report"), (reported, planned, "plan")):
+        stray = sorted(set(one) - set(other))
+        if stray:
+            path, table = stray[0]
+            raise ConfigError(
+                f"Table '{table}' of module '{path}' is not in the {where}: plan and report are not of one search; "
+                "give the report that came with the plan (plan.report)."
+            )
+    return (
+        [_said(planned[entry.path, entry.name]) for entry in report.tables],
+        f"plan {plan.fingerprint():016x}",
+    )
+
+
+def _said(sharding: ParameterSharding) -> str:
+    parts = [] if sharding.kernel is None else [f"kernel {sharding.kernel.value}"]
+    if sharding.wire not in (None, Wire()):
+        parts.append(f"rows travel as {sharding.wire.forward}, gradients as {sharding.wire.backward}")
+    return ", ".join(parts)
+
+
+def _fullest(report: PlanReport) -> str:
+    rank = report.fullest_rank
+    held, cap = int(report.memory[rank, report.tier]), int(report.cap[rank, report.tier])
+    return f"rank {rank}, {100 * held // cap} % of {bytes_text(cap)}" if cap else f"rank {rank}"
+
+
+def _topology(report: PlanReport) -> list[tuple[str, str]]:
+    """Names and values, in the order of the topology file."""
+    said: list[tuple[str, str]] = []
+    for name, value in report.topology.to_json().items():
+        if value is None:
+            continue
+        if name.endswith("_cap"):
+            said.append((name, bytes_text(value)))
+        elif name.endswith("_bw"):
+            said.append((name, f"{value * 1000 / 2**30:,.4g} GiB/s"))
+        elif name == "hosts":
+            more = f" | … {len(value)} hosts" if len(value) > 16 else ""
+            said.append((name, " | ".join(value[:16]) + more))
+        elif isinstance(value, dict):
+            said += [(f"{name}.{key}", _figure(one)) for key, one in value.items()]
+        else:
+            said.append((name, str(value)))
+    return said
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_figure(one) for one in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that may stand inside a script element: no `<` of any kind is in it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files("tilerec.viz").joinpath("page").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    """All scripts as one function."""
+    parts = "\n".join(_file(f"{name}.js") for name in _SCRIPTS)
+    assert "</script" not in parts.lower(), "a script must not end its element"
+    return f'"use strict";(() => {{\n{parts}\n}})();'
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
