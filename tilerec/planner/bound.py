@@ -23,7 +23,7 @@ from tilerec.planner.instance import PER_MILLE, Bools, Ints
 from tilerec.planner.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, Resource, least
 
 SLICES = 16
-BISECTIONS = 9
+BISECTIONS = 12
 SMALL = 40_000  # tables × options
 
 

@@ -50,7 +50,7 @@ def choose(
     memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
     best: Choice | None = None
     base = instance.base_cost.min(0)
-    stale = 0
+    stale, stuck = 0, np.zeros(instance.stages, np.bool_)
     for _ in range(steps):
         dual = least(np.where(small, relaxed.totals, NEVER), memory)
         if dual.short >= 0:
@@ -68,14 +68,16 @@ def choose(
             stale += 1
         if stale == STALE or int(average.sum()) >= best.expected:
             break
-        excess = level - average
+        excess = np.where(stuck, 0, level - average)
         s = int(excess.argmax())
         if excess[s] * 500 <= level.sum():
             break
         limit = min(int(largest[s]) * 7 // 8, int(largest[s]) - 1)
-        small = small & ((own[s] <= limit) | relaxed.everywhere)
-        if not small.any(1).all():
-            break
+        less = small & ((own[s] <= limit) | relaxed.everywhere)
+        left = np.logical_or.reduce(less, 1)
+        # Tables that have nothing smaller keep what they have; then this stage's largest piece is one of theirs.
+        stuck[s] |= not left.all()
+        small = np.where(left[:, None], less, small)
     return best
 
 

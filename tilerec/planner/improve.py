@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.instance import PER_MILLE, Instance, Ints, evaluate, fits
+from tilerec.planner.instance import PER_MILLE, Bools, Instance, Ints, evaluate, fits
 from tilerec.planner.pack import Packing
 from tilerec.planner.relaxed import Relaxed
 
@@ -62,6 +62,9 @@ class _Exchange:
         self.hosts_capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
         self.even = not np.any(instance.slow != PER_MILLE)
         self.repairing = False
+        self.linked = bool(instance.shared.any()) and instance.hosts > 1
+        self.splitting = instance.ranks <= 16
+        self.used: Bools | None = None
 
     def run(self, rounds: int, enough: int) -> tuple[Packing, int]:
         instance = self.instance
@@ -70,7 +73,7 @@ class _Exchange:
             self._reload()
             found = self._objective()
             idle = 0
-            cycle = 2 * (instance.stages + 1)
+            cycle = (1 + self.splitting) * (1 + self.linked) * (instance.stages + 1)
             for turn in range(rounds):
                 if found <= enough:
                     break
@@ -93,7 +96,7 @@ class _Exchange:
 
     def repair(self, rounds: int) -> Packing | None:
         """Exchanges until every cap holds; None if that does not come about."""
-        self.repairing = True
+        self.repairing, self.linked, self.splitting = True, False, True
         if not len(self.table) or self.instance.ranks == 1:
             return None
         self._reload()
@@ -164,10 +167,16 @@ class _Exchange:
         mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
         level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
         floor = top - level
-        heavy, light = self._pairs(turn, top - mean, floor)
+        # Every second round within hosts, where their links bear the same before and after.
+        inside = self.linked and turn % 2 == 0
+        heavy, light = self._pairs(turn, inside, top - mean, floor)
+        # Between hosts: one exchange of each host, or several at once would overshoot on its link.
+        self.used = np.zeros(instance.hosts, np.bool_) if self.linked and not inside else None
+        if not len(heavy):
+            return False
         judge = _Judge(self, level, floor, power)
         # Splits of pairs pay where ranks hold few pieces.
-        split = turn % 2 == 1 and (self.repairing or ranks <= 16)
+        split = self.splitting and turn // (1 + self.linked) % 2 == 1
         slots = self._slots(turn, HALF if split else WINDOW)
         n = slots.shape[1]
         if split:
@@ -184,14 +193,19 @@ class _Exchange:
         self.rank[pieces] = np.concatenate(to)
         return bool(len(pieces))
 
-    def _pairs(self, turn: int, spread: Floats, floor: Floats) -> tuple[Ints, Ints]:
-        """Heavy ranks and as many light ones: by each stage in turn, the least level one first, then by all."""
-        stages, ranks = self.instance.stages, self.instance.ranks
-        phase = turn // 2 % (stages + 1)
+    def _pairs(self, turn: int, inside: bool, spread: Floats, floor: Floats) -> tuple[Ints, Ints]:
+        """Heavy ranks and as many light ones: by each stage in turn, the least level one first, then by all.
+
+        `inside`: of the same host each.
+        """
+        instance = self.instance
+        stages, ranks = instance.stages, instance.ranks
+        step = turn // ((1 + self.splitting) * (1 + self.linked))
+        phase = step % (stages + 1)
         key = np.zeros(ranks)
         if self.repairing:
             for m in self.tiers:
-                key = np.maximum(key, self.bytes[:, m] / np.maximum(self.instance.cap[:, m], 1))
+                key = np.maximum(key, self.bytes[:, m] / np.maximum(instance.cap[:, m], 1))
         elif phase < stages:
             s = int(np.argsort(-spread, kind="stable")[phase])
             key = self.load[:, s] - floor[s]
@@ -199,8 +213,20 @@ class _Exchange:
             for s in range(stages):
                 key = key + self.load[:, s]
         order = np.argsort(-key, kind="stable")
+        if inside:
+            # The first of a host with its last, the second with the last but one …
+            order = order[np.argsort(instance.host_of[order], kind="stable")]
+            sizes = instance.host_sizes
+            starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+            at = np.arange(ranks) - starts
+            size = np.repeat(sizes, sizes)
+            first = at < size // 2
+            other = starts + size - 1 - at
+            if (step // (stages + 1)) % 2:
+                other = starts + (size + 1) // 2 + at
+            return order[first], order[other[first]]
         half = ranks // 2
-        shift = turn // 2 if self.repairing else turn // (2 * (stages + 1))
+        shift = step if self.repairing else step // (stages + 1)
         return order[:half], np.roll(order[::-1][: ranks - half], shift * max(half // 7, 1))[:half]
 
     def _slots(self, turn: int, window: int) -> Ints:
@@ -228,11 +254,26 @@ class _Exchange:
         flat = total.reshape(q, -1)
         best = flat.argmin(1)
         gains = flat[np.arange(q), best] < flat[:, -1] * (1.0 - 1e-9)
+        if self.used is not None:
+            gains = self._one_per_host(a, b, gains, flat[:, -1] - flat[np.arange(q), best])
         give = give[np.arange(q), best // n][gains]
         take = take[np.arange(q), best % n][gains]
         real_give, real_take = give < len(self.table), take < len(self.table)
         pieces = np.concatenate([give[real_give], take[real_take]])
         return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
+
+    def _one_per_host(self, a: Ints, b: Ints, gains: Bools, gain: Floats) -> Bools:
+        """Of the pairs that gain, those that gain most, no two of which share a host."""
+        assert self.used is not None
+        kept = np.zeros(len(gains), np.bool_)
+        host_of = self.instance.host_of
+        for i in np.argsort(-gain, kind="stable").tolist():
+            if gains[i]:
+                pair = host_of[[a[i], b[i]]]
+                if not self.used[pair].any():
+                    kept[i] = True
+                    self.used[pair] = True
+        return kept
 
     def _splits(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
         """For each pair the best split of their pieces between the two, where one gains: pieces, and where they go."""
@@ -252,6 +293,8 @@ class _Exchange:
         best = total.argmin(1)
         still = (1 << on_a.shape[1]) - 1
         gains = total[np.arange(q), best] < total[:, still] * (1.0 - 1e-9)
+        if self.used is not None:
+            gains = self._one_per_host(a, b, gains, total[:, still] - total[np.arange(q), best])
         to = np.where(sets[best] > 0, a[:, None], b[:, None])
         change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
         return both[change], to[change]

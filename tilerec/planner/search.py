@@ -36,6 +36,7 @@ LARGE = 1 << 20  # and beyond which it is not polished for long
 SETS = 4  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
+FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
 WORST = 1 << 61
 
 
@@ -72,10 +73,9 @@ class _Search:
         kinds = kinds_of(self.relaxed)
         complete = self._enumerate(FEW_PARTS // 4)
         if not complete:
-            for some in kinds[: 1 if self.middling and self.effort == 1 else SETS * self.effort]:
-                if some.bound(self.relaxed) >= self._hopeless(kinds[0]):
-                    break
-                self._search(sharpen(self.relaxed, some))
+            for some in self._in_turn(kinds):
+                if some.bound(self.relaxed) < self._hopeless(kinds[0]):
+                    self._search(sharpen(self.relaxed, some))
             complete = self._enumerate(FEW_PARTS * self.effort)
         if self.best is None:
             return (
@@ -84,6 +84,18 @@ class _Search:
         best = self.best = level(self.instance, self.best, 16 if self.middling else 64)
         bound = best.cost if complete else certify(self.relaxed, kinds, best.cost)
         return evaluate(self.instance, best.option, best.places, best.rows, bound)
+
+    def _in_turn(self, kinds: list[Kinds]) -> list[Kinds]:
+        """The sets of charges to try: all first (what a plan does not use is not paid), then those of least bound."""
+        if not kinds:
+            return []
+        whole = max(kinds, key=lambda some: int(some.usable.sum()))
+        most = 1 + SETS * self.effort
+        if self.middling and self.effort == 1:
+            # What charges could save, and whether that is worth another search.
+            least = kinds[0].bound(self.relaxed)
+            most = 2 if (whole.bound(self.relaxed) - least) * GOOD > least else 1
+        return list(dict.fromkeys([whole, *kinds]))[:most]
 
     def _hopeless(self, first: Kinds) -> int:
         """ps: a set of charges whose bound is higher will not lead to a better plan, unless it packs much better."""
@@ -98,10 +110,10 @@ class _Search:
 
     def _search(self, kinds: Kinds) -> None:
         bound = kinds.bound(self.relaxed)
-        good = bound + bound // GOOD
+        good, fair = bound + bound // GOOD, bound + bound // FAIR
         starts: dict[bytes, tuple[int, Packing]] = {}
         seen: set[bytes] = set()
-        for head in HEADS[:2] if self.middling and self.effort == 1 else HEADS:
+        for head in HEADS[:4] if self.middling and self.effort == 1 else HEADS:
             for option, average in self._options(kinds, head):
                 if average + kinds.charge >= self.cost:
                     break
@@ -118,7 +130,7 @@ class _Search:
                 starts[option.tobytes()] = cost, packing
                 self._offer(packing)
                 break
-            if self.cost <= good or (self.middling and starts and self.effort == 1):
+            if self.cost <= good or (self.middling and self.cost <= fair and self.effort == 1):
                 return
         if (self.middling and self.effort == 1) or not starts:
             return
