@@ -123,7 +123,7 @@ def large(tables: int, ranks: int, local: int) -> PlanReport:
             kind, where = "table_wise", [at]
         elif kinds[i] < 0.85:
             kind, where = "table_row_wise", host
-        elif kinds[i] < 0.97:
+        elif kinds[i] < 0.997:
             kind, where = "column_wise", host[: max(1, min(len(host), int(dims[i]) // 8))]
         else:
             kind, where = "data_parallel", None

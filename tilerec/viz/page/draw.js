@@ -25,7 +25,7 @@ function inkOn(colour) {
     probe.fillStyle = colour;
     probe.fillRect(0, 0, 1, 1);
     const [r, g, b] = probe.getImageData(0, 0, 1, 1).data;
-    inkKept.set(colour, 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111" : "#fff");
+    inkKept.set(colour, 0.299 * r + 0.587 * g + 0.114 * b > 118 ? "#111" : "#fff");
   }
   return inkKept.get(colour);
 }

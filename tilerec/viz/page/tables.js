@@ -66,13 +66,13 @@ function pickTable(t, byHand) {
 function drawTable() {
   const t = chosenTable;
   if (t == null) return at("table").replaceChildren();
-  const tiles = tilesOf(t), ranks = ranksOf(t), copies = Math.max(...tiles.slice(0, 4096).map((tile) => tile.who.length));
+  const tiles = tilesOf(t), ranks = ranksOf(t), copies = tiles.map((tile) => tile.who.length), most = copies.reduce((a, b) => Math.max(a, b));
   const held = heldBy(t), fullest = [...held.cells].reduce((a, b) => (b[1] > a[1] ? b : a));
   const facts = [
     ["rows × dim", `${whole(data.rows[t])} × ${data.dims[t]}, ${typeOf(t)}`],
     ["memory", `${bytes(data.bytes[t])} in all, ${bytes((data.bytes[t] * fullest[1]) / held.all)} at most on a rank`],
     ["cut", optionOf(t) && optionOf(t) !== kindOf(t) ? `${kindOf(t)} (${optionOf(t)})` : kindOf(t)],
-    ["tiles", `${whole(tiles.length)}${copies > 1 ? `, ${copies} copies of each` : ""}`],
+    ["tiles", `${whole(tiles.length)}${most > 1 ? `, ${copies.every((c) => c === most) ? `${whole(most)} copies of each` : `up to ${whole(most)} copies`}` : ""}`],
     ["ranks", setOf(ranks)],
     ...(data.about[t] ? [["runs as", data.about[t]]] : []),
   ];
