@@ -324,7 +324,8 @@ def test_a_rank_that_refuses_is_heard_by_the_others() -> None:
 
     run_virtual_ranks(3, each)
     assert len(messages) == 3
-    assert all("'passed' on ranks 0, 2" in message and "rank 1" in message for message in messages)
+    heard = [message for message in messages if "'passed' on ranks 0, 2" in message and "rank 1" in message]
+    assert len(heard) == 2  # the third is rank 1's own error, whole
 
 
 def test_what_a_plan_knows_of_bags_reaches_the_layout() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
 from tilerec.modules import initial
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -169,3 +170,39 @@ def both() -> tuple[Tensor, Tensor]:
     import torch.distributed as dist
 
     return drawn_after_sharding(dist.get_rank())
+
+
+def test_copies_are_alike_also_where_a_function_draws_from_a_generator_of_its_own() -> None:
+    def fn(group: Group) -> list[Tensor]:
+        own = torch.Generator().manual_seed(group.rank)
+        model = Model(lambda rows: rows.normal_(generator=own), "meta")
+        parts = explicit([(0, 11, 0, 257, [1]), (11, ROWS, 0, 257, [0, 2])])
+        rest = {"b": explicit([(0, 5, 0, 3, [1])]), "narrow": explicit([(0, ROWS, 0, 3, [0, 1, 2])])}
+        plan = {
+            "ebc": construct_module_sharding_plan(model.ebc, {"wide": parts, "b": rest["b"]}, world_size=3),
+            "ec": construct_module_sharding_plan(model.ec, {"narrow": rest["narrow"]}, world_size=3),
+        }
+        shard(model, plan, mesh=group)
+        return [p.detach() for p in model.parameters()]
+
+    first, second, third = run_virtual_ranks(3, fn)
+    wide, narrow = [values[0] for values in (first, third)], [values[2] for values in (first, second, third)]
+    assert torch.equal(*wide)
+    assert wide[0].std() > 0.5
+    assert torch.equal(narrow[0], narrow[1])
+    assert torch.equal(narrow[0], narrow[2])
+
+
+def test_a_function_that_fails_on_the_rank_with_the_rows_fails_on_all() -> None:
+    def fn(group: Group) -> str:
+        ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(5, 3, "t", init_fn=lambda rows: torch.zeros(2, 2))], device="meta"
+        )
+        with pytest.raises(ConfigError) as caught:
+            shard(ebc, {"t": explicit([(0, 5, 0, 3, [0])])}, mesh=group)
+        return str(caught.value)
+
+    own, other = run_virtual_ranks(2, fn)
+    assert own.startswith("Table 't': ")
+    assert other.startswith("The sharded model differs between ranks: ['made'] is ")
+    assert own[10:50] in other

@@ -14,6 +14,7 @@ from tilerec.errors import InputError
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.lookup import pooled_output
 from tilerec.spec.optimizer import SGD, Adagrad, Adam
+from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
@@ -180,6 +181,71 @@ def test_a_table_that_is_frozen_on_one_rank_only_is_refused_on_all() -> None:
         assert message.startswith(
             "Table 't': it trains without an attached optimizer on rank 0 and is frozen on rank 1"
         )
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_the_weight_says_for_all_tiles_of_a_table_whether_they_are_trained(
+    freeze: bool, attached: bool
+) -> None:
+    """Rank 0 holds two tiles, the second beside a copy on rank 1; `weight` is switched after the first step."""
+
+    def fn(group: Group) -> list[tuple[bool, bool]]:
+        module = sharded(group, Tiling.of("t", 20, 4, [(0, 10, 0, 4, 0), (10, 20, 0, 4, (0, 1))]))
+        if attached:
+            apply_optimizer_in_backward(SGD(lr=1.0), module.parameters())
+        module.requires_grad_(freeze)
+        table = module.embedding_bags["t"]
+        moved = []
+        for _ in range(2):
+            before = [leaf.detach().clone() for leaf in table.leaves()]
+            out = module(batch_of([[1, 12]])).values()
+            if out.requires_grad:
+                out.sum().backward()
+            if not attached:
+                with torch.no_grad():
+                    for leaf in table.leaves():
+                        if leaf.requires_grad and leaf.grad is not None:
+                            leaf -= leaf.grad
+            moved.append(tuple(not torch.equal(a, b) for a, b in zip(before, table.leaves(), strict=True)))
+            table.weight.requires_grad_(not freeze)
+        return moved
+
+    both, one = run_virtual_ranks(2, fn)
+    assert both == [(freeze, freeze), (not freeze, not freeze)]
+    assert one == [(freeze,), (not freeze,)]
+
+
+def test_overflow_on_the_wire_keeps_all_columns_of_the_row() -> None:
+    """65,536 * 2 is finite here and infinite in fp16, in the first of four columns."""
+
+    def fn(group: Group) -> list[Tensor]:
+        tiling = Tiling.of("t", 20, 4, [(0, 20, 0, 2, 0), (0, 20, 2, 4, 1)])
+        module = sharded(group, tiling, wires={"t": Wire(backward="fp16")})
+        apply_optimizer_in_backward(SGD(lr=1.0, grad_scale=65536.0, non_finite="skip"), module.parameters())
+        out = module(batch_of([[1], [12]])).values()
+        out.backward(torch.tensor([[2.0, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5]]) * 65536)
+        return [leaf.detach() for leaf in module.embedding_bags["t"].leaves()]
+
+    whole = torch.cat([leaves[0] for leaves in run_virtual_ranks(2, fn)], dim=1)
+    assert torch.equal(whole[1], TABLE[1])
+    assert torch.equal(whole[12], TABLE[12] - 0.5)
+
+
+def test_a_gradient_that_is_not_finite_says_who_else_knows() -> None:
+    def fn(group: Group) -> str:
+        module = sharded(group, rows(20, 2))
+        apply_optimizer_in_backward(SGD(lr=1.0), module.parameters())
+        out = module(batch_of([[1]])).values()
+        try:
+            out.backward(torch.full((1, 4), float("inf")))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    owner, other = run_virtual_ranks(2, fn)
+    assert "Only ranks that hold such a row raise this" in owner
+    assert other == ""
 
 
 @pytest.mark.parametrize("rule", [SGD(lr=1.0, non_finite="skip"), Adagrad(lr=1.0, non_finite="skip"),

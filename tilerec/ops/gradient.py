@@ -252,8 +252,9 @@ def _spend(ticket: Tensor) -> int:
     task = torch._C._current_graph_task_id()
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
-            "A lookup's backward ran a second time (retain_graph=True), but its tables were already updated by the "
-            "first: look the features up again, or detach the optimizer and step it by hand."
+            "A lookup's backward ran a second time (retain_graph=True), but its tables took their gradients in the "
+            "first (an attached optimizer updates, a sparse .grad adds up): look the features up again, or let tables "
+            "have dense gradients and step them by hand."
         )
     # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it.
     ticket.data[1] = task if task != -1 else -2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -28,7 +29,7 @@ from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
-from tilerec.parallel.values import take_from_rank_0
+from tilerec.parallel.values import replicas_from_first, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import shard_collection
@@ -136,7 +137,8 @@ def _shard(
         ready = _prepare(module, plan, group, topology, device, listed(sharders, who))
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
-        agree(group, "the model to shard", {"checks": str(error)})
+        with suppress(ConfigError):
+            agree(group, "the model to shard", {"checks": str(error)})
         raise
     collections, whole = ready.collections, ready.plan
     agree(
@@ -149,7 +151,26 @@ def _shard(
             "plan": whole.to_json(),
         },
     )
-    take_from_rank_0(group, collections, [next(iter(names.values())) for names in ready.ties])
+    tables = [next(iter(names.values())) for names in ready.ties]
+    take_from_rank_0(group, collections, tables)
+    drawn = [table for table in tables if table.weight.is_meta and table.config.init_fn is not None]
+    try:
+        _cut(group, ready, device, exact)
+    except Exception as error:  # a user's init_fn; the others must not wait for this rank
+        with suppress(ConfigError):
+            agree(group, "the sharded model", {"made": str(error)})
+        raise
+    if collections:
+        agree(group, "the sharded model", {"made": "whole"})
+        if drawn:
+            replicas_from_first(group, drawn)
+    keep_plan(module, whole)
+    return module
+
+
+def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool) -> None:
+    """Tables become tiles."""
+    collections, whole = ready.collections, ready.plan
     if collections:
         # Channels of their own: other calls of the model's ranks may come between theirs.
         rows, route = group.split("rows"), group.split("route")
@@ -166,8 +187,6 @@ def _shard(
                 fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
                 wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
             )
-    keep_plan(module, whole)
-    return module
 
 
 class _Ready(NamedTuple):

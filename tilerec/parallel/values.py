@@ -16,6 +16,7 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
+from tilerec.sharding.table import ShardedTable
 from tilerec.storage.table_rows import Place
 
 CHUNK = 1 << 24
@@ -82,3 +83,28 @@ def send_from_rank_0(group: Group, tensor: Tensor) -> None:
             group.exchange("initial values", {}, dict.fromkeys(range(1, group.size), part)).wait()
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
+
+
+@torch.no_grad()
+def replicas_from_first(group: Group, tables: Sequence[Table]) -> None:
+    """Give all replicas of the tables' tiles the values of the lowest rank among them. All ranks call it.
+
+    For values that a user's function made on each rank: from other random generators than torch's own, which are the
+    ones that are seeded, ranks draw different ones. Digests travel, and nothing else where replicas agree.
+    """
+    own: dict[tuple[int, int, int], tuple[Tensor, tuple[int, ...]]] = {}
+    for t, table in enumerate(tables):
+        assert isinstance(table, ShardedTable)
+        for leaf, tile in zip(table.leaves(), table.tiles, strict=False):
+            if len(tile.owners) > 1 and not leaf.is_meta:
+                own[t, tile.r0, tile.c0] = leaf.detach(), tile.owners
+    digests = {place: _digest(leaf) for place, (leaf, _) in own.items()}
+    everyone = cast("list[dict[tuple[int, int, int], Any]]", group.all_gather_object(digests))
+    for place, (leaf, (first, *others)) in sorted(own.items(), key=lambda item: item[0]):
+        if len({everyone[rank][place] for rank in (first, *others)}) == 1:
+            continue
+        for part in leaf.view(-1).split(max(1, CHUNK // leaf.element_size())):
+            if group.rank == first:
+                group.exchange("initial values", {}, dict.fromkeys(others, part)).wait()
+            else:
+                group.exchange("initial values", {first: part}, {}).wait()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from tilerec.comms.codec import codec
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.collection import TableCollection, key_starts
@@ -86,9 +87,11 @@ class Exchange:
         self.group, self.route_group, self.topology = group, route_group, topology
         self.layout = Layout(tables, slots, topology, group.rank)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
-        # Slots whose rows' columns have several owners, each with its table.
+        # Slots whose rows' columns have several owners, each with its table and the type its gradients travel in.
         self.column_cut = [
-            (s, slot.table) for s, slot in enumerate(slots) if len(tables[slot.table].tiling.blocks) > 1
+            (s, slot.table, _travelling(tables[slot.table].wire.backward))
+            for s, slot in enumerate(slots)
+            if len(tables[slot.table].tiling.blocks) > 1
         ]
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}
@@ -132,6 +135,15 @@ class ShardedCollection(TableCollection):
 
     def _first_leaves(self) -> list[nn.Parameter]:
         return cast("list[nn.Parameter]", [table._parameters["weight"] for table in self._tables.values()])
+
+    def _follow_first_leaves(self) -> None:
+        """`<table>.weight` says for all tiles of the table whether they are trained: every rank has that one."""
+        for table in self._sharded_tables:
+            if len(table.tiles) > 1:
+                first, *others = table.leaves()
+                for leaf in others:
+                    if leaf.requires_grad != first.requires_grad:
+                        leaf.requires_grad_(first.requires_grad)
 
     def _wide(self) -> torch.dtype:
         dtypes = {leaf.dtype for leaf in self._first_leaves()}
@@ -189,6 +201,7 @@ class ShardedCollection(TableCollection):
 
     def _training(self) -> bytes:
         """Per table, how it is trained; the same on all ranks, or no rank routes."""
+        self._follow_first_leaves()
         return bytes(
             [
                 0 if not leaf.requires_grad else TRAINED | ATTACHED * table.rows.takes_gradients
@@ -235,6 +248,7 @@ class ShardedCollection(TableCollection):
     def _flat(self, looked: LookedUp, output: Output) -> Tensor:
         """The flat output, differentiable."""
         batch = looked.batch
+        self._follow_first_leaves()
         leaves, rows = self._leaves(), self._rows()
         sinks = [
             r.handle if r.takes_gradients and leaf.requires_grad else -1
@@ -264,7 +278,9 @@ class ShardedCollection(TableCollection):
         attached = [
             trains and table.rows.takes_gradients for trains, table in zip(trained, tables, strict=True)
         ]
-        guarded = [s for s, t in self.exchange.column_cut if attached[t] and _by_elements(tables[t])]
+        guarded = [
+            (s, dtype) for s, t, dtype in self.exchange.column_cut if attached[t] and _by_elements(tables[t])
+        ]
         return Gradients(
             leaves,
             [first[t] for t in bare],
@@ -413,6 +429,12 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
                 feature.offsets(),
             )
         return results
+
+
+def _travelling(name: str) -> torch.dtype:
+    """The type whose range bounds what a wire carries."""
+    dtype = codec(name).wire_dtype
+    return dtype if dtype is not None and dtype.is_floating_point else torch.float32
 
 
 def _by_elements(table: ShardedTable) -> bool:

@@ -43,18 +43,26 @@ class Output:
                 self.block(flat, slot).div_(sizes[:, None])
         return flat
 
-    def spread_non_finite(self, grad: Tensor, slots: Sequence[int]) -> Tensor:
+    def spread_non_finite(self, grad: Tensor, slots: Sequence[tuple[int, torch.dtype]]) -> Tensor:
         """A bag's gradient that is not finite in one column of these slots is so in all of them.
 
         The owners of a row's other columns would update it, where the whole table skips the row. `[1, inf]` becomes
         `[nan, nan]`.
+
+        Args:
+            slots: each with the type in which its gradients travel; what overflows there counts.
         """
-        if not slots or (grad.device.type == "cpu" and bool(torch.isfinite(grad.sum()))):
+        if not slots:
             return grad
+        if grad.device.type == "cpu" and grad.numel():
+            least, most = torch.aminmax(grad)
+            limit = min(torch.finfo(dtype).max for _, dtype in slots)
+            if bool((least >= -limit) & (most <= limit)):
+                return grad
         grad = grad.clone()
-        for slot in slots:
+        for slot, dtype in slots:
             block = self.block(grad, slot)
-            block += (block * 0).sum(dim=1, keepdim=True)
+            block += (block.to(dtype) * 0).sum(dim=1, keepdim=True)
         return grad
 
 
@@ -82,7 +90,8 @@ class Gradients:
     sinks: list[int]  # handle per leaf; -1: a dense `.grad`, or none
     trained: list[bool]  # per table
     attached: list[bool]  # per table: trained, and updated in the backward pass
-    guarded: list[int]  # slots whose rows' owners each see some columns, and skip rows that are not finite
+    # Slots whose rows' owners each see some columns, and skip rows that are not finite; and their type on the wire.
+    guarded: list[tuple[int, torch.dtype]]
     dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
@@ -111,8 +120,9 @@ class _Combine(torch.autograd.Function):
         reached = _reached(ctx, gradients)
         if ctx.spent:
             raise RuntimeError(
-                "A sharded lookup's backward ran a second time (retain_graph=True), but its tables were already "
-                "updated by the first: look the features up again, or detach the optimizer and step it by hand."
+                "A sharded lookup's backward ran a second time (retain_graph=True), but its tables took their "
+                "gradients in the first (an attached optimizer updates, a sparse .grad adds up): look the features up "
+                "again, or let tables have dense gradients and step them by hand."
             )
         combiner, routed = ctx.combiner, ctx.looked.routed
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
@@ -171,8 +181,9 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
             RuntimeError
         ) as error:  # how torch says that the pass returns this leaf's gradient to its caller
             raise RuntimeError(
-                "torch.autograd.grad was asked for the gradient of a sharded table with an attached optimizer, which "
-                "takes it in the backward pass; call loss.backward(), or ask for it before attaching the optimizer."
+                "torch.autograd.grad was asked for the gradient of a sharded table that takes it at the end of the "
+                "backward pass (it has an attached optimizer, or a sparse .grad by set_sparse_grad); call "
+                "loss.backward(), or ask before either is set."
             ) from error
     return [a or not attached for a, attached in zip(asked, gradients.attached, strict=True)]
 

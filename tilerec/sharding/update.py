@@ -81,6 +81,17 @@ class TileRows(TableRows):
             )
         super().attach(spec, group)
 
+    def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
+        try:
+            super().report_skipped(spec, skipped, row)
+        except NonFiniteGradientError as error:
+            if self.peers.group.size == 1:
+                raise
+            raise NonFiniteGradientError(
+                f"{error} Only ranks that hold such a row raise this: end the run, as a rank that catches it does what "
+                "the others do not; non_finite='skip' goes on on all alike."
+            ) from None
+
     def batch_key(self) -> Hashable:
         # All tables at once: what ranks tell each other must come in one order on all of them.
         return id(self.peers.group)
