@@ -98,12 +98,12 @@ def replicas_from_first(group: Group, tables: Sequence[Table]) -> None:
         for leaf, tile in zip(table.leaves(), table.tiles, strict=False):
             if len(tile.owners) > 1 and not leaf.is_meta:
                 own[t, tile.r0, tile.c0] = leaf.detach(), tile.owners
-    digests = {place: _digest(leaf) for place, (leaf, _) in own.items()}
+    digests = {place: _digest(values) for place, (values, _) in own.items()}
     everyone = cast("list[dict[tuple[int, int, int], Any]]", group.all_gather_object(digests))
-    for place, (leaf, (first, *others)) in sorted(own.items(), key=lambda item: item[0]):
+    for place, (values, (first, *others)) in sorted(own.items(), key=lambda item: item[0]):
         if len({everyone[rank][place] for rank in (first, *others)}) == 1:
             continue
-        for part in leaf.view(-1).split(max(1, CHUNK // leaf.element_size())):
+        for part in values.view(-1).split(max(1, CHUNK // values.element_size())):
             if group.rank == first:
                 group.exchange("initial values", {}, dict.fromkeys(others, part)).wait()
             else:
