@@ -13,11 +13,14 @@ import argparse
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from tilerec.planner.instance import Instance, Ints
 from tilerec.planner.search import solve
+
+Array = np.ndarray
 
 # Bytes per second.
 MEMORY = 2.0e12
@@ -27,7 +30,22 @@ PS = 1e12
 BATCH = 1024
 SPLITS = (2, 4, 8, 16)
 CRITEO = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209),
+    *(
+        40_000_000,
+        39_060,
+        17_295,
+        7_424,
+        20_265,
+        3,
+        7_122,
+        1_543,
+        63,
+        40_000_000,
+        3_067_956,
+        405_282,
+        10,
+        2_209,
+    ),
     *(11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
 
@@ -53,9 +71,12 @@ def instance_of(
     rows_f, dim_f = rows.astype(float), dim.astype(float)
     whole = rows_f * dim_f * 8  # weights and an optimizer's state
     samples = float(batch * ranks)
-    columns: list[tuple[np.ndarray, ...]] = []
+    columns: list[tuple[Array, ...]] = []
 
-    def option(there: np.ndarray, width: int, pieces: int, ids: np.ndarray, bags: np.ndarray, d: np.ndarray, mem: np.ndarray, home_bags: np.ndarray, replicated: bool = False) -> None:
+    def option(
+        there: Array, width: int, pieces: int, ids: Array, bags: Array, d: Array, mem: Array, home_bags: Array,
+        replicated: bool = False,
+    ) -> None:  # fmt: skip
         """`ids` and `bags` that a rank with a piece looks up and sends, of width `d`."""
         # A row takes at least 64 bytes' worth of time.
         lookup = ids * np.maximum(d * 4, 64) / MEMORY
@@ -84,7 +105,8 @@ def instance_of(
             if k <= ranks and (k == ranks or k < ranks):
                 bags = per if dense else samples * (1 - (1 - 1 / k) ** bag)
                 home = per / ranks * np.minimum(k, bag)
-                option(rows >= k, ranks if k == ranks else 1, 1 if k == ranks else k, ids / k, bags, dim_f, whole / k, home)
+                wide = k == ranks
+                option(rows >= k, k if wide else 1, 1 if wide else k, ids / k, bags, dim_f, whole / k, home)
         if hosts > 1:
             bags = per if dense else samples * (1 - (1 - 1 / size) ** bag)
             for k in (1, 2, 4, 8):
@@ -117,8 +139,6 @@ def instance_of(
 
 def fill_to(instance: Instance, share: float) -> Instance:
     """With caps such that the tables, each in one copy, fill that share of them."""
-    from dataclasses import replace
-
     held = instance.memory[:, :, 0] * instance.pieces * instance.width
     least = int(np.where(instance.there, held, held.max()).min(1).sum())
     return replace(instance, cap=np.full_like(instance.cap, int(least / share / instance.ranks)))
@@ -139,7 +159,8 @@ def small500() -> Instance:
 
 def criteo(ranks: int, divisible: bool = False, dense: bool = False) -> Instance:
     rows = np.array(CRITEO, np.int64)
-    return instance_of(rows, np.full(26, 128, np.int64), np.ones(26), ranks, cap=60 * 2**30, divisible=divisible, dense=dense)
+    dim, cap = np.full(26, 128, np.int64), 60 * 2**30
+    return instance_of(rows, dim, np.ones(26), ranks, cap=cap, divisible=divisible, dense=dense)
 
 
 CASES: dict[str, Callable[[], Instance]] = {
@@ -165,20 +186,22 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--effort", type=int, default=1)
     args = parser.parse_args()
-    print("| case | build s | solve s | cost ms | bound ms | gap % | peak MiB |\n|---|---|---|---|---|---|---|")
+    print("| case | build s | solve s | CPU s | cost ms | bound ms | gap % | peak MiB |\n" + "|---" * 8 + "|")
     for name in args.cases:
         start = time.perf_counter()
         instance = CASES[name]()
         built = time.perf_counter() - start
-        times = []
+        wall, busy = [], []
         for _ in range(args.repeat):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             found = solve(instance, effort=args.effort)
-            times.append(time.perf_counter() - start)
+            wall.append(time.perf_counter() - start)
+            busy.append(time.process_time() - cpu)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        middle = args.repeat // 2
         print(
-            f"| {name} | {built:.2f} | {sorted(times)[len(times) // 2]:.3f} | {found.cost / 1e9:.4f} | {found.bound / 1e9:.4f} | "
-            f"{100 * found.gap:.2f} | {peak:.0f} |",
+            f"| {name} | {built:.2f} | {sorted(wall)[middle]:.3f} | {sorted(busy)[middle]:.3f} | "
+            f"{found.cost / 1e9:.4f} | {found.bound / 1e9:.4f} | {100 * found.gap:.2f} | {peak:.0f} |",
             flush=True,
         )
 

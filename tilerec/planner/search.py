@@ -33,7 +33,8 @@ HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarte
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
 LARGE = 1 << 20  # and beyond which it is not polished for long
-SETS = 4  # of charges that are tried
+REBUILT = 64  # tables up to which every granularity is rebuilt from
+SETS = 2  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
 FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
@@ -136,7 +137,8 @@ class _Search:
             return
         # From the best of each granularity: from the best one alone, some plans are never reached.
         steps = 300 * self.effort
-        some = sorted(starts.values(), key=lambda start: start[0])[: 2 + self.effort]
+        some = sorted(starts.values(), key=lambda start: start[0])
+        some = some[: (3 if self.instance.tables > REBUILT else 8) * self.effort]
         for i, (_, packing) in enumerate(some):
             again = rebuild(self.relaxed, kinds.usable, packing, steps, i)
             again, _ = exchange(self.relaxed, again, 40)
