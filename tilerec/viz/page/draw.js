@@ -1,9 +1,9 @@
 // Colours, elements and canvases.
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-let ink, muted, track, line, over, rest, palette, dark;
+let ink, track, line, over, rest, memoryColour, palette, dark;
 function readTheme() {
-  [ink, muted, track, line, over, rest] = ["--ink", "--muted", "--track", "--line", "--over", "--rest"].map(css);
+  [ink, track, line, over, rest, memoryColour] = ["--ink", "--track", "--line", "--over", "--rest", "--memory"].map(css);
   palette = Array.from({ length: 8 }, (_, i) => css(`--c${i}`));
   dark = matchMedia("(prefers-color-scheme: dark)").matches;
 }

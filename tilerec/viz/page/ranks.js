@@ -38,7 +38,7 @@ function timeBar(rank) {
 }
 function memoryBar(rank, m) {
   const cap = capOf(rank, m), held = memoryOf(rank, m), most = Math.max(cap, held) || 1;
-  const found = bar([[held / most, held > cap ? over : palette[7]]], { mark: held > cap ? cap / most : null, label: `memory ${bytes(held)} of ${bytes(cap)}` });
+  const found = bar([[held / most, held > cap ? over : memoryColour]], { mark: held > cap ? cap / most : null, label: `memory ${bytes(held)} of ${bytes(cap)}` });
   found.classList.add("memory");
   return found;
 }
@@ -63,7 +63,7 @@ function makeRanks() {
   at("overview").hidden = R <= 24;
 }
 function drawLegend() {
-  at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, key(stageColour(s)), name)), element("li", {}, key(palette[7]), tierName(data.tier)));
+  at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, key(stageColour(s)), name)), element("li", {}, key(memoryColour), tierName(data.tier)));
 }
 
 // All ranks side by side. With more ranks than pixels a column shows the most of its ranks.
@@ -88,7 +88,7 @@ const overviews = [
   }],
   ["over-memory", (r) => memoryOf(r, data.tier), (pen, r, x, wide, height) => {
     const held = memoryOf(r, data.tier), tall = (height * held) / memoryTop, cap = capOf(r, data.tier);
-    pen.fillStyle = held > cap ? over : palette[7];
+    pen.fillStyle = held > cap ? over : memoryColour;
     pen.fillRect(x, height - tall, wide, tall);
     pen.fillStyle = ink;
     pen.fillRect(x, height - (height * cap) / memoryTop, wide + 1, 1.5);
