@@ -1,12 +1,15 @@
 """Constraints: names, order and what they refuse."""
 
 import dataclasses
+import json
 
 import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.spec.plan import EmbeddingComputeKernel, ShardingType
+from tilerec.planner.workload import Skew
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
+from tilerec.spec.tile import Tiling
 
 
 def test_names_and_order_are_those_that_users_know() -> None:
@@ -27,6 +30,13 @@ def test_names_and_order_are_those_that_users_know() -> None:
         "device_group",
         "key_value_params",
         "use_virtual_table",
+        "forbidden_types",
+        "ranks",
+        "hosts",
+        "max_ranks",
+        "with_table",
+        "sharding",
+        "skew",
     ]
 
 
@@ -62,8 +72,63 @@ def test_ids_per_bag_are_the_largest_pooling_factor() -> None:
         ({"min_partition": 0}, "min_partition is 0"),
         ({"min_partition": 2.5}, "min_partition is 2.5"),
         ({"pooling_factors": [-1.0]}, "pooling_factors is"),
+        ({"pooling_factors": [float("nan")]}, r"pooling_factors is \[nan\]; give ids per bag, from 0"),
+        ({"pooling_factors": []}, "pooling_factors is"),
+        ({"num_poolings": ["many"]}, "num_poolings is"),
+        ({"batch_sizes": [float("inf")]}, "batch_sizes is"),
+        ({"max_ranks": 0}, "max_ranks is 0; it must be a whole number of ranks"),
+        ({"ranks": []}, "ranks is empty, so the table may lie nowhere"),
+        ({"ranks": "0-x"}, "ranks got '0-x'"),
+        ({"hosts": -1}, "hosts got -1"),
+        (
+            {"sharding_types": ["row_wise"], "forbidden_types": ["row_wise"]},
+            r"\['row_wise'\] are all among forbidden_types",
+        ),
+        ({"sharding": "row_wise"}, "sharding is a str; wanted a ParameterSharding or a Tiling"),
+        (
+            {"sharding": ParameterSharding("row_wise"), "ranks": [0], "max_ranks": 2},
+            "sharding says where the table lies, so ranks, max_ranks cannot say it too",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match="ParameterConstraints: .*" + message):
         ParameterConstraints(**kwargs)  # type: ignore[arg-type]
+
+
+def test_types_that_are_forbidden_are_not_allowed() -> None:
+    limits = ParameterConstraints(forbidden_types=["data_parallel", ShardingType.GRID_SHARD])
+    assert ShardingType.ROW_WISE in limits.types_allowed()
+    assert ShardingType.EXPLICIT not in limits.types_allowed()
+    assert len(limits.types_allowed()) == 5
+    both = ParameterConstraints(["row_wise", "table_wise"], forbidden_types="row_wise")
+    assert both.types_allowed() == (ShardingType.TABLE_WISE,)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ParameterConstraints(),
+        ParameterConstraints(["row_wise"], ["fused"], 16, [2.5, 1], [1], [64, 32], True),
+        ParameterConstraints(
+            ranks="0-3,6", hosts=[1], max_ranks=2, with_table="b", forbidden_types=["grid_shard"]
+        ),
+        ParameterConstraints(skew=Skew(10, 1.1, True), device_group="cpu"),
+        ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[3])),
+    ],
+)
+def test_what_is_used_of_them_is_read_back_from_json(limits: ParameterConstraints) -> None:
+    assert ParameterConstraints.from_json("t", json.loads(json.dumps(limits.to_json()))) == limits
+
+
+def test_a_bare_tiling_is_written_as_an_explicit_sharding() -> None:
+    tiling = Tiling.of("t", 4, 2, [(0, 4, 0, 2, 1)])
+    back = ParameterConstraints.from_json("t", ParameterConstraints(sharding=tiling).to_json())
+    assert back.sharding == ParameterSharding("explicit", tiling=tiling)
+
+
+def test_strange_words_in_json_are_refused_with_the_table() -> None:
+    with pytest.raises(ConfigError, match=r"Table 't': its constraints have unknown fields \['rows'\]"):
+        ParameterConstraints.from_json("t", {"rows": 3})
+    with pytest.raises(ConfigError, match="Table 't': ParameterConstraints: min_partition is 0"):
+        ParameterConstraints.from_json("t", {"min_partition": 0})

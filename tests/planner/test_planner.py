@@ -20,18 +20,22 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner import (
     EmbeddingShardingPlanner,
+    FixedPercentageStorageReservation,
+    GreedyProposer,
     ParameterConstraints,
     PlannerError,
     construct_module_sharding_plan,
     row_wise,
 )
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
-from tilerec.spec.plan import ShardingPlan, ShardingType
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.topology import Topology
 from tilerec.testing import run_virtual_ranks
 
 META = torch.device("meta")
+NOTHING = FixedPercentageStorageReservation(0)
+BATCH = 600_000  # room for ids, rows and gradients of a batch of 512 on one rank, 64 columns
 
 
 def model() -> nn.Module:
@@ -88,6 +92,9 @@ def test_signatures_are_those_that_users_know() -> None:
         "callbacks",
         "timeout_seconds",
         "plan_loader",
+        "fixed",
+        "cache",
+        "effort",
     ]
     assert list(inspect.signature(EmbeddingShardingPlanner.collective_plan).parameters) == [
         "self",
@@ -107,7 +114,6 @@ def test_constraints_are_honoured_under_every_name(kind: ShardingType) -> None:
     plan = planner.plan(model())
     assert plan.plan["ebc"]["user"].kind is kind
     assert plan.plan["deep.0"]["user"].kind is kind
-    assert plan.plan["ebc"]["item"].kind is ShardingType.TABLE_WISE
     plan.check(sizes(plan), 4)
 
 
@@ -168,10 +174,12 @@ def test_pooling_factors_go_into_the_plan() -> None:
 def test_state_of_the_optimizer_counts() -> None:
     module = EmbeddingBagCollection([EmbeddingBagConfig(1000, 64, "t")], device=META)
     limits = {"t": ParameterConstraints(["table_wise"])}
-    planner = EmbeddingShardingPlanner(on_cpu(1, cap=2 * 1000 * 64 * 4), constraints=limits)
+    planner = EmbeddingShardingPlanner(
+        on_cpu(1, cap=2 * 1000 * 64 * 4 + BATCH), constraints=limits, storage_reservation=NOTHING
+    )
     planner.plan(module)
     apply_optimizer_in_backward(Adam(), list(module.parameters()))
-    with pytest.raises(PlannerError, match="Table 't': no place found"):
+    with pytest.raises(PlannerError, match=r"no piece of table 't' .* fits"):
         planner.plan(module)
 
 
@@ -181,7 +189,7 @@ def test_a_table_that_two_collections_share_is_placed_once() -> None:
     ec.embeddings["z"] = ebc.embedding_bags["x"]
     both = nn.ModuleDict({"ebc": ebc, "ec": ec})
     limits = {"z": ParameterConstraints(["row_wise"])}
-    plan = EmbeddingShardingPlanner(on_cpu(2, cap=10 * 4 * 4 * 2), constraints=limits).plan(both)
+    plan = EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(both)
     assert plan.plan["ebc"]["x"] == plan.plan["ec"]["z"]
     assert plan.plan["ebc"]["x"].kind is ShardingType.ROW_WISE
 
@@ -210,14 +218,17 @@ def test_every_collection_is_planned_whichever_sharders_are_given() -> None:
 
 def test_the_optimizer_that_a_sharder_gives_counts_for_its_kind() -> None:
     module = EmbeddingBagCollection([EmbeddingBagConfig(1000, 64, "t")], device=META)
-    planner = EmbeddingShardingPlanner(on_cpu(1, cap=2 * 1000 * 64 * 4))
+    cap = 2 * 1000 * 64 * 4 + BATCH
+    planner = EmbeddingShardingPlanner(on_cpu(1, cap=cap), storage_reservation=NOTHING)
     planner.plan(module, [EmbeddingBagCollectionSharder({"optimizer": "sgd"})])
     planner.plan(module, [EmbeddingCollectionSharder({"optimizer": "adam"})])
     adam = [EmbeddingBagCollectionSharder({"optimizer": "adam"})]
-    with pytest.raises(PlannerError, match="Table 't': no place found"):
+    with pytest.raises(PlannerError, match=r"no piece of table 't' .* fits"):
         planner.plan(module, adam)
     dense = {"t": ParameterConstraints(compute_kernels=["dense"])}
-    EmbeddingShardingPlanner(planner.topology, constraints=dense).plan(module, adam)
+    EmbeddingShardingPlanner(planner.topology, constraints=dense, storage_reservation=NOTHING).plan(
+        module, adam
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,14 +261,14 @@ def test_a_model_without_tables_is_refused() -> None:
 
 
 def test_arguments_without_effect_warn() -> None:
-    with pytest.warns(UserWarning, match="EmbeddingShardingPlanner: batch_size, stats have no effect"):
-        EmbeddingShardingPlanner(on_cpu(2), 512, stats=[])
-    with pytest.warns(UserWarning, match=r"of the constraints, batch_sizes \(of a, b\) has no effect"):
+    with pytest.warns(UserWarning, match="EmbeddingShardingPlanner: proposer, stats have no effect"):
+        EmbeddingShardingPlanner(on_cpu(2), 512, proposer=GreedyProposer(), stats=[])
+    with pytest.warns(UserWarning, match=r"of the constraints, enforce_hbm \(of a, b\) has no effect"):
         EmbeddingShardingPlanner(
             on_cpu(2),
             constraints={
-                "a": ParameterConstraints(batch_sizes=[1]),
-                "b": ParameterConstraints(batch_sizes=[2], min_partition=4),
+                "a": ParameterConstraints(enforce_hbm=True),
+                "b": ParameterConstraints(enforce_hbm=True, min_partition=4),
             },
         )
 
@@ -305,7 +316,9 @@ def test_ranks_that_plan_otherwise_are_told_where() -> None:
         limits = {"user": ParameterConstraints(["row_wise" if group.rank else "table_wise"])}
         return EmbeddingShardingPlanner(on_cpu(3), constraints=limits).collective_plan(model(), pg=group)
 
-    with pytest.raises(ConfigError, match=r"The plan differs between ranks: .*'user'.* on rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"The plan differs between ranks: .*\['deep.0.user'\].*sharding_types.* on rank 0"
+    ):
         run_virtual_ranks(3, plan)
 
 
@@ -317,12 +330,131 @@ def test_a_topology_of_another_world_is_refused() -> None:
         run_virtual_ranks(2, plan)
 
 
+def test_a_rank_that_cannot_plan_makes_all_of_them_fail() -> None:
+    def plan(group: Group) -> ShardingPlan:
+        limits = {"usr" if group.rank else "user": ParameterConstraints()}
+        return EmbeddingShardingPlanner(on_cpu(2), constraints=limits).collective_plan(model(), pg=group)
+
+    with pytest.raises(ConfigError, match=r"constraints name \['usr'\]|checks.*is .*passed.* on rank 0"):
+        run_virtual_ranks(2, plan)
+
+
+def test_the_topology_of_rank_0_is_everyones() -> None:
+    def plan(group: Group) -> ShardingPlan:
+        topology = Topology(2, "cpu", ddr_cap=2**30 * (1 + group.rank))
+        return EmbeddingShardingPlanner(topology).collective_plan(model(), pg=group)
+
+    one, other = run_virtual_ranks(2, plan)
+    assert one == other
+    assert other.report.topology.ddr_cap == 2**30
+
+
+def test_a_plan_has_a_report_that_is_no_part_of_it() -> None:
+    plan = EmbeddingShardingPlanner(on_cpu(4, local_world_size=2), batch_size=64).plan(model())
+    report = plan.report
+    assert report.cost_s >= report.bound_s > 0
+    assert report.gap == (report.cost_s - report.bound_s) / report.bound_s or report.gap >= 0
+    assert len(report.memory_per_rank) == 4
+    assert sum(report.stage_s.values()) <= report.cost_s
+    assert report.batch_size == 64
+    assert [(entry.path, entry.name) for entry in report.tables] == [
+        ("ebc", "user"), ("ebc", "item"), ("deep.0", "user"),
+    ]  # fmt: skip
+    assert "report" not in plan.to_json()
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_list_of_tables_is_planned_as_the_collection_of_them() -> None:
+    configs = [EmbeddingBagConfig(1000, 64, "user"), EmbeddingBagConfig(10, 4, "item")]
+    planner = EmbeddingShardingPlanner(on_cpu(2))
+    sharders = [EmbeddingBagCollectionSharder({"optimizer": "adam"})]
+    module = EmbeddingBagCollection(configs, device=META)
+    assert planner.plan(configs, sharders) == planner.plan(module, sharders)
+    with pytest.raises(ConfigError, match="Table 'user' is there twice"):
+        planner.plan([configs[0], configs[0]])
+    with pytest.raises(ConfigError, match="the list of tables is empty"):
+        planner.plan([])
+    with pytest.raises(ConfigError, match="got a dict among the tables"):
+        planner.plan([{"name": "x"}])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="module is a str"):
+        planner.plan("model")  # type: ignore[arg-type]
+
+
+def test_parts_of_a_plan_by_hand_stay_and_the_rest_is_planned_around_them(tmp_path: Path) -> None:
+    tables = [EmbeddingBagConfig(100_000, 64, f"t{i}") for i in range(4)]
+    module = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables, device=META)})
+    by_hand = {
+        "ebc": {
+            "t0": ParameterSharding("table_wise", ranks=[1]),
+            "t1": ParameterSharding("table_wise", ranks=[1]),
+        }
+    }
+    cap = int(2.5 * 2 * 100_000 * 64 * 4)
+    free = {f"t{i}": ParameterConstraints(["table_wise"]) for i in (2, 3)}
+    planner = EmbeddingShardingPlanner(
+        on_cpu(2, cap=cap), fixed=by_hand, constraints=free, storage_reservation=NOTHING
+    )
+    plan = planner.plan(module)
+    assert [plan.plan["ebc"][f"t{i}"].ranks for i in range(4)] == [(1,), (1,), (0,), (0,)]
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    again = EmbeddingShardingPlanner(on_cpu(2), fixed=path).plan(module)
+    assert again.plan["ebc"] == plan.plan["ebc"]
+    assert again.report.gap == 0
+    with pytest.raises(ConfigError, match="made for 2 ranks, and the topology has 3"):
+        EmbeddingShardingPlanner(on_cpu(3), fixed=path).plan(module)
+    with pytest.raises(ConfigError, match="fixed= has a table 't9' of module 'ebc', which the model lacks"):
+        EmbeddingShardingPlanner(on_cpu(2), fixed={"ebc": {"t9": by_hand["ebc"]["t0"]}}).plan(module)
+    with pytest.raises(ConfigError, match=r"fixed\['ebc'\] is or has a str"):
+        EmbeddingShardingPlanner(on_cpu(2), fixed={"ebc": {"t0": "row_wise"}})  # type: ignore[dict-item]
+    limits = {"t0": ParameterConstraints(["row_wise"])}
+    both = EmbeddingShardingPlanner(on_cpu(2), fixed=by_hand, constraints=limits)
+    with pytest.raises(
+        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot say it too"
+    ):
+        both.plan(module)
+
+
+def test_a_model_without_a_plan_is_planned_and_keeps_the_report() -> None:
+    def sharded(group: Group) -> Any:
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t")])
+        return tilerec.shard(ebc, mesh=group).plan.report  # type: ignore[union-attr]
+
+    first, second = run_virtual_ranks(2, sharded)
+    assert first.cost_ps == second.cost_ps > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"topology": 8}, "topology is a int, wanted a Topology"),
+        ({"storage_reservation": 0.1}, "storage_reservation is a float, wanted one of tilerec.planner"),
+        ({"fixed": 3}, "fixed is a int; wanted a ShardingPlan"),
+    ],
+)
+def test_what_is_none_of_a_planners_parts_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingShardingPlanner(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, float("nan")])
+def test_a_batch_size_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="batch_size is"):
+        EmbeddingShardingPlanner(on_cpu(2), wrong).plan(model())
+
+
 def test_ten_billion_rows_are_planned_without_memory() -> None:
     module = EmbeddingBagCollection(
         [EmbeddingBagConfig(10**10, 64, "huge"), EmbeddingBagConfig(10, 4, "tiny")], device=META
     )
     topology = Topology(64, "cuda", hbm_cap=2**37, local_world_size=8)
     plan = EmbeddingShardingPlanner(topology).plan(module)
-    assert plan.plan[""]["huge"].kind is ShardingType.ROW_WISE
-    held = plan.held_by(63)
-    assert [(each.table, each.rectangles[0].rows) for each in held] == [("huge", 10**10 // 64)]
+    assert max(plan.report.memory_per_rank) <= 2**37
+    cells = sum(
+        r.cells
+        for rank in range(64)
+        for held in plan.held_by(rank)
+        if held.table == "huge"
+        for r in held.rectangles
+    )
+    assert cells == 10**10 * 64

@@ -7,10 +7,10 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from tilerec.planner.tables import device_type_of, tables_of
+from tilerec.planner.tables import device_type_of, tables_of, tables_of_configs
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel
-from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 
 
 def bags(*configs: EmbeddingBagConfig) -> EmbeddingBagCollection:
@@ -29,29 +29,43 @@ def test_collections_are_found_at_any_depth_and_as_the_module_itself() -> None:
     assert tables_of(nn.Linear(2, 2)) == []
 
 
-def test_bytes_are_weights_with_gradients_or_optimizer_state() -> None:
-    def bytes_with(spec: object, data_type: DataType = DataType.FP32) -> int:
-        module = bags(EmbeddingBagConfig(10, 4, "x", data_type=data_type))
-        if spec is not None:
-            apply_optimizer_in_backward(spec, list(module.parameters()))
-        return tables_of(module)[0].bytes
-
-    assert bytes_with(None) == 10 * 4 * (4 + 4)
-    assert bytes_with(RowWiseAdagrad()) == 10 * (4 * 4 + 4)
-    assert bytes_with(Adam()) == 10 * 4 * (4 + 4 + 4)
-    assert bytes_with(Adam(), DataType.BF16) == 10 * 4 * (2 + 4 + 4)
-    assert bytes_with(Adam(), DataType.FP64) == 10 * 4 * (8 + 8 + 8)
+def test_optimizers_that_are_attached_are_known() -> None:
+    module = bags(EmbeddingBagConfig(10, 4, "x"))
+    assert tables_of(module)[0].optimizer is None
+    apply_optimizer_in_backward(Adam(), list(module.parameters()))
+    assert tables_of(module)[0].optimizer == Adam()
     frozen = bags(EmbeddingBagConfig(10, 4, "x"))
     frozen.requires_grad_(False)
-    assert tables_of(frozen)[0].bytes == 10 * 4 * 4
+    assert not tables_of(frozen, [EmbeddingBagCollectionSharder({"optimizer": "adam"})])[0].trained
 
 
-def test_column_tiles_each_carry_the_state_of_their_rows() -> None:
-    module = bags(EmbeddingBagConfig(10, 4, "x"))
-    apply_optimizer_in_backward(RowWiseAdagrad(), list(module.parameters()))
-    table = tables_of(module)[0]
-    assert table.bytes_of(10, 2) == 10 * (2 * 4 + 4)
-    assert table.bytes_of(0, 4) == 0
+def test_features_weights_and_pooling_are_those_of_the_collections() -> None:
+    weighted = EmbeddingBagCollection(
+        [EmbeddingBagConfig(10, 4, "x", feature_names=["f", "g"])],
+        is_weighted=True,
+        device=torch.device("meta"),
+    )
+    (table,) = tables_of(weighted)
+    assert (table.features, table.weighted, table.pooled) == (("f", "g"), True, True)
+    (sequence,) = tables_of(EmbeddingCollection([EmbeddingConfig(5, 3, "y")], device=torch.device("meta")))
+    assert (sequence.features, sequence.weighted, sequence.pooled) == (("y",), False, False)
+
+
+def test_keys_tell_tables_of_two_collections_apart() -> None:
+    model = nn.ModuleDict(
+        {"a": bags(EmbeddingBagConfig(10, 4, "x")), "b": bags(EmbeddingBagConfig(10, 4, "x"))}
+    )
+    assert [table.key for table in tables_of(model)] == ["a.x", "b.x"]
+    assert [table.key for table in tables_of(model["a"])] == ["x"]
+
+
+def test_configs_are_tables_of_one_collection() -> None:
+    configs = [EmbeddingBagConfig(10, 4, "x", feature_names=["f"]), EmbeddingConfig(5, 3, "y")]
+    sharders = [EmbeddingCollectionSharder({"optimizer": "adam"})]
+    x, y = tables_of_configs(configs, sharders)
+    assert (x.key, x.features, x.pooled, x.optimizer) == ("x", ("f",), True, None)
+    assert (y.key, y.features, y.pooled, type(y.optimizer)) == ("y", ("y",), False, Adam)
+    assert tables_of_configs(configs, sharders, {"y"})[1].optimizer is None
 
 
 def test_the_kernel_says_whether_an_optimizer_is_attached() -> None:
@@ -64,10 +78,10 @@ def test_the_kernel_says_whether_an_optimizer_is_attached() -> None:
     sharder = EmbeddingBagCollectionSharder({"optimizer": "adam"})
     given = tables_of(module, [EmbeddingCollectionSharder({"optimizer": "sgd"}), sharder])
     assert [table.kernel for table in given] == [EmbeddingComputeKernel.FUSED] * 2
-    assert given[1].bytes == 10 * 4 * (4 + 4 + 4)
+    assert isinstance(given[1].optimizer, Adam)
     kept = tables_of(module, [sharder], {"x", "y"})
     assert [table.kernel for table in kept] == [EmbeddingComputeKernel.FUSED, None]
-    assert kept[1].bytes == 10 * 4 * (4 + 4)
+    assert kept[1].optimizer is None
 
 
 def test_a_table_that_collections_share_is_one() -> None:

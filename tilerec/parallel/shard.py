@@ -218,7 +218,7 @@ def _prepare(
     if given is None:
         planner = EmbeddingShardingPlanner(topology=topology)
         made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
-        given = _tied_alike(made, ties)
+        given = replace(_tied_alike(made, ties), report=made.report)
     cut = completed(given, collections, topology)
     cut.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}
@@ -230,6 +230,7 @@ def _prepare(
         for name, table in names.items():
             check_rule(table, tilings[name])
     whole = with_kernels(with_wires(cut, collections, given_sharders), collections)
+    whole = replace(whole, report=given.report)
     return _Ready(collections, ties, whole, topology)
 
 

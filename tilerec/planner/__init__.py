@@ -1,7 +1,6 @@
 """Choosing who holds what: a search, and helpers for plans by hand."""
 
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
-from tilerec.planner.greedy import PlannerError as PlannerError
 from tilerec.planner.helpers import apply_to_all as apply_to_all
 from tilerec.planner.helpers import column_wise as column_wise
 from tilerec.planner.helpers import construct_module_sharding_plan as construct_module_sharding_plan
@@ -12,7 +11,34 @@ from tilerec.planner.helpers import row_wise as row_wise
 from tilerec.planner.helpers import table_column_wise as table_column_wise
 from tilerec.planner.helpers import table_row_wise as table_row_wise
 from tilerec.planner.helpers import table_wise as table_wise
+from tilerec.planner.infeasible import PlannerError as PlannerError
+from tilerec.planner.infeasible import Remedy as Remedy
+from tilerec.planner.peer_parts import DynamicProgrammingProposer as DynamicProgrammingProposer
+from tilerec.planner.peer_parts import EmbeddingEnumerator as EmbeddingEnumerator
+from tilerec.planner.peer_parts import EmbeddingOffloadScaleupProposer as EmbeddingOffloadScaleupProposer
+from tilerec.planner.peer_parts import EmbeddingPerfEstimator as EmbeddingPerfEstimator
+from tilerec.planner.peer_parts import EmbeddingStats as EmbeddingStats
+from tilerec.planner.peer_parts import EmbeddingStorageEstimator as EmbeddingStorageEstimator
+from tilerec.planner.peer_parts import GreedyPerfPartitioner as GreedyPerfPartitioner
+from tilerec.planner.peer_parts import GreedyProposer as GreedyProposer
+from tilerec.planner.peer_parts import GridSearchProposer as GridSearchProposer
+from tilerec.planner.peer_parts import MemoryBalancedPartitioner as MemoryBalancedPartitioner
+from tilerec.planner.peer_parts import NoopEmbeddingStats as NoopEmbeddingStats
+from tilerec.planner.peer_parts import NoopPerfModel as NoopPerfModel
+from tilerec.planner.peer_parts import NoopStorageModel as NoopStorageModel
+from tilerec.planner.peer_parts import SortBy as SortBy
+from tilerec.planner.peer_parts import UniformProposer as UniformProposer
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
+from tilerec.planner.planner import make_plan as make_plan
+from tilerec.planner.report import PlanReport as PlanReport
+from tilerec.planner.report import TableEntry as TableEntry
+from tilerec.planner.request import PlanRequest as PlanRequest
+from tilerec.planner.reservation import FixedAbsoluteStorageReservation as FixedAbsoluteStorageReservation
+from tilerec.planner.reservation import FixedPercentageStorageReservation as FixedPercentageStorageReservation
+from tilerec.planner.reservation import HeuristicalStorageReservation as HeuristicalStorageReservation
+from tilerec.planner.reservation import InferenceStorageReservation as InferenceStorageReservation
+from tilerec.planner.reservation import StorageReservation as StorageReservation
+from tilerec.planner.workload import Skew as Skew
 from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
 from tilerec.spec.plan import EmbeddingModuleShardingPlan as EmbeddingModuleShardingPlan
 from tilerec.spec.plan import ParameterSharding as ParameterSharding

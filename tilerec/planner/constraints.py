@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.spec.plan import EmbeddingComputeKernel, ShardingType, to_enum
+from tilerec.planner.workload import Skew
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
+from tilerec.spec.ranks import ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType
+from tilerec.spec.tile import Tiling
+
+USED = (
+    "sharding_types", "compute_kernels", "min_partition", "pooling_factors", "num_poolings", "batch_sizes",
+    "is_weighted", "device_group", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "sharding", "skew",
+)  # fmt: skip
+"""What planning reads; a planner warns of the others."""
 
 
 @dataclass(frozen=True)
@@ -16,25 +26,32 @@ class ParameterConstraints:
     """What a planner may do with a table, and what is known about its ids.
 
     Args:
-        sharding_types: those allowed, the preferred one first; all of them if None.
+        sharding_types: those allowed, in any order; all of them if None.
         compute_kernels: those allowed; all of them if None. "dense" alone keeps the optimizers of sharders off the
             table; a table with an attached optimizer is "fused".
         min_partition: least number of columns of a column tile.
-        pooling_factors: ids per bag, for each feature; unknown if None. Says whether adding up rows inside a host
-            saves anything.
-        num_poolings, batch_sizes: lookups per sample and samples per batch, for each feature.
-        is_weighted: ids have weights.
+        pooling_factors: ids per bag, for each feature (or one number for all); 1 if None, and the plan does not say.
+        num_poolings, batch_sizes: lookups per sample, and samples per batch of a rank, for each feature; 1 and the
+            planner's batch_size if None.
+        is_weighted: ids have weights; those of a collection that says so have anyway.
         cache_params, enforce_hbm, key_value_params, use_virtual_table: of tables that are not in device memory.
         stochastic_rounding, bounds_check_mode, output_dtype: of the table's lookups; said on the module and its
             optimizer here.
         feature_names: of the table; those of its config hold.
-        device_group: kind of device the table belongs on.
+        device_group: kind of device the table belongs on; there is one kind in a plan.
+        forbidden_types: sharding types that are not allowed.
+        ranks, hosts: where its pieces may lie: `"0-3"` or `[0, 1, 2, 3]`.
+        max_ranks: on how many ranks they may lie at most.
+        with_table: the name of another table. Both are cut alike and lie on the same ranks.
+        sharding: a pin: a `ParameterSharding` or a `Tiling` made by hand, which the plan has as it is.
+        skew: how unevenly its ids are drawn, as `tilerec stats` finds.
 
     Enums are accepted as their values, too: `sharding_types=["row_wise"]`. A planner warns about what it was told and
     does not use.
 
     Raises:
-        ConfigError: an unknown word, an empty list, a sharding type that no planner can choose, a size below 1.
+        ConfigError: an unknown word, an empty list, a sharding type that no planner can choose, a number out of range,
+            things that contradict each other.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -53,46 +70,115 @@ class ParameterConstraints:
     device_group: str | None = None
     key_value_params: Any = None
     use_virtual_table: bool = False
+    forbidden_types: Sequence[ShardingType | str] = field(default=(), kw_only=True)
+    ranks: Sequence[int] | str | None = field(default=None, kw_only=True)
+    hosts: Sequence[int] | str | None = field(default=None, kw_only=True)
+    max_ranks: int | None = field(default=None, kw_only=True)
+    with_table: str | None = field(default=None, kw_only=True)
+    sharding: ParameterSharding | Tiling | None = field(default=None, kw_only=True)
+    skew: Skew | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, kind in (("sharding_types", ShardingType), ("compute_kernels", EmbeddingComputeKernel)):
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        self._read_words(fill)
+        if ShardingType.EXPLICIT in self.sharding_types_said():
+            raise ConfigError(
+                "ParameterConstraints: sharding_types has explicit, which a planner cannot choose; give the table's "
+                "tiling with sharding=."
+            )
+        for name, what in (("min_partition", "of columns"), ("max_ranks", "of ranks")):
+            least = getattr(self, name)
+            if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
+                raise ConfigError(
+                    f"ParameterConstraints: {name} is {least!r}; it must be a whole number {what} from 1."
+                )
+        if self.feature_names is not None:
+            fill("feature_names", tuple(self.feature_names))
+        for name, meaning in (
+            ("pooling_factors", "ids per bag"),
+            ("num_poolings", "lookups per sample"),
+            ("batch_sizes", "samples per batch"),
+        ):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            numbers = tuple(given) if isinstance(given, (Sequence, set)) else (given,)
+            if not numbers or not all(_is_number(n) for n in numbers):
+                raise ConfigError(
+                    f"ParameterConstraints: {name} is {given!r}; give {meaning}, from 0, for each feature."
+                )
+            fill(name, numbers)
+        for name in ("ranks", "hosts"):
+            if getattr(self, name) is not None:
+                given = getattr(self, name)
+                found = text_to_ranks(
+                    given if isinstance(given, (str, int)) else list(given), f"ParameterConstraints: {name}"
+                )
+                if not found:
+                    raise ConfigError(
+                        f"ParameterConstraints: {name} is empty, so the table may lie nowhere; leave it out."
+                    )
+                fill(name, tuple(sorted(set(found))))
+        self._check_contradictions()
+
+    def _read_words(self, fill: Any) -> None:
+        for name, kind in (
+            ("sharding_types", ShardingType),
+            ("compute_kernels", EmbeddingComputeKernel),
+            ("forbidden_types", ShardingType),
+        ):
             given = getattr(self, name)
             if given is None:
                 continue
             words = [given] if isinstance(given, (str, kind)) else list(given)
-            if not words:
+            if not words and name != "forbidden_types":
                 raise ConfigError(
                     f"ParameterConstraints: {name} is empty, so nothing is allowed; leave it out."
                 )
-            found = tuple(dict.fromkeys(to_enum(kind, w, f"ParameterConstraints: {name}") for w in words))
-            object.__setattr__(self, name, found)
-        if ShardingType.EXPLICIT in self.types_allowed():
+            fill(name, tuple(dict.fromkeys(to_enum(kind, w, f"ParameterConstraints: {name}") for w in words)))
+
+    def _check_contradictions(self) -> None:
+        if self.sharding_types is not None and not self.types_allowed():
             raise ConfigError(
-                "ParameterConstraints: sharding_types has explicit, which a planner cannot choose; give the table's "
-                "tiling in a plan (construct_module_sharding_plan with explicit(tiles))."
+                f"ParameterConstraints: sharding_types {[k.value for k in self.sharding_types_said()]} are all among "
+                "forbidden_types, so nothing is allowed; leave one of the two out."
             )
-        least = self.min_partition
-        if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
+        if self.sharding is None:
+            return
+        if not isinstance(self.sharding, (ParameterSharding, Tiling)):
             raise ConfigError(
-                f"ParameterConstraints: min_partition is {least!r}; it must be a whole number of columns from 1."
+                f"ParameterConstraints: sharding is a {type(self.sharding).__name__}; wanted a ParameterSharding or a "
+                "Tiling."
             )
-        for name in ("pooling_factors", "num_poolings", "batch_sizes", "feature_names"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.pooling_factors is not None and not all(
-            isinstance(f, (int, float)) and f >= 0 for f in self.pooling_factors
-        ):
+        others = [
+            name
+            for name in (
+                "sharding_types", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "min_partition",
+            )
+            if getattr(self, name)
+        ]  # fmt: skip
+        if others:
             raise ConfigError(
-                f"ParameterConstraints: pooling_factors is {self.pooling_factors!r}; give ids per bag, from 0, for "
-                "each feature."
+                f"ParameterConstraints: sharding says where the table lies, so {', '.join(others)} cannot say it too; "
+                "leave one of them out."
             )
 
-    def types_allowed(self) -> tuple[ShardingType, ...]:
-        """`sharding_types`, as it is stored; empty if all are allowed."""
+    def sharding_types_said(self) -> tuple[ShardingType, ...]:
+        """`sharding_types`, as it is stored; () if nothing was said."""
         return self.sharding_types or ()  # type: ignore[return-value]
 
+    def types_allowed(self) -> tuple[ShardingType, ...]:
+        """Sharding types that are allowed; () if all are."""
+        said = self.sharding_types_said()
+        if not self.forbidden_types:
+            return said
+        all_types = said or tuple(kind for kind in ShardingType if kind is not ShardingType.EXPLICIT)
+        return tuple(kind for kind in all_types if kind not in self.forbidden_types)
+
     def kernels_allowed(self) -> tuple[EmbeddingComputeKernel, ...]:
-        """`compute_kernels`, as it is stored; empty if all are allowed."""
+        """`compute_kernels`, as it is stored; () if all are allowed."""
         return self.compute_kernels or ()  # type: ignore[return-value]
 
     def ids_per_bag(self) -> float | None:
@@ -102,3 +188,51 @@ class ParameterConstraints:
     def said(self) -> tuple[str, ...]:
         """Names of the fields that differ from their default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values, of what was said and is used."""
+        out: dict[str, Any] = {}
+        for name in self.said():
+            value = getattr(self, name)
+            if name not in USED:
+                continue
+            if name in ("sharding_types", "compute_kernels", "forbidden_types"):
+                value = [word.value for word in value]
+            elif name in ("ranks", "hosts"):
+                value = ranks_to_text(value)
+            elif name == "sharding":
+                if isinstance(value, Tiling):
+                    value = ParameterSharding(ShardingType.EXPLICIT, tiling=value)
+                value = value.to_json()
+            elif name == "skew":
+                value = {f.name: getattr(value, f.name) for f in fields(value)}
+            out[name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @staticmethod
+    def from_json(name: str, data: Mapping[str, Any]) -> ParameterConstraints:
+        """The inverse of `to_json`.
+
+        Args:
+            name: of the table, for messages.
+        """
+        known = [f.name for f in fields(ParameterConstraints)]
+        if not isinstance(data, Mapping) or set(data) - set(known):
+            unknown = sorted(set(data) - set(known)) if isinstance(data, Mapping) else data
+            raise ConfigError(
+                f"Table '{name}': its constraints have unknown fields {unknown}; known are {known}."
+            )
+        kwargs = dict(data)
+        try:
+            if kwargs.get("sharding") is not None:
+                kwargs["sharding"] = ParameterSharding.from_json(name, kwargs["sharding"])
+            if kwargs.get("skew") is not None:
+                kwargs["skew"] = Skew(**kwargs["skew"])
+            return ParameterConstraints(**kwargs)
+        except (TypeError, ConfigError) as error:
+            raise ConfigError(f"Table '{name}': {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,35 +17,53 @@ from tilerec.comms.agree import agree
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
-from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.greedy import USED, Choice, place
+from tilerec.planner.cache import PlanCache
+from tilerec.planner.constraints import USED, ParameterConstraints
+from tilerec.planner.decision import decide, topology_of_ranks
+from tilerec.planner.infeasible import no_plan
+from tilerec.planner.reads import BATCH_SIZE
+from tilerec.planner.report_of import report_of
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
 from tilerec.planner.sharder import Sharder, listed
-from tilerec.planner.tables import PlannedTable, device_type_of, tables_of
-from tilerec.sharding.strategies import STRATEGIES
-from tilerec.spec.plan import (
-    KERNELS_IN_USE,
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ParameterSharding,
-    ShardingPlan,
+from tilerec.planner.tables import (
+    PlannedTable,
+    device_type_at_home,
+    device_type_of,
+    tables_of,
+    tables_of_configs,
 )
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.table import AnyTableConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
+RESERVED = 0.15
+"""Part of the memory that is reserved unless `storage_reservation` says else."""
+
+Fixed = ShardingPlan | str | Path | Mapping[str, Mapping[str, ParameterSharding | Tiling]]
+
 
 class EmbeddingShardingPlanner:
-    """Plans by bytes: every table of every embedding collection gets a place (`planner/greedy.py`).
+    """Plans so that the predicted time of a step is least, within every rank's memory (docs/planner.md).
 
     Args:
-        topology: the world, with memory per rank. None: the launcher's WORLD_SIZE and LOCAL_WORLD_SIZE (in
+        topology: the machines: ranks, hosts, memory, speeds. None: the launcher's WORLD_SIZE and LOCAL_WORLD_SIZE (in
             `collective_plan`: the group's ranks), on the device that the tables are on.
-        constraints: table -> what is allowed; holds for every collection that has a table of this name.
-        batch_size, enumerator, storage_reservation, proposer, partitioner, performance_model, stats, callbacks,
-            timeout_seconds, plan_loader: parts of another planner; they do not fit this search, which warns.
-        debug: takes no effect; `print(plan)` shows a plan as a table.
+        batch_size: samples of a rank in a step; 512 if None.
+        enumerator, proposer, partitioner, performance_model, stats, callbacks, timeout_seconds, plan_loader: parts of
+            another planner; they do not fit this search, which warns.
+        storage_reservation: memory that tables may not have; None: `HeuristicalStorageReservation(0.15)`.
+        constraints: table -> what is allowed and known; holds for every collection that has a table of this name.
+            `"<path>.<name>"` is the table of one of them.
+        debug: takes no effect; `print(plan.report)` shows what a plan costs, `print(plan)` where everything is.
+        fixed: a plan by hand of some tables, or the path of one: they stay as they are, and the rest is planned
+            around them.
+        cache: a folder that keeps plans by what they depend on; None: nothing is read or written.
+        effort: 1 searches as fast as it goes; each step doubles the work.
 
-    The plan counts weights, the attached optimizer's state and dense gradients against `Topology.memory_cap`. It is
-    the same for the same model, topology and constraints, on every rank.
+    The plan is the same for the same model, topology and constraints, on every machine. It has a `report`
+    (`PlanReport`): cost, bound, memory and stages. `report` is no part of the plan's file.
     """
 
     def __init__(
@@ -51,7 +71,7 @@ class EmbeddingShardingPlanner:
         topology: Topology | None = None,
         batch_size: int | None = None,
         enumerator: Any = None,
-        storage_reservation: Any = None,
+        storage_reservation: StorageReservation | None = None,
         proposer: Any = None,
         partitioner: Any = None,
         performance_model: Any = None,
@@ -61,11 +81,13 @@ class EmbeddingShardingPlanner:
         callbacks: Sequence[Any] | None = None,
         timeout_seconds: int | None = None,
         plan_loader: Any = None,
+        *,
+        fixed: Fixed | None = None,
+        cache: str | Path | None = None,
+        effort: int = 1,
     ) -> None:
         given = {
-            "batch_size": batch_size,
             "enumerator": enumerator,
-            "storage_reservation": storage_reservation,
             "proposer": proposer,
             "partitioner": partitioner,
             "performance_model": performance_model,
@@ -77,20 +99,37 @@ class EmbeddingShardingPlanner:
         unused = [name for name, value in given.items() if value is not None]
         if unused:
             warnings.warn(
-                f"EmbeddingShardingPlanner: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect; "
-                "tables are placed by their bytes. Say what a table may become with constraints=.",
+                f"EmbeddingShardingPlanner: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect: the "
+                "search has no such parts, and needs no time limit. Say what a table may become with constraints=.",
                 stacklevel=2,
             )
+        if topology is not None and not isinstance(topology, Topology):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: topology is a {type(topology).__name__}, wanted a Topology."
+            )
+        if storage_reservation is not None and not isinstance(storage_reservation, StorageReservation):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: storage_reservation is a {type(storage_reservation).__name__}, wanted one "
+                "of tilerec.planner, such as FixedPercentageStorageReservation(0.1)."
+            )
         self.topology = topology
+        self.batch_size = BATCH_SIZE if batch_size is None else batch_size
+        self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
         self.constraints = dict(constraints or {})
+        self.effort = effort
+        self.cache = None if cache is None else PlanCache(cache)
+        self.fixed = {} if fixed is None else _read_fixed(fixed)
+        self._fixed_world = _world_of(fixed)
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        ignored: dict[str, list[str]] = {}
         for table, limits in self.constraints.items():
             if not isinstance(limits, ParameterConstraints):
                 raise ConfigError(
                     f"EmbeddingShardingPlanner: constraints['{table}'] is a {type(limits).__name__}, wanted "
                     "ParameterConstraints."
                 )
-        ignored: dict[str, list[str]] = {}
-        for table, limits in self.constraints.items():
             for field in limits.said():
                 if field not in USED:
                     ignored.setdefault(field, []).append(table)
@@ -100,138 +139,242 @@ class EmbeddingShardingPlanner:
                 for field, tables in ignored.items()
             )
             warnings.warn(
-                f"EmbeddingShardingPlanner: of the constraints, {shown} has no effect: tables are placed by their "
-                "bytes.",
-                stacklevel=2,
+                f"EmbeddingShardingPlanner: of the constraints, {shown} has no effect on a plan.",
+                stacklevel=3,
             )
 
-    def plan(self, module: nn.Module, sharders: Sequence[Sharder] | None = None) -> ShardingPlan:
+    def plan(
+        self, module: nn.Module | Sequence[AnyTableConfig], sharders: Sequence[Sharder] | None = None
+    ) -> ShardingPlan:
         """A plan for the embedding collections below `module` (or for `module`, if it is one).
 
         Args:
+            module: or a list of table configs, which are planned as one collection at the path "".
             sharders: those that the model will be sharded with. Their optimizers, of the tables of their kind that have
-                none attached, count in bytes. They do not choose what is planned, as TorchRec's do: sharding places
-                every table, with or without a sharder for it, and refuses a plan that forgets one. So every collection
-                is in the plan.
+                none attached, count in bytes and seconds, and so do their wire formats. They do not choose what is
+                planned, as TorchRec's do: sharding places every table, with or without a sharder for it, and refuses a
+                plan that forgets one. So every collection is in the plan.
 
         Raises:
-            PlannerError: a table fits nowhere in the way its constraints allow.
-            ConfigError: the model has no tables, constraints name one that it lacks or do not go with its optimizer, or
-                the sharders are no list of sharders of different kinds.
+            PlannerError: no plan is within every rank's memory, or none was found; says which memory is short and what
+                would help.
+            ConfigError: the model has no tables, constraints name one that it lacks, contradict each other or do not go
+                with its optimizer, or the sharders are no list of sharders of different kinds.
         """
-        topology = self.topology or Topology.from_launcher(device_type_of(module))
-        return self._plan(module, sharders, topology)
+        return self._made(self.request(module, sharders))
+
+    def request(
+        self, module: nn.Module | Sequence[AnyTableConfig], sharders: Sequence[Sharder] | None = None
+    ) -> PlanRequest:
+        """Everything that `plan` goes by, as a record that can be kept, varied and explained."""
+        topology = self.topology or Topology.from_launcher(_device_type(module))
+        return self._request(module, sharders, topology)
 
     def collective_plan(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[AnyTableConfig],
         sharders: Sequence[Sharder] | None = None,
         pg: dist.ProcessGroup | Group | None = None,
     ) -> ShardingPlan:
         """`plan`, called by every rank of `pg` (None: the default process group).
 
-        Every rank plans for itself, and one small collective checks that they planned the same: nobody waits for rank
+        Rank 0's topology is everyone's. Every rank plans for itself, and digests are compared: nobody waits for rank
         0's search.
 
         Raises:
-            ConfigError: as `plan`; the topology is for another number of ranks; the plans differ, with the place.
+            ConfigError: as `plan`; the topology is for another number of ranks; ranks differ in what they plan, or in
+                the plan, with the place.
         """
         if pg is None and not dist.is_initialized():
             whole = self.plan(module, sharders)
             if whole.world_size == 1:
                 return whole  # there is nobody to ask
         group = group_of(pg)
-        topology = self.topology or _topology_of(group, device_type_of(module))
-        if topology.world_size != group.size:
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: the topology has {topology.world_size} ranks and the group {group.size}; "
-                "pass the topology of the group's ranks."
-            )
-        whole = self._plan(module, sharders, topology)
-        agree(group, "the plan", whole.to_json())
-        return whole
+        topology = self._shared_topology(group, module)
+        request = None
+        try:
+            request = self._request(module, sharders, topology)
+            plan = self._made(request)
+        except Exception as error:
+            # The others must not wait for this rank: they hear of it where they compare.
+            with suppress(ConfigError):
+                _compare(group, request, None, str(error))
+            raise
+        _compare(group, request, plan, "")
+        return plan
 
-    def _plan(
-        self, module: nn.Module, sharders: Sequence[Sharder] | None, topology: Topology
-    ) -> ShardingPlan:
+    def _shared_topology(self, group: Group, module: Any) -> Topology:
+        own = self.topology
+        if group.rank == 0 and own is None:
+            own = topology_of_ranks(group.size, _device_type(module))
+        shared = group.all_gather_object(None if own is None or group.rank else own.to_json())[0]
+        if group.rank or own is None:
+            assert isinstance(shared, dict)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # rank 0 has said what there is to say
+                own = Topology.from_json(shared)
+        if own.world_size != group.size:
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: the topology has {own.world_size} ranks and the group {group.size}; pass "
+                "the topology of the group's ranks."
+            )
+        return own
+
+    # ---------------------------------------------------------------------------------------------- what is asked for
+
+    def _request(
+        self,
+        module: Any,
+        sharders: Sequence[Sharder] | None,
+        topology: Topology,
+    ) -> PlanRequest:
         given = listed(sharders, "EmbeddingShardingPlanner")
         dense = {name for name, limits in self.constraints.items() if _only_dense(limits)}
-        tables = tables_of(module, given, dense)
-        if not tables:
+        if isinstance(module, nn.Module):
+            tables = tables_of(module, given, dense)
+            what = f"{type(module).__name__} has no embedding collection with tables; pass the model that holds them."
+        elif isinstance(module, (list, tuple)):
+            tables = tables_of_configs(module, given, dense)
+            what = "the list of tables is empty."
+        else:
             raise ConfigError(
-                f"EmbeddingShardingPlanner: {type(module).__name__} has no embedding collection with tables; pass the "
-                "model that holds them."
+                f"EmbeddingShardingPlanner: module is a {type(module).__name__}; wanted a module, or a list of configs."
             )
-        named = {name for table in tables for _, name in table.names}
-        strange = [name for name in self.constraints if name not in named]
+        if not tables:
+            raise ConfigError(f"EmbeddingShardingPlanner: {what}")
+        if self._fixed_world not in (None, topology.world_size):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: the plan in fixed= was made for {self._fixed_world} ranks, and the "
+                f"topology has {topology.world_size}; give one for these."
+            )
+        request = PlanRequest(
+            tuple(tables), topology, self.batch_size, self._by_key(tables), effort=self.effort
+        )
+        reserved = self.storage_reservation.reserved(
+            topology.memory_cap, module if isinstance(module, nn.Module) else None, request.input_bytes()
+        )
+        return replace(request, reserved=reserved)
+
+    def _by_key(self, tables: Sequence[PlannedTable]) -> dict[str, ParameterConstraints]:
+        """Constraints and pins by `PlannedTable.key`; of a table with several names, those of the first with any."""
+        used: set[str] = set()
+        pinned: set[tuple[str, str]] = set()
+        found: dict[str, ParameterConstraints] = {}
+        for table in tables:
+            for path, name in table.names:
+                for said in (f"{path}.{name}" if path else name, name):
+                    if said in self.constraints:
+                        used.add(said)
+                        found.setdefault(table.key, self.constraints[said])
+                if (path, name) in self.fixed:
+                    pinned.add((path, name))
+                    limits = found.get(table.key, ParameterConstraints())
+                    try:
+                        found[table.key] = replace(limits, sharding=self.fixed[(path, name)])
+                    except ConfigError as error:
+                        raise ConfigError(f"{table}: it is in fixed=, and {error}") from error
+        strange = [name for name in self.constraints if name not in used]
         if strange:
-            shown = sorted(named)
-            near = {name: get_close_matches(name, shown, n=1) for name in strange[:8]}
-            meant = ", ".join(f"'{found[0]}' for '{name}'" for name, found in near.items() if found)
+            names = sorted({name for table in tables for _, name in table.names})
+            near = {name: get_close_matches(name, names, n=1) for name in strange[:8]}
+            meant = ", ".join(f"'{close[0]}' for '{name}'" for name, close in near.items() if close)
             raise ConfigError(
                 f"EmbeddingShardingPlanner: constraints name {strange[:8]}, which is no table of the model; it has "
-                f"{shown[:8]}{' and more' if len(shown) > 8 else ''}."
+                f"{names[:8]}{' and more' if len(names) > 8 else ''}."
                 + (f" Close are {meant}." if meant else "")
             )
-        limits = {table.names[0]: self._limits(table) for table in tables}
-        known = {names: limit for names, limit in limits.items() if limit is not None}
-        choices = place(tables, known, topology)
-        paths = dict.fromkeys(path for table in tables for path, _ in table.names)
-        modules = {path: EmbeddingModuleShardingPlan() for path in paths}
-        made: dict[tuple[Any, ...], Tiling] = {}
-        for table, choice in zip(tables, choices, strict=True):
-            mark = (choice, table.rows, table.dim)
-            if mark not in made:
-                made[mark] = STRATEGIES[choice.kind](
-                    table.names[0][1], table.rows, table.dim, choice.ranks, topology
-                )
-            sharding = _sharding(table, choice, made[mark], limits[table.names[0]])
-            for path, name in table.names:
-                modules[path][name] = sharding
-        return ShardingPlan(modules, topology.world_size, topology.host_ranks)
+        lost = sorted(set(self.fixed) - pinned)
+        if lost:
+            path, name = lost[0]
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: fixed= has a table '{name}' of module '{path}', which the model lacks; "
+                "take it out, or correct its name."
+            )
+        return found
 
-    def _limits(self, table: PlannedTable) -> ParameterConstraints | None:
-        """A table's constraints; where collections share it, those of its first name that has any."""
-        return next((self.constraints[name] for _, name in table.names if name in self.constraints), None)
+    def _made(self, request: PlanRequest) -> ShardingPlan:
+        kept = None if self.cache is None else self.cache.load(request)
+        if kept is not None:
+            plan, report = kept
+            return replace(plan, report=report)
+        plan = make_plan(request)
+        if self.cache is not None:
+            self.cache.store(request, plan, plan.report)
+        return plan
+
+
+def make_plan(request: PlanRequest) -> ShardingPlan:
+    """The plan of a request, with its report.
+
+    Raises:
+        PlannerError: there is none within every rank's memory, or none was found.
+        ConfigError: constraints leave a table no way to be cut.
+    """
+    decision = decide(request)
+    if not decision.found:
+        raise no_plan(decision)
+    plan = decision.plan()
+    return replace(plan, report=report_of(decision, plan))
+
+
+def _compare(group: Group, request: PlanRequest | None, plan: ShardingPlan | None, trouble: str) -> None:
+    """Raise on every rank if ranks differ; a digest each, and all of it only where digests differ."""
+    mark = (
+        trouble,
+        "" if request is None else request.digest(),
+        0 if plan is None else plan.fingerprint(),
+    )
+    if len(set(group.all_gather_object(mark))) == 1:
+        return
+    inputs: dict[str, Any] = {}
+    if request is not None:
+        inputs = request.to_json()
+        inputs["tables"] = {t.key: item for t, item in zip(request.tables, inputs["tables"], strict=True)}
+        inputs["order of tables"] = [t.key for t in request.tables]
+    agree(
+        group,
+        "the plan",
+        {"checks": trouble or "passed", "inputs": inputs, "plan": {} if plan is None else plan.to_json()},
+    )
+
+
+def _device_type(module: Any) -> str:
+    return device_type_of(module) if isinstance(module, nn.Module) else device_type_at_home()
 
 
 def _only_dense(limits: ParameterConstraints) -> bool:
     return limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
 
 
-def _sharding(
-    table: PlannedTable, choice: Choice, tiling: Tiling, limits: ParameterConstraints | None
-) -> ParameterSharding:
-    return ParameterSharding(
-        choice.kind,
-        _kernel(table, () if limits is None else limits.kernels_allowed()),
-        choice.ranks,
-        tiling=tiling,
-        data_type=table.data_type,
-        ids_per_bag=None if limits is None else limits.ids_per_bag(),
-    )
+def _world_of(fixed: Fixed | None) -> int | None:
+    plan = ShardingPlan.load(fixed) if isinstance(fixed, (str, Path)) else fixed
+    return plan.world_size if isinstance(plan, ShardingPlan) else None
 
 
-def _kernel(
-    table: PlannedTable, allowed: tuple[EmbeddingComputeKernel, ...]
-) -> EmbeddingComputeKernel | None:
-    """What is known or must be; None leaves it to what is attached when the model is sharded."""
-    dense = EmbeddingComputeKernel.DENSE
-    if not allowed:
-        return table.kernel
-    updating = sorted((k for k in allowed if k is not dense), key=lambda k: k not in KERNELS_IN_USE)
-    if table.kernel is None and dense in allowed:
-        return None if updating else dense
-    if not updating:
+def _read_fixed(fixed: Any) -> dict[tuple[str, str], ParameterSharding]:
+    """Shardings by (path, table)."""
+    if isinstance(fixed, (str, Path)):
+        fixed = ShardingPlan.load(fixed)
+    if isinstance(fixed, ShardingPlan):
+        return {(path, name): sharding for path, name, sharding in fixed.tables()}
+    found: dict[tuple[str, str], ParameterSharding] = {}
+    if not isinstance(fixed, Mapping):
         raise ConfigError(
-            f"{table}: an optimizer is attached, so its kernel is 'fused', which compute_kernels "
-            f"{[k.value for k in allowed]} does not allow; allow 'fused', or do not attach an optimizer."
+            f"EmbeddingShardingPlanner: fixed is a {type(fixed).__name__}; wanted a ShardingPlan, the path of one, or "
+            "{module path: {table: ParameterSharding or Tiling}}."
         )
-    return updating[0]
-
-
-def _topology_of(group: Group, compute_device: str) -> Topology:
-    """The group's ranks on hosts of LOCAL_WORLD_SIZE each where that divides them, else on one host."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    local = int(text) if text.isdecimal() and int(text) else group.size
-    return Topology(group.size, compute_device, local_world_size=local if group.size % local == 0 else None)
+    for path, tables in fixed.items():
+        odd = tables if not isinstance(tables, Mapping) else None
+        for name, item in {} if odd is not None else tables.items():
+            if isinstance(item, Tiling):
+                item = ParameterSharding(ShardingType.EXPLICIT, tiling=item)
+            if not isinstance(item, ParameterSharding):
+                odd = item
+                break
+            found[(path, name)] = item
+        if odd is not None:
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: fixed['{path}'] is or has a {type(odd).__name__}; wanted "
+                "{table: ParameterSharding or Tiling}."
+            )
+    return found

@@ -37,11 +37,11 @@ def sharding_of(
         ranks = tuple(r for host in places for r in sorted(topology.ranks_of(host)))
     else:
         ranks = tuple(range(topology.world_size))
-    one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     if option.way is Way.COPIES:
         return _made(kind.DATA_PARALLEL, data_parallel(name, rows, dim, ranks, topology), ranks, work)
     if option.way is Way.WHOLE:
         return _made(kind.TABLE_WISE, table_wise(name, rows, dim, ranks, topology), ranks, work)
+    one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     if option.way is Way.COLUMNS:
         # Blocks that share a rank lie side by side, and are one tile.
         ranks = tuple(sorted(ranks))

@@ -1,19 +1,28 @@
-"""The tables that a planner places: read off a model."""
+"""The tables that a planner places: read off a model, or given as configs."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.table import Table
 from tilerec.planner.sharder import Sharder, sharder_of
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.spec.plan import EmbeddingComputeKernel
-from tilerec.spec.table import DataType, dtype_to_data_type
+from tilerec.spec.plan import EmbeddingComputeKernel, Wire
+from tilerec.spec.table import (
+    AnyTableConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    dtype_to_data_type,
+)
 
 
 @dataclass(frozen=True)
@@ -22,28 +31,35 @@ class PlannedTable:
 
     Args:
         names: (path of a collection in the model, table) pairs; more than one where collections share the table.
-        row_bytes: of what goes with a row and is cut by columns with it: weights, the optimizer's state per element, a
-            dense gradient.
-        fixed_row_bytes: of the optimizer's state per row, which every column tile has a copy of.
-        kernel: FUSED where an optimizer is attached, or will be by a sharder; else None: nothing says it yet.
+        features: names of those that read it, of all these collections.
+        optimizer: attached, or given by a sharder; None: a gradient as large as the table goes to `.grad`.
+        trained: it has gradients at all.
+        pooled: rows of a bag are added up (a bag collection).
+        weighted: ids have weights.
+        wire: number formats that a sharder gives; None: fp32.
     """
 
     names: tuple[tuple[str, str], ...]
     rows: int
     dim: int
     data_type: DataType
-    row_bytes: int
-    fixed_row_bytes: int
-    kernel: EmbeddingComputeKernel | None = None
+    features: tuple[str, ...] = ()
+    optimizer: OptimizerSpec | None = None
+    trained: bool = True
+    pooled: bool = True
+    weighted: bool = False
+    wire: Wire | None = None
 
     @property
-    def bytes(self) -> int:
-        """Of the whole table."""
-        return self.bytes_of(self.rows, self.dim)
+    def key(self) -> str:
+        """One word for it that no other table of the model has: `"<path>.<name>"`."""
+        path, name = self.names[0]
+        return f"{path}.{name}" if path else name
 
-    def bytes_of(self, rows: int, width: int) -> int:
-        """Of a tile."""
-        return rows * (-(-self.row_bytes * width // self.dim) + self.fixed_row_bytes)
+    @property
+    def kernel(self) -> EmbeddingComputeKernel | None:
+        """FUSED where an optimizer is attached, or will be by a sharder; else None: nothing says it yet."""
+        return None if self.optimizer is None else EmbeddingComputeKernel.FUSED
 
     def __str__(self) -> str:
         path, name = self.names[0]
@@ -60,8 +76,10 @@ def tables_of(
         dense: names of tables that will take none from a sharder.
     """
     names: dict[int, list[tuple[str, str]]] = {}
-    tables: dict[int, Table] = {}
+    tables: dict[int, tuple[Table, TableCollection]] = {}
+    features: dict[int, list[str]] = {}
     given: dict[int, OptimizerSpec] = {}
+    wires: dict[int, Wire] = {}
     refuse: set[int] = set()
     for path, part in module.named_modules():
         if isinstance(part, TableCollection):
@@ -69,38 +87,80 @@ def tables_of(
             for name, table in part._tables.items():
                 mark = id(table.rows)
                 names.setdefault(mark, []).append((path, name))
-                tables.setdefault(mark, table)
+                tables.setdefault(mark, (table, part))
+                features.setdefault(mark, []).extend(table.config.feature_names)
                 if name in dense:
                     refuse.add(mark)
                 if sharder is not None and sharder.optimizer is not None and table.weight.requires_grad:
                     given.setdefault(mark, sharder.optimizer)
-    return [
-        _planned(tuple(names[mark]), table, None if mark in refuse else given.get(mark))
-        for mark, table in tables.items()
-    ]
+                wire = getattr(sharder, "wire", None)
+                if wire is not None:
+                    wires.setdefault(mark, wire)
+    found = []
+    for mark, (table, part) in tables.items():
+        config, leaf = table.config, table.weight
+        sharders_own = None if mark in refuse else given.get(mark)
+        found.append(
+            PlannedTable(
+                tuple(names[mark]),
+                config.num_embeddings,
+                config.embedding_dim,
+                dtype_to_data_type(leaf.dtype),
+                tuple(features[mark]),
+                sharders_own if table.rows.spec is None else table.rows.spec,
+                leaf.requires_grad,
+                isinstance(part, EmbeddingBagCollection),
+                isinstance(part, EmbeddingBagCollection) and part.is_weighted(),
+                wires.get(mark),
+            )
+        )
+    return found
 
 
-def _planned(names: tuple[tuple[str, str], ...], table: Table, given: OptimizerSpec | None) -> PlannedTable:
-    config, leaf = table.config, table.weight
-    spec = given if table.rows.spec is None else table.rows.spec
-    slots = () if spec is None else spec.slots
-    wide = 8 if leaf.dtype == torch.float64 else 4  # the type of slots
-    per_cell = leaf.dtype.itemsize + wide * sum(slot.per == "element" for slot in slots)
-    if spec is None and leaf.requires_grad:
-        per_cell += leaf.dtype.itemsize  # `.grad`
-    return PlannedTable(
-        names,
-        config.num_embeddings,
-        config.embedding_dim,
-        dtype_to_data_type(leaf.dtype),
-        per_cell * config.embedding_dim,
-        wide * sum(slot.per == "row" for slot in slots),
-        None if spec is None else EmbeddingComputeKernel.FUSED,
-    )
+def tables_of_configs(
+    configs: Iterable[AnyTableConfig], sharders: Sequence[Sharder] = (), dense: Container[str] = ()
+) -> list[PlannedTable]:
+    """The tables of configs, as if one collection at the path "" held them.
+
+    Raises:
+        ConfigError: something is no config, or two have one name.
+    """
+    found, seen = [], set()
+    for config in configs:
+        if not isinstance(config, (EmbeddingBagConfig, EmbeddingConfig)):
+            raise ConfigError(
+                f"Planner: got a {type(config).__name__} among the tables; wanted a module, or a list of "
+                "EmbeddingBagConfig or EmbeddingConfig."
+            )
+        if config.name in seen:
+            raise ConfigError(f"Table '{config.name}' is there twice; give every table a name of its own.")
+        seen.add(config.name)
+        pooled = isinstance(config, EmbeddingBagConfig)
+        kind = EmbeddingBagCollection if pooled else EmbeddingCollection
+        sharder = next((s for s in sharders if issubclass(kind, s.module_type)), None)
+        optimizer = None if sharder is None or config.name in dense else sharder.optimizer
+        assert isinstance(config.data_type, DataType)
+        found.append(
+            PlannedTable(
+                (("", config.name),),
+                config.num_embeddings,
+                config.embedding_dim,
+                config.data_type,
+                tuple(config.feature_names),
+                optimizer,
+                pooled=pooled,
+                wire=getattr(sharder, "wire", None),
+            )
+        )
+    return found
 
 
 def device_type_of(module: nn.Module) -> str:
     """ "cpu" or "cuda": where the tables are; for tables on meta, what this machine has."""
     types = [part.device.type for part in module.modules() if isinstance(part, TableCollection)]
-    at_home = "cuda" if torch.cuda.is_available() else "cpu"
-    return next((kind for kind in types if kind != "meta"), at_home)
+    return next((kind for kind in types if kind != "meta"), device_type_at_home())
+
+
+def device_type_at_home() -> str:
+    """What this machine computes on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

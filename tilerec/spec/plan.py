@@ -347,6 +347,8 @@ class ShardingPlan:
         plan: by the module's path in the model (`""` for the model itself), as `named_modules` gives it.
         world_size: the world it is for; None: the one its parts say, if they do.
         hosts: each host's ranks, likewise; `Topology.hosts`.
+        report: what a planner says of it (`tilerec.planner.report.PlanReport`), or None. No part of the plan: it is not
+            compared, and not written to its file.
 
     Raises:
         ConfigError: another version; something that is no plan of a module; parts for different worlds.
@@ -356,6 +358,7 @@ class ShardingPlan:
     world_size: int | None = None
     hosts: Sequence[Sequence[int]] | None = None
     version: int = VERSION
+    report: Any = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -535,7 +538,7 @@ class ShardingPlan:
     def replaced(self, module_path: str, table: str, sharding: ParameterSharding) -> ShardingPlan:
         """This plan with another sharding of one table."""
         part = EmbeddingModuleShardingPlan({**self.plan[module_path], table: sharding})
-        return replace(self, plan={**self.plan, module_path: part})
+        return replace(self, plan={**self.plan, module_path: part}, report=None)
 
 
 def _is_whole(value: object, least: int) -> bool:

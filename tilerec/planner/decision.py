@@ -1,0 +1,216 @@
+"""`Decision`: what the search found for a request, and the plan that it stands for.
+
+    request  ──build──►  problem  ──together, max_ranks──►  instance  ──solve──►  solution  ──►  plan, report
+
+Legend: T tables that are not pinned, in the problem's order; G of the instance, where those that lie together are one.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.instance import Instance, Ints, Solution, Status, evaluate
+from tilerec.planner.options import Problem, build
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.search import solve
+from tilerec.planner.tables import PlannedTable
+from tilerec.planner.together import together
+from tilerec.sharding.strategies import STRATEGIES
+from tilerec.spec.plan import (
+    KERNELS_IN_USE,
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+from tilerec.spec.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What was found.
+
+    Args:
+        pins: shardings that were given, by key.
+        row: [T] the instance's table that each of the problem's tables is (a part of).
+        solution: of the instance; of status FOUND, or there is no plan.
+    """
+
+    request: PlanRequest
+    pins: dict[str, ParameterSharding]
+    problem: Problem
+    instance: Instance
+    row: Ints
+    solution: Solution
+
+    @property
+    def found(self) -> bool:
+        return self.solution.status is Status.FOUND
+
+    def option(self, table: int) -> int:
+        """The option that a table of the problem has."""
+        return int(self.solution.option[self.row[table]])
+
+    def places(self, table: int) -> tuple[int, ...]:
+        """Ranks, or hosts, of its pieces; () for all ranks."""
+        return self.solution.places[self.row[table]]
+
+    def shares(self, table: int) -> Ints | None:
+        """Of an uneven split by rows."""
+        return self.solution.rows.get(int(self.row[table]))
+
+    def shardings(self) -> dict[str, ParameterSharding]:
+        """Of every table, by key, in the request's order."""
+        free = {work.name: t for t, work in enumerate(self.problem.tables)}
+        found: dict[str, ParameterSharding] = {}
+        for table in self.request.tables:
+            limits = self.request.limits_of(table.key)
+            if table.key in self.pins:
+                found[table.key] = _of_type(self.pins[table.key], table)
+                continue
+            t = free[table.key]
+            made = self.problem.sharding(t, self.option(t), self.places(t), self.shares(t))
+            found[table.key] = _finished(made, table, limits, self.request.topology)
+        return found
+
+    def plan(self) -> ShardingPlan:
+        """The plan, without its report."""
+        topology = self.request.topology
+        shardings = self.shardings()
+        paths = dict.fromkeys(path for table in self.request.tables for path, _ in table.names)
+        modules = {path: EmbeddingModuleShardingPlan() for path in paths}
+        for table in self.request.tables:
+            for path, name in table.names:
+                modules[path][name] = shardings[table.key]
+        return ShardingPlan(modules, topology.world_size, topology.host_ranks)
+
+
+def decide(request: PlanRequest) -> Decision:
+    """Search for a plan.
+
+    Raises:
+        ConfigError: constraints leave a table no option.
+    """
+    pins = request.pins()
+    for key, sharding in pins.items():
+        _check_kernel(request.by_key[key], sharding, request.limits_of(key))
+    problem = _problem(request, pins)
+    instance, row = together(_within_ranks(request, problem), request.groups(pins))
+    if instance.tables:
+        solution = solve(instance, effort=request.effort)
+    else:
+        solution = evaluate(instance, np.zeros(0, np.int64), ())
+        solution = replace(solution, bound=solution.cost)
+    return Decision(request, pins, problem, instance, row, solution)
+
+
+def _problem(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Problem:
+    topology = request.topology
+    reserved = None
+    if request.reserved:
+        reserved = np.zeros((topology.world_size, 2), np.int64)
+        reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved
+    tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
+    return build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
+
+
+def _within_ranks(request: PlanRequest, problem: Problem) -> Instance:
+    """The problem's instance without the options that are on more ranks than `max_ranks` allows."""
+    instance = problem.instance
+    most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
+    if not most:
+        return instance
+    width = instance.width.copy()
+    held = np.minimum(instance.width * instance.pieces, instance.ranks)
+    for t, name in enumerate(instance.names):
+        if name in most:
+            width[t, held[t] > most[name]] = 0
+            if not width[t].any():
+                raise ConfigError(
+                    f"Table '{name}': max_ranks={most[name]} and its other constraints contradict each other: whatever "
+                    "those allow is on more ranks; raise max_ranks, or allow table_wise."
+                )
+    return replace(instance, width=width)
+
+
+def _finished(
+    made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
+) -> ParameterSharding:
+    """With the kernel that is known, the word that the user knows it by, and ids per bag where they were told."""
+    allowed = () if limits is None else limits.types_allowed()
+    kind = made.kind if not allowed or made.kind in allowed else _called(made, allowed, topology)
+    kernel = kernel_of(table, limits)
+    told = None if limits is None else limits.ids_per_bag()
+    if (kind, kernel, told) == (made.kind, made.kernel, made.ids_per_bag):
+        return made
+    # All of it was checked already; a new record would check a thousand ranks again.
+    finished = copy(made)
+    for name, value in (("sharding_type", kind), ("compute_kernel", kernel), ("ids_per_bag", told)):
+        object.__setattr__(finished, name, value)
+    if kernel is not None and kernel not in KERNELS_IN_USE:
+        return replace(finished)  # which warns
+    return finished
+
+
+def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology) -> ShardingType:
+    """The first allowed type that gives this tiling: rows over all ranks of one host go by several names."""
+    tiling = made.tiling
+    assert tiling is not None
+    for kind in allowed:
+        try:
+            if STRATEGIES[kind]("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:
+                return kind
+        except ConfigError:
+            continue  # not on these ranks
+    return made.kind
+
+
+def _of_type(sharding: ParameterSharding, table: PlannedTable) -> ParameterSharding:
+    return sharding if sharding.data_type is not None else replace(sharding, data_type=table.data_type)
+
+
+def kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> EmbeddingComputeKernel | None:
+    """What is known or must be; None leaves it to what is attached when the model is sharded.
+
+    Raises:
+        ConfigError: an optimizer is attached, and the constraints allow "dense" alone.
+    """
+    allowed = () if limits is None else limits.kernels_allowed()
+    dense = EmbeddingComputeKernel.DENSE
+    if not allowed:
+        return table.kernel
+    updating = sorted((k for k in allowed if k is not dense), key=lambda k: k not in KERNELS_IN_USE)
+    if table.kernel is None and dense in allowed:
+        return None if updating else dense
+    if not updating:
+        raise ConfigError(
+            f"{table}: an optimizer is attached, so its kernel is 'fused', which compute_kernels "
+            f"{[k.value for k in allowed]} does not allow; allow 'fused', or do not attach an optimizer."
+        )
+    return updating[0]
+
+
+def _check_kernel(
+    table: PlannedTable, sharding: ParameterSharding, limits: ParameterConstraints | None
+) -> None:
+    kernel_of(table, limits)
+    if table.optimizer is not None and sharding.kernel is EmbeddingComputeKernel.DENSE:
+        raise ConfigError(
+            f"{table}: an optimizer is attached, so its kernel is 'fused', and the sharding given for it says 'dense'; "
+            "leave compute_kernel out."
+        )
+
+
+def topology_of_ranks(ranks: int, compute_device: str, **more: Any) -> Topology:
+    """Ranks on hosts of LOCAL_WORLD_SIZE each where that divides them, else on one host."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(text) if text.isdecimal() and int(text) else ranks
+    return Topology(ranks, compute_device, local_world_size=local if ranks % local == 0 else None, **more)

@@ -1,0 +1,340 @@
+"""`PlannerError`: there is no plan, or none was found; by how much, what weighs most, and what would help.
+
+Every remedy that is named was planned before it is named.
+
+Nouns
+  cap     bytes that a rank may hold, of the memory that tables lie in
+  taken   of these, what is reserved, what batches need, and tables that were given by hand
+  least   the bytes of a table in the way of cutting it that takes least
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.decision import Decision, decide
+from tilerec.planner.instance import Status
+from tilerec.planner.report import TIERS
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.table import DataType
+from tilerec.spec.topology import Topology
+
+SHOWN = 5
+TRIES, FEW_TRIES, LARGE = 10, 4, 1 << 20  # plans tried for one remedy; of tables x ranks beyond LARGE, few
+MOST = 64  # times as many ranks as there are; nobody has more
+WIDE = 8  # ranks that a host is taken to have room for
+
+
+@dataclass(frozen=True, eq=False)
+class Remedy:
+    """A change of the request that there is a plan for. `text` says it; `request` is what was planned."""
+
+    text: str
+    request: PlanRequest
+
+
+class PlannerError(ConfigError):
+    """No plan.
+
+    Attributes:
+        proved: no plan exists; else none was found.
+        tier: "device" or "host": the memory that is short. "" where it cannot be told.
+        short: bytes missing there, at least; over all ranks, or on one where a piece of one table is too large.
+        heaviest: names of the tables that weigh most.
+        remedies: changes that there is a plan for.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        proved: bool = False,
+        tier: str = "",
+        short: int = 0,
+        heaviest: Sequence[str] = (),
+        remedies: Sequence[Remedy] = (),
+    ) -> None:
+        super().__init__(message)
+        self.proved, self.tier, self.short = proved, tier, short
+        self.heaviest, self.remedies = tuple(heaviest), tuple(remedies)
+
+
+def no_plan(decision: Decision) -> PlannerError:
+    """What to raise for a decision that found nothing."""
+    return _Search(decision).error()
+
+
+class _Search:
+    """What is short, and what would help."""
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision, self.request = decision, decision.request
+        self.instance, self.topology = decision.problem.instance, decision.request.topology
+        self.tier = 1 if self.topology.compute_device == "cpu" else 0
+        self.cap = int(self.instance.cap[:, self.tier].max())
+        self.taken = self.instance.base_memory[:, self.tier]
+        held = self.instance.memory[:, :, self.tier] * self.instance.width * self.instance.pieces
+        top = np.iinfo(np.int64).max
+        if self.instance.tables:
+            self.least = np.where(self.instance.there, held, top).min(1)
+        else:
+            self.least = np.zeros(0, np.int64)
+        self.need = int(self.least.sum()) + int(self.taken.sum())
+        self.room = int(self.instance.cap[:, self.tier].sum())
+        large = len(self.request.tables) * self.topology.world_size > LARGE
+        self.tries = FEW_TRIES if large else TRIES
+
+    def error(self) -> PlannerError:
+        decision, names = self.decision, self.instance.names
+        proof = decision.solution.proof
+        proved = decision.solution.status is Status.NONE_EXISTS
+        what, short = self._what(proved)
+        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))[:SHOWN]
+        heaviest = [names[t] for t in order]
+        heavy = ", ".join(f"'{names[t]}' {bytes_text(int(self.least[t]))}" for t in order)
+        remedies = list(self._remedies())
+        start = "No plan exists" if proved else "No plan was found (there may be one)"
+        ranks, hosts = self.topology.world_size, self.topology.host_count
+        world = f"{_count(ranks, f'{self.topology.compute_device} rank')} of {_count(hosts, 'host')}"
+        text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {what}"
+        if heavy:
+            text += f" The heaviest tables take, at least, {heavy}."
+        if remedies:
+            text += " What would fit, each tried:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
+        else:
+            text += (
+                " None of these, tried one by one, was enough: more ranks, a larger cap, bf16 rows, other sharding "
+                "types. Change several, or plan fewer tables."
+            )
+        tier = TIERS[proof.tier] if proof is not None and proof.tier >= 0 else TIERS[self.tier]
+        return PlannerError(text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies)
+
+    def _what(self, proved: bool) -> tuple[str, int]:
+        """What is short, and by how many bytes."""
+        tier, proof, cap = TIERS[self.tier], self.decision.solution.proof, bytes_text(self.cap)
+        fullest = int(self.taken.argmax())
+        over = int(self.taken[fullest]) - self.cap
+        if over > 0:
+            pinned = self._pinned_on(fullest)
+            names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:SHOWN])
+            return (
+                f"rank {fullest} has {bytes_text(int(self.taken[fullest]))} before anything is placed, "
+                f"{bytes_text(over)} beyond its cap of {cap} of {tier} memory: "
+                f"{bytes_text(self.request.reserved)} are reserved"
+                + (f", tables given by hand take {names}" if names else "")
+                + ", batches take the rest.",
+                over,
+            )
+        mean = int(self.taken.sum()) // self.topology.world_size
+        own = (
+            f"{self.topology.world_size} x {cap} of {tier} memory, of which {bytes_text(mean)} each are taken"
+        )
+        if proof is not None and proof.table is not None:
+            return (
+                f"no piece of table '{proof.table}' that its constraints and sizes allow fits a rank: the least is "
+                f"{bytes_text(proof.short)} too large for any of {own}.",
+                proof.short,
+            )
+        if proof is not None and proof.tier >= 0:
+            return (
+                f"they need {bytes_text(self.need)} in all where they take least, and there are {own}: at least "
+                f"{bytes_text(proof.short)} too much.",
+                proof.short,
+            )
+        short = max(0, self.need - self.room)
+        part = 100 * self.need // max(1, self.room)
+        how = "every arrangement of them was tried" if proved else "the search did not place all of them"
+        return (
+            f"they need {bytes_text(self.need)} in all where they take least, {part} % of {own}, and {how}.",
+            short,
+        )
+
+    def _pinned_on(self, rank: int) -> list[tuple[str, int]]:
+        """Tables that were given by hand, with the bytes of their rows on a rank; the largest first."""
+        found = []
+        for key, sharding in self.decision.pins.items():
+            assert sharding.tiling is not None
+            cells = sum(r.cells for r in sharding.tiling.tiles_of(rank))
+            if cells:
+                size = {DataType.FP64: 8, DataType.FP32: 4}.get(self.request.by_key[key].data_type, 2)
+                found.append((key, cells * size))
+        return sorted(found, key=lambda each: (-each[1], each[0]))
+
+    # ---------------------------------------------------------------------------------------------- what would help
+
+    def _remedies(self) -> Iterator[Remedy]:
+        for way in (self._more_ranks, self._larger_cap, self._bf16, self._other_types, self._unpinned):
+            found = way()
+            if found is not None:
+                yield found
+
+    def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
+        for _, (text, request) in zip(range(self.tries), candidates, strict=False):
+            if _fits(request):
+                return Remedy(text, request)
+        return None
+
+    def _more_ranks(self) -> Remedy | None:
+        return self._first(self._worlds())
+
+    def _worlds(self) -> Iterator[tuple[str, PlanRequest]]:
+        topology = self.topology
+        free = self.cap - int(self.taken.sum()) // topology.world_size
+        if free <= 0:
+            return
+        wanted = max(topology.world_size + 1, -(-int(self.least.sum()) // free))
+        if wanted > MOST * topology.world_size:
+            return
+        size = max(len(host) for host in topology.host_ranks)
+        if topology.host_count == 1 and size < WIDE:
+            for ranks in range(min(wanted, WIDE), WIDE + 1):
+                if ranks > topology.world_size:
+                    yield (
+                        f"{ranks} ranks instead of {topology.world_size}",
+                        replace(self.request, topology=_grown(topology, (), ranks)),
+                    )
+        hosts = max(1, -(-(wanted - topology.world_size) // size))
+        for more in sorted({hosts, hosts + 1, -(-hosts * 5 // 4), -(-hosts * 3 // 2), 2 * hosts, 4 * hosts}):
+            yield (
+                f"{more} host{'s' * (more != 1)} of {size} rank{'s' * (size != 1)} more ({topology.host_count + more} "
+                "in all)",
+                replace(self.request, topology=_grown(topology, (size,) * more, topology.world_size)),
+            )
+
+    def _larger_cap(self) -> Remedy | None:
+        name = "ddr_cap" if self.tier == 1 else "hbm_cap"
+        reserved = self.request.reserved / self.cap if self.cap else 0.0
+        wanted = max(self.cap, -(-self.need // self.topology.world_size), int(self.taken.max()))
+
+        def caps() -> Iterator[tuple[str, PlanRequest]]:
+            for percent in (100, 103, 108, 115, 130, 150, 200, 300, 500, 1000):
+                cap = -(-wanted * percent // 100 // _ROUND) * _ROUND
+                if cap > self.cap:
+                    topology = replace(self.topology, **{name: cap})  # type: ignore[arg-type]
+                    yield (
+                        f"{name} of {bytes_text(cap)} a rank instead of {bytes_text(self.cap)}",
+                        replace(self.request, topology=topology),
+                    )
+
+        found = self._first(caps())
+        if found is None and reserved > 0.3:
+            return self._first(
+                iter([("nothing reserved (storage_reservation)", replace(self.request, reserved=0))])
+            )
+        return found
+
+    def _bf16(self) -> Remedy | None:
+        names, request = self.instance.names, self.request
+        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))
+        wide = [
+            names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
+        ]
+        if not wide or not _fits(_narrowed(request, wide)):
+            return None
+        count = least_that(len(wide), lambda k: _fits(_narrowed(request, wide[:k])), self.tries)
+        some = ", ".join(f"'{name}'" for name in wide[: min(count, SHOWN)])
+        more = f" and {count - SHOWN} more" if count > SHOWN else ""
+        return Remedy(f"bf16 rows (data_type) for {some}{more}", _narrowed(request, wide[:count]))
+
+    def _other_types(self) -> Remedy | None:
+        order = {name: int(self.least[t]) for t, name in enumerate(self.instance.names)}
+        bound = [
+            key
+            for key, limits in self.request.constraints.items()
+            if key in order and any(getattr(limits, field) for field in _RESTRICT)
+        ]
+        bound.sort(key=lambda key: (-order[key], key))
+
+        def candidates() -> Iterator[tuple[str, PlanRequest]]:
+            for key in bound[: max(1, self.tries - 1)]:
+                yield (
+                    f"a split by rows of '{key}', which {_says(self.request.constraints[key])} rule out",
+                    _freed(self.request, [key]),
+                )
+            if len(bound) > 1:
+                some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+                yield f"no restriction of sharding types and ranks for {some}", _freed(self.request, bound)
+
+        return self._first(candidates())
+
+    def _unpinned(self) -> Remedy | None:
+        keys = list(self.decision.pins)
+        if not keys:
+            return None
+        over = [key for key, _ in self._pinned_on(int(self.taken.argmax()))]
+
+        def candidates() -> Iterator[tuple[str, PlanRequest]]:
+            for key in over[: max(1, self.tries - 1)]:
+                yield f"'{key}' left to the planner, not given by hand", _freed(self.request, [key])
+            yield "no table given by hand", _freed(self.request, keys)
+
+        return self._first(candidates())
+
+
+_ROUND = 1 << 20
+_RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
+
+
+def _says(limits: ParameterConstraints) -> str:
+    return " and ".join(name for name in _RESTRICT if getattr(limits, name))
+
+
+def _freed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+    constraints = dict(request.constraints)
+    for key in keys:
+        constraints[key] = replace(
+            constraints[key], sharding_types=None, forbidden_types=(), max_ranks=None, ranks=None, hosts=None,
+            sharding=None,
+        )  # fmt: skip
+    return replace(request, constraints=constraints)
+
+
+def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+    chosen = set(keys)
+    tables = tuple(
+        replace(table, data_type=DataType.BF16) if table.key in chosen else table for table in request.tables
+    )
+    return replace(request, tables=tables)
+
+
+def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
+    """With so many ranks on its one host, or with further hosts."""
+    hosts = [list(host) for host in topology.host_ranks]
+    if len(hosts) == 1:
+        hosts[0] += range(topology.world_size, ranks)
+    last = ranks
+    for size in more_hosts:
+        hosts.append(list(range(last, last + size)))
+        last += size
+    return replace(topology, world_size=last, hosts=hosts, local_world_size=None)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
+    """The least number up to `most` that fits, where `most` does and larger ones do as well; as near as tries go."""
+    low, high = 1, most
+    for _ in range(tries):
+        if low == high:
+            break
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _fits(request: PlanRequest) -> bool:
+    try:
+        return decide(request).found
+    except ConfigError:
+        return False

@@ -1,0 +1,122 @@
+"""The report of a decision: its numbers, table by table and rank by rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilerec.planner.cost import Model
+from tilerec.planner.decision import Decision
+from tilerec.planner.instance import Ints, portion
+from tilerec.planner.options import PICO
+from tilerec.planner.price import price
+from tilerec.planner.report import PlanReport, TableEntry
+from tilerec.planner.workload import TableWork, Workload
+from tilerec.spec.plan import ParameterSharding, ShardingPlan
+
+VERSION = 1
+PRICED_PINS = 256
+"""Tables given by hand whose own seconds are worked out; of more, only their sums are."""
+
+
+def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
+    """What a found plan costs.
+
+    Args:
+        plan: `decision.plan()`.
+    """
+    assert decision.found
+    request, solution, instance = decision.request, decision.solution, decision.instance
+    free = {work.name: t for t, work in enumerate(decision.problem.tables)}
+    owner, home, held = _numbers(decision)
+    owners, homes = owner.tolist(), home.tolist()
+    works = {w.name: w for w in request.works() if w.name in decision.pins} if decision.pins else {}
+    entries = []
+    for table in request.tables:
+        path, name = table.names[0]
+        sharding = plan.plan[path][name]
+        assert sharding.tiling is not None
+        if table.key in free:
+            t = free[table.key]
+            option = str(decision.problem.options[decision.option(t)])
+            size, own, at_home = int(held[t]), tuple(owners[t]), tuple(homes[t])
+        else:
+            option = "pinned"
+            size, own = _pinned(decision, works[table.key], sharding)
+            at_home = (0,) * len(own)
+        entries.append(
+            TableEntry(
+                path, name, table.rows, table.dim, table.data_type.value.lower(), size, sharding.kind.value, option,
+                sharding.tiling, own, at_home,
+            )
+        )  # fmt: skip
+    notes = []
+    if request.reserved:
+        notes.append(
+            f"memory holds {request.reserved:,} bytes of every rank that are reserved for other things"
+        )
+    if len(decision.pins) > PRICED_PINS:
+        notes.append(
+            f"seconds of single tables are left out for the {len(decision.pins)} that were given by hand"
+        )
+    if request.topology.speeds is None:
+        notes.append(
+            "speeds are defaults made from bandwidths, not measurements of these machines (tilerec calibrate)"
+        )
+    return PlanReport(
+        cost_ps=solution.cost,
+        bound_ps=solution.bound,
+        stages=tuple(decision.problem.stages),
+        load_ps=solution.load,
+        charge_ps=solution.cost - int(solution.stage.sum()),
+        memory=solution.memory,
+        cap=instance.cap,
+        tables=tuple(entries),
+        topology=request.topology,
+        batch_size=request.batch_size,
+        planner=f"tilerec planner {VERSION}",
+        notes=tuple(notes),
+    )
+
+
+def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
+    """[T, S] ps on the rank with most of a table; [T, S] ps on every rank; [T] bytes of all ranks."""
+    instance = decision.problem.instance
+    every = np.arange(instance.tables)
+    option = decision.solution.option[decision.row] if instance.tables else np.zeros(0, np.int64)
+    owner = instance.cost[every, option]
+    width, pieces = instance.width[every, option], instance.pieces[every, option]
+    held = instance.memory[every, option].sum(1) * width * pieces
+    for t in np.flatnonzero(pieces > 1).tolist():
+        places = decision.places(t)
+        if len(set(places)) < len(places):
+            owner[t] *= max(places.count(p) for p in set(places))
+    for t in every.tolist() if decision.solution.rows else ():
+        shares = decision.shares(t)
+        if shares is not None:
+            largest = np.array([shares.max()], np.int64)
+            owner[t] = portion(owner[t] * len(shares), largest)[0]
+    return owner, instance.home[every, option], held
+
+
+def _pinned(decision: Decision, work: TableWork, sharding: ParameterSharding) -> tuple[int, tuple[int, ...]]:
+    """Bytes of all ranks, and ps on the rank with most of it, its own batch included (it cannot be told apart)."""
+    tiling, problem = sharding.tiling, decision.problem
+    assert tiling is not None
+    alone = Workload([work])
+    size = 0
+    for tile in tiling.tiles():
+        rows, width = tile.r1 - tile.r0, tile.c1 - tile.c0
+        cell = int(alone.element[0] + alone.cell_state[0])
+        size += len(tile.owners) * rows * (width * cell + int(alone.row_state[0]))
+    if len(decision.pins) > PRICED_PINS:
+        return size, ()
+    found = price([tiling], Model(alone, decision.request.topology)).stages
+    step = problem.model.speeds.step
+    owners = np.array(tiling.ranks())
+    total = sum(seconds[owners] for seconds in found.values())
+    most = int(owners[int(np.argmax(total))])
+    ps = []
+    for s, name in enumerate(problem.stages):
+        own = float(found[name][most]) - (step if s == 0 else 0.0)
+        ps.append(max(0, round(own * PICO)))
+    return size, tuple(ps)

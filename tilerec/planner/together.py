@@ -1,0 +1,71 @@
+"""Tables that lie together as one table of an instance: an option of the group is that option of each of them.
+
+Legend: T tables, O options, G tables and groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.planner.instance import Instance, Ints
+
+
+def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Instance, Ints]:
+    """An instance in which every group is one table, under its least name, and [T] which of its tables is each.
+
+    Raises:
+        ConfigError: tables of a group have no option, or no rank, in common.
+    """
+    if not groups:
+        return instance, np.arange(instance.tables)
+    number = {name: t for t, name in enumerate(instance.names)}
+    first = np.arange(instance.tables)
+    for group in groups:
+        members = [number[name] for name in group]
+        first[members] = number[min(group)]
+    kept, row = np.unique(first, return_inverse=True)
+    count = len(kept)
+
+    def summed(values: Ints) -> Ints:
+        total = np.zeros((count, *values.shape[1:]), np.int64)
+        np.add.at(total, row, values)
+        return total
+
+    there = np.ones((count, instance.width.shape[1]), np.bool_)
+    np.logical_and.at(there, row, instance.there)
+    allowed = None
+    if instance.allowed is not None:
+        allowed = np.ones((count, instance.ranks), np.bool_)
+        np.logical_and.at(allowed, row, instance.allowed)
+    for group in groups:
+        g = row[number[group[0]]]
+        if not there[g].any() or (allowed is not None and not allowed[g].any()):
+            what = "way to be cut" if not there[g].any() else "rank"
+            raise ConfigError(
+                f"Tables {sorted(group)[:8]} are to lie together (with_table), and there is no {what} that all of "
+                "their constraints and sizes allow; relax those of one of them, or leave with_table out."
+            )
+    uses = np.zeros((count, *instance.uses.shape[1:]), np.bool_)
+    np.logical_or.at(uses, row, instance.uses)
+    # Uneven rows are one share for all of them; each of them must be able to.
+    divisible = np.ones((count, instance.width.shape[1]), np.bool_)
+    np.logical_and.at(divisible, row, instance.divisible)
+    return (
+        replace(
+            instance,
+            names=tuple(instance.names[t] for t in kept.tolist()),
+            width=np.where(there, instance.width.max(0, initial=0, where=instance.there)[None, :], 0),
+            pieces=instance.pieces[kept],
+            cost=summed(instance.cost),
+            home=summed(instance.home),
+            memory=summed(instance.memory),
+            uses=uses,
+            allowed=allowed,
+            divisible=divisible,
+        ),
+        row.astype(np.int64),
+    )
