@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,23 +124,22 @@ class Statistics:
             like: constraints to add to.
         """
         found = dict(like or {})
-        takes_skew = any(f.name == "skew" for f in fields(ParameterConstraints))
         for table in tables:
             seen = [self.features[name] for name in table.feature_names if name in self.features]
             if not seen:
                 continue
-            old = found.get(table.name, ParameterConstraints())
-            said = {f.name: getattr(old, f.name) for f in fields(ParameterConstraints)}
-            if said["pooling_factors"] is None:
+            said = found.get(table.name, ParameterConstraints())
+            factors, skew = said.pooling_factors, said.skew
+            if factors is None:
                 # A feature that was not seen counts one id per bag, as it does unsaid.
-                said["pooling_factors"] = [
+                factors = [
                     round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0
                     for name in table.feature_names
                 ]
-            if takes_skew and said["skew"] is None:
+            if skew is None:
                 most = max(seen, key=lambda s: s.ids)
-                said["skew"] = most.skew(table.num_embeddings, table_rows=self.table_rows)
-            found[table.name] = ParameterConstraints(**said)
+                skew = most.skew(table.num_embeddings, table_rows=self.table_rows)
+            found[table.name] = replace(said, pooling_factors=factors, skew=skew)
         return found
 
     def to_json(self) -> dict[str, Any]:
