@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError
+from tilerec.errors import CommsError, ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.optim.norm import clip_grad_norm_
 from tilerec.optim.tiled import (
+    adopted_parts,
     empty_leaves,
     fill_parts,
     gradient_layout,
     is_further_leaf,
     shown_parts,
     tables_by_name,
+    takes_any_shape,
     tiled_table_of,
     waits_for_step,
 )
@@ -214,6 +216,55 @@ def test_leaves_of_which_a_rank_holds_nothing_step_along() -> None:
         assert optimizer.step(closure) == 1.5
         assert {float(optimizer.state[p]["step"]) for p in named.values()} == {2.0}
         assert all(p.grad is None for p in named.values() if not p.numel())
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_a_rank_that_names_no_table_is_told_of_to_the_others() -> None:
+    def run(group: Group) -> None:
+        own = sharded(group)
+        over = torch.nn.Parameter(torch.ones(2))
+        over.grad = torch.ones(2)
+        if group.rank == 0:
+            table(own, "two").leaves()[0].grad = torch.ones(7, 2)
+        clip_grad_norm_([p for p in (over, *own.parameters()) if p.grad is not None], 1.0)
+
+    with pytest.raises(CommsError, match=r"pass model\.parameters\(\), unfiltered, on every rank"):
+        run_virtual_ranks(WORLD, run, timeout_s=10.0)
+
+
+def state_of(value: Tensor) -> dict[str, Any]:
+    return {
+        "step": torch.tensor(3.0),
+        "n": 5,
+        "own": {"rows": value[:, 0].double()},
+        "cells": value,
+        "none": None,
+    }
+
+
+def test_state_is_adopted_beside_leaves_that_have_none() -> None:
+    whole = torch.arange(42.0).view(7, 6)
+
+    def run(group: Group) -> None:
+        own = sharded(group)
+        for name in ("everywhere", "rows", "some"):
+            one, plan = table(own, name), list[Any]()
+            parts = adopted_parts(one, state_of(whole), "state", plan)
+            for write in plan:
+                write()
+            assert len(parts) == len(one.leaves())
+            assert all((part["n"], part["none"], float(part["step"])) == (5, None, 3.0) for part in parts)
+            for tile, part in zip(one.tiles, parts, strict=False):
+                assert torch.equal(part["cells"], whole[tile.r0 : tile.r1])
+                assert torch.equal(part["own"]["rows"], whole[tile.r0 : tile.r1, 0].double())
+        with pytest.raises(
+            ConfigError, match="'rows' is a number per row, and table 'two' is cut by columns"
+        ):
+            adopted_parts(table(own, "two"), state_of(whole), "state", [])
+        with pytest.raises(ConfigError, match=r"'cells'.*shape \(6, 6\)"):
+            adopted_parts(table(own, "rows"), {"cells": torch.zeros(6, 6)}, "state", [])
+        assert [takes_any_shape(table(own, name)) for name in CUTS] == [True, False, False, False]
 
     run_virtual_ranks(WORLD, run)
 

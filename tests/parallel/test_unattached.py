@@ -376,6 +376,66 @@ def test_state_that_tiles_cannot_be_put_together_to_is_refused_by_name(pool: Poo
     pool(2).run(refused)
 
 
+# --------------------------------------------------------------------------------------------------- state made early
+
+
+def peeked(kind: str, want: Named) -> None:
+    for peeks in (False, True):
+        dmp = wrapped(0, 0)
+        own = KeyedOptimizerWrapper(dict(dmp.named_parameters()), EARLY[kind])
+        heard: list[str] = []
+        own._optimizer.register_step_post_hook(lambda *_, heard=heard: heard.append("step"))
+        if peeks:
+            own.state_dict()
+        assert not heard
+        train(dmp, own, range(3))
+        same(full_state_dict(dmp), want)
+
+
+EARLY: dict[str, Callable[[Any], Optimizer]] = {
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1, lambd=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_a_state_dict_before_the_first_step_changes_no_step(pool: Pool, kind: str) -> None:
+    module = model(0, TABLES)
+    train(module, KeyedOptimizerWrapper(dict(module.named_parameters()), EARLY[kind]), range(3))
+    pool(2).run(peeked, kind, dict(module.state_dict()))
+
+
+def frozen(file: bytes, want: Named) -> None:
+    saved = torch.load(io.BytesIO(file), weights_only=True)
+    module = model(0, TABLES)
+    for name in ("two", "some", "one"):
+        module.ebc.embedding_bags[name].weight.requires_grad_(False)
+    cuts = tilings(dist.get_world_size(), 1)
+    dmp = DistributedModelParallel(module, plan={"ebc": cuts})
+    own = optimizer(dmp, "Adam")
+    assert {n for n in own.state_dict()["state"] if "ebc" in n} == {
+        f"tables.ebc.embedding_bags.{name}.weight" for name in TABLES if name not in ("two", "some", "one")
+    }
+    own.load_state_dict(saved["optimizer"])
+    same(whole(own.state_dict()["state"]), want)
+    # And once more over what was adopted, now in place.
+    own.load_state_dict(own.state_dict())
+    twin = wrapped(5, 4)
+    theirs = optimizer(twin, "Adam")
+    theirs.load_state_dict(own.state_dict())
+    same(whole(theirs.state_dict()["state"]), want)
+
+
+def test_frozen_tables_adopt_the_state_they_had_while_they_trained(pool: Pool) -> None:
+    module = model(0, TABLES)
+    own = optimizer(module, "Adam")
+    train(module, own, range(2))
+    file = io.BytesIO()
+    torch.save({"optimizer": own.state_dict()}, file)
+    for size in (2, 3):
+        pool(size).run(frozen, file.getvalue(), own.state_dict()["state"])
+
+
 # ----------------------------------------------------------------------------------------------------------- clipping
 
 

@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
+from tilerec.optim.initial import make_state
 from tilerec.optim.tiled import (
     TiledTable,
+    adopted_parts,
     fill_parts,
     gradient_layout,
     is_further_leaf,
@@ -226,8 +228,13 @@ class KeyedOptimizer(Optimizer):
         # In one order on every rank: tiles travel.
         for name in sorted(set(tables) & set(loaded)):
             if name in here or not isinstance(loaded[name], Mapping) or loaded[name]:
-                parts = [state.get(leaf, {}) for leaf in tables[name].leaves()]
-                _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
+                leaves = tables[name].leaves()
+                parts = [state.get(leaf, {}) for leaf in leaves]
+                if any(parts) or not isinstance(loaded[name], Mapping):
+                    _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
+                else:  # a table that is frozen now: its state is kept for later, as of other parameters
+                    adopted = adopted_parts(tables[name], loaded[name], self._where(name), plan)
+                    plan.extend(_setter(state, leaf, own) for leaf, own in zip(leaves, adopted, strict=True))
         for name, value in loaded.items():
             tensor = params[name]
             if name in tables:
@@ -306,13 +313,16 @@ class KeyedOptimizer(Optimizer):
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Create the state that `step()` would create lazily, as a checkpoint needs it before loading.
 
-        Takes a step with zero gradients for the parameters that have no state yet, then puts parameters, gradients
-        and step counts back: training goes on as if nothing had happened (except for SGD with dampening, which torch
-        leaves out of a first step only). Needs a copy of those parameters for a moment.
+        Training goes on as if nothing had happened (except for SGD with dampening, which torch leaves out of a first
+        step only): parameters, gradients, settings and step counts are as before, and no hook has run. Needs a copy
+        of the parameters that have no state yet for a moment (`initial.py` says why).
 
         Args:
             sparse_grad_parameter_names: parameters that get sparse (COO) gradients; some optimizers tell them apart.
                 Tables that were told so (`set_sparse_grad`) need not be named.
+
+        Raises:
+            ConfigError: unknown names, or an optimizer that steps by a closure only (LBFGS).
         """
         sparse = sparse_grad_parameter_names or set()
         unknown = sparse - set(self.params)
@@ -326,34 +336,12 @@ class KeyedOptimizer(Optimizer):
 
     def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
         """Make the state of parameters that have none."""
-        if not new:
-            return
-        grads = {p: p.grad for p in self.params.values()}
-        values = {p: p.detach().clone() for p in new.values()}
-        decays = [group.get("weight_decay") for group in self.param_groups]
-        try:
-            for tensor in grads:
-                tensor.grad = None
-            for name, tensor in new.items():
-                layout = torch.sparse_coo if name in sparse else gradient_layout(tensor)
-                tensor.grad = torch.zeros_like(tensor, layout=layout)
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if decay is not None:
-                    group["weight_decay"] = 0 * decay
-            self._bare_step()
-        finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if decay is not None:
-                    group["weight_decay"] = decay
-            for tensor, grad in grads.items():
-                tensor.grad = grad
-            for tensor, value in values.items():
-                tensor.detach().copy_(value)
-        for tensor in new.values():
-            _set_step(self.state.get(tensor, {}), 0)
+        layouts = {p: torch.sparse_coo if name in sparse else gradient_layout(p) for name, p in new.items()}
+        make_state(self._stepping(), layouts, self.params.values())
 
-    def _bare_step(self) -> None:
-        self.step()
+    def _stepping(self) -> Optimizer:
+        """The optimizer whose `step` makes the state."""
+        return self
 
     def set_optimizer_step(self, step: int) -> None:
         """Set the step count of every parameter's state, where the optimizer keeps one."""

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tilerec.errors import ConfigError
+from tilerec.errors import CommsError, ConfigError
 from tilerec.optim.tiled import TiledTable, tiled_table_of
 
 
@@ -29,8 +29,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_`, also for models with sharded tables: equal to it on the unsharded model.
 
-    Every rank calls it, with all parameters of the tables it holds tiles of (`model.parameters()`). A table with an
-    attached optimizer has no `.grad` by then: the backward pass has updated it, unclipped.
+    Every rank calls it with `model.parameters()`, unfiltered: a rank on which a list of the parameters with a `.grad`
+    names no sharded table would make no call, and the others wait for it. A table with an attached optimizer has no
+    `.grad` by then: the backward pass has updated it, unclipped.
 
     Args:
         parameters: one or several; those without `.grad` count 0. Of sparse gradients the touched rows are read.
@@ -38,6 +39,9 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, > 0; `float("inf")` or "inf" for the largest absolute value.
         error_if_nonfinite: raise (RuntimeError, on every rank) if the norm is infinite or NaN.
         foreach: as torch's.
+
+    Raises:
+        CommsError: another rank did not call it, or named no sharded table.
 
     Returns:
         The norm before (0-d), the same bits on every rank.
@@ -108,10 +112,22 @@ def total_norm(
     dense = _norm(replicated, p, foreach, device)
     norms: list[Tensor] = []
     for table, grads in worlds.values():
-        heard_W2 = table.of_all_ranks(torch.stack([_norm(grads, p, foreach, device), dense]))
+        heard_W2 = _heard(table, torch.stack([_norm(grads, p, foreach, device), dense]))
         norms += [*heard_W2[:, 0], *(() if norms else (heard_W2[0, 1],))]
     dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in params])
     return torch.nn.utils.get_total_norm(norms, p, error_if_nonfinite).to(dtype)
+
+
+def _heard(table: TiledTable, own: Tensor) -> Tensor:
+    try:
+        return table.of_all_ranks(own)
+    except CommsError as error:
+        # A rank whose list names no sharded table makes no call, and the others wait for it.
+        raise CommsError(
+            f"{str(error).rstrip('. ')}. Here every rank tells its part of the norm: pass model.parameters(), "
+            "unfiltered, on every rank; a list without parameters whose .grad is None may name no sharded table on "
+            "some."
+        ) from error
 
 
 def _norm(grads: Sequence[Tensor], p: float, foreach: bool | None, device: torch.device) -> Tensor:

@@ -11,9 +11,11 @@ Nouns
 
 from __future__ import annotations
 
+import copy
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +130,56 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
             for key in first
         }
     return first
+
+
+def adopted_parts(
+    table: TiledTable, loaded: Mapping[Any, Any], what: str, plan: list[Callable[[], None]]
+) -> list[dict[Any, Any]]:
+    """New parts, one dict per leaf, for loaded state of the whole table; `plan` gets the writes that fill them.
+
+    Raises:
+        ConfigError: a tensor that is none of the table's shape, a number per row or a single number.
+    """
+    found: list[dict[Any, Any]] = [{} for _ in table.leaves()]
+    for key in sorted(loaded, key=str):  # in one order on every rank: tiles travel
+        value, where = loaded[key], f"{what} / '{key}'"
+        parts: Sequence[Any]
+        if isinstance(value, Mapping):
+            parts = adopted_parts(table, value, where, plan)
+        elif isinstance(value, Tensor):
+            parts = _parts_for(table, value, where, on_cpu=key == "step")
+            plan.append(functools.partial(fill_parts, table, parts, value))
+        else:
+            parts = [copy.deepcopy(value) for _ in found]
+        for own, part in zip(found, parts, strict=True):
+            own[key] = part
+    return found
+
+
+def _parts_for(table: TiledTable, value: Tensor, what: str, on_cpu: bool) -> list[Tensor]:
+    leaves, shape = table.leaves(), tuple(value.shape)
+    rows, dim = table.shape_of(leaves, what)
+    parts = []
+    for leaf in leaves:
+        own = tuple(leaf.shape) if shape == (rows, dim) else (len(leaf), *shape[1:])
+        # A step count stays where it was: torch keeps it on the CPU.
+        device = value.device if on_cpu else leaf.device
+        if shape not in ((rows, dim), (rows,), (rows, 1)):
+            own = shape
+        parts.append(torch.zeros(own, dtype=value.dtype, device=device))
+    wanted = table.shape_of(parts, what)
+    if wanted != shape:
+        raise ConfigError(f"{what}: got shape {shape}, wanted {wanted}.")
+    return parts
+
+
+def takes_any_shape(table: TiledTable) -> bool:
+    """Whether state beside its leaves may have shapes of its own: every rank holds all of the table."""
+    try:
+        table.shape_of([leaf.new_zeros(2, 2, 2) for leaf in table.leaves()], "any state")
+    except ConfigError:
+        return False
+    return True
 
 
 def _tensors(parts: Iterable[object], what: str) -> list[Tensor]:

@@ -11,7 +11,14 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _settings
-from tilerec.optim.tiled import empty_leaves, gradient_layout, waits_for_step
+from tilerec.optim.tiled import (
+    TiledTable,
+    empty_leaves,
+    gradient_layout,
+    takes_any_shape,
+    waits_for_step,
+)
+from tilerec.optim.whole import needs_rows, warn_of_parts
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -24,6 +31,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         params: name -> parameter.
         optim_factory: makes the optimizer from the list of parameters.
         pass_params_dict: hand the factory the name -> parameter dict in place of the list.
+
+    Of a sharded table without an attached optimizer it steps this rank's tiles. Rules that work element by element make
+    of them what they would make of the table; of others (Adafactor, Muon, LBFGS) a warning says that they do not.
 
     Raises:
         ConfigError: the factory made an optimizer over a parameter that is not in `params`.
@@ -48,6 +58,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                     )
         self.defaults = self._optimizer.defaults
         self._bystanders = empty_leaves(self.params.values())
+        warn_of_parts(self._optimizer, self.params)
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
@@ -61,12 +72,14 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         if not self._bystanders:
             return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
         # Tables of which this rank holds nothing step along: their counts are those of the other ranks.
-        lent: list[Tensor] = []
+        before: dict[Tensor, Tensor | None] = {}
 
         def lend() -> None:
-            lent.extend(leaf for leaf in self._bystanders if leaf.grad is None and waits_for_step(leaf))
-            for leaf in lent:
-                leaf.grad = torch.zeros_like(leaf, layout=gradient_layout(leaf))
+            for leaf in self._bystanders:
+                if needs_rows(self._optimizer):
+                    before[leaf], leaf.grad = leaf.grad, None
+                elif leaf.grad is None and waits_for_step(leaf):
+                    before[leaf], leaf.grad = None, torch.zeros_like(leaf, layout=gradient_layout(leaf))
 
         def after_closure() -> Any:
             assert closure is not None
@@ -80,14 +93,32 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             lend()
             return self._optimizer.step()
         finally:
-            for leaf in lent:
-                leaf.grad = None
+            for leaf, grad in before.items():
+                leaf.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
-    def _bare_step(self) -> None:
-        self._optimizer.step()
+    def _stepping(self) -> Optimizer:
+        return self._optimizer
+
+    def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
+        if isinstance(self._optimizer, KeyedOptimizer):
+            self._optimizer._init(new, sparse)
+            return
+        absent = set(self._bystanders) if needs_rows(self._optimizer) else set()
+        super()._init({name: p for name, p in new.items() if p not in absent}, sparse)
+
+    def _make_tiles_state(self, tables: Mapping[str, TiledTable]) -> set[str]:
+        if needs_rows(self._optimizer):  # one answer on every rank, also on those without rows
+            for name, table in tables.items():
+                if waits_for_step(table.leaves()[0]) and not takes_any_shape(table):
+                    raise ConfigError(
+                        f"{self._where(name)}: {type(self._optimizer).__name__} keeps numbers per column of each tile, "
+                        "and there is no saying what they are of the whole table; have every rank hold the table "
+                        "(data_parallel), or use an optimizer that works element by element."
+                    )
+        return super()._make_tiles_state(tables)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         named = self._new_params(param_group)
@@ -96,6 +127,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
         self.params = {**self.params, **named}
         self._bystanders = empty_leaves(self.params.values())
+        warn_of_parts(self._optimizer, named)
 
     def set_optimizer_step(self, step: int) -> None:
         own = getattr(self._optimizer, "set_optimizer_step", None)
@@ -157,6 +189,9 @@ class OptimizerWrapper(KeyedOptimizer):
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         self._optimizer.init_state(sparse_grad_parameter_names)
+
+    def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
+        self._optimizer._init(new, sparse)
 
     def save_param_groups(self, save: bool) -> None:
         super().save_param_groups(save)

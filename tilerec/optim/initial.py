@@ -1,0 +1,215 @@
+"""The state that an optimizer makes at its first step, made without one.
+
+Most optimizers make state lazily inside `step()` and move it in the same call. So a step is taken, with zero gradients,
+over containers that remember what every entry was first set to; then all is put back:
+
+    during the step   state["mu_product"] = 1.0     first set: remembered
+                      state["mu_product"] *= 0.45   moved
+    afterwards        state["mu_product"]   1.0     put back
+
+Parameters, gradients and the groups' settings are put back likewise. No hook runs, and no scheduler counts the step.
+What an optimizer first sets to a result of the step (SGD's `momentum_buffer`) stays: of zero gradients, it is zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tilerec.errors import ConfigError
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@torch.no_grad()
+def make_state(
+    optimizer: Optimizer, layouts: Mapping[Tensor, torch.layout], others: Iterable[Tensor]
+) -> None:
+    """Make the state of parameters that have none yet; nothing else changes, also if the step fails.
+
+    Args:
+        optimizer: of any kind whose `step()` needs no closure.
+        layouts: parameter -> layout of its gradients.
+        others: the optimizer's other parameters.
+
+    Raises:
+        ConfigError: its `step` cannot be called without a closure.
+    """
+    if not layouts:
+        return
+    step = _bare_step(optimizer)
+    grads = {p: p.grad for p in (*others, *layouts)}
+    values = {p: p.detach().clone() for p in layouts}
+    try:
+        for p in grads:
+            p.grad = None
+        for p, layout in layouts.items():
+            p.grad = torch.zeros_like(p, layout=layout)
+        with _groups_kept(optimizer), _hooks_off(optimizer), _starts_kept(optimizer, list(layouts)):
+            for group in optimizer.param_groups:
+                if group.get("weight_decay") is not None:
+                    group["weight_decay"] = 0 * group["weight_decay"]
+            step()
+    finally:
+        for p, grad in grads.items():
+            p.grad = grad
+        for p, value in values.items():
+            p.detach().copy_(value)
+
+
+def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The class's own `step`, without what torch (hooks, profiling) and schedulers wrap around it."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        who = type(optimizer).__name__
+        raise ConfigError(
+            f"{who} cannot step without a closure, so its state cannot be made ahead; take a step "
+            "(optimizer.step(closure)) in place of init_state(), and another optimizer over sharded tables."
+        )
+    return lambda: step(optimizer)
+
+
+@contextmanager
+def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
+    """A step that calls its base's step runs torch's wrapper all the same; its hooks must not."""
+    hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS}
+    try:
+        for name in hooks:
+            setattr(optimizer, name, OrderedDict())
+        yield
+    finally:
+        for name, own in hooks.items():
+            setattr(optimizer, name, own)
+
+
+@contextmanager
+def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+    kept = [
+        {key: _Start(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    try:
+        yield
+    finally:
+        for group, settings in zip(optimizer.param_groups, kept, strict=True):
+            for key in set(group) - set(settings) - {"params", "param_names"}:
+                del group[key]
+            for key, start in settings.items():
+                was = start.again()
+                if group.get(key) is not was:
+                    group[key] = was
+
+
+@contextmanager
+def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
+    """Entries that appear in the state of `new` parameters become what they were first set to."""
+    held: Any = optimizer.state
+    settable = "state" in vars(optimizer)
+    recorded = _States(held, new)
+    if settable:
+        optimizer.state = recorded
+    try:
+        yield
+        if settable:
+            for p in new:
+                if p in recorded:
+                    entries = recorded[p]
+                    held[p] = entries.at_start() if isinstance(entries, _Entries) else entries
+    finally:
+        if settable:
+            optimizer.state = held
+
+
+class _Start:
+    """What a value was when this was made; a tensor of equal elements is remembered as one number."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._was: Any = None
+        if isinstance(value, Tensor):
+            self._was = _number(value)
+            if self._was is None:
+                self._was = value.detach().clone()
+        elif isinstance(value, (list, dict, set)):
+            self._was = copy.deepcopy(value)
+
+    def again(self) -> Any:
+        """The value as it was; a tensor is the same one."""
+        if not isinstance(self._value, Tensor):
+            return self._value if self._was is None else self._was
+        if isinstance(self._was, Tensor):
+            self._value.detach().copy_(self._was)
+        else:
+            self._value.detach().fill_(self._was)
+        return self._value
+
+
+def _number(value: Tensor) -> float | None:
+    """The number that all elements are, if one says them exactly."""
+    if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
+        return None
+    low, high = value.detach().aminmax()
+    return low.item() if torch.equal(low, high) else None
+
+
+class _Entries(dict[Any, Any]):
+    """The state of one parameter, which remembers what its entries were first set to."""
+
+    def __init__(self, entries: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self._starts: dict[Any, _Start] = {}
+        self.update(entries)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self._starts:
+            self._starts[key] = _Start(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **named: Any) -> None:
+        for key, value in dict(*args, **named).items():
+            self[key] = value
+
+    def at_start(self) -> dict[Any, Any]:
+        return {key: self._starts[key].again() for key in self}
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's state; that of new parameters remembers its start."""
+
+    def __init__(self, held: MutableMapping[Any, Any], new: Iterable[Tensor]) -> None:
+        super().__init__(getattr(held, "default_factory", None))
+        self.new = set(new)
+        for key, value in held.items():
+            if key not in self.new or value:
+                super().__setitem__(key, value)
+
+    def __missing__(self, key: Any) -> Any:
+        if key not in self.new or self.default_factory is None:
+            return super().__missing__(key)
+        self[key] = {}
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        wraps = key in self.new and isinstance(value, Mapping) and not isinstance(value, _Entries)
+        super().__setitem__(key, _Entries(value) if wraps else value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
