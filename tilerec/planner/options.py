@@ -408,7 +408,7 @@ class _Builder:
         paid: kinds that pinned tables use already.
         """
         model = self.model
-        talks = int(self.work.talks.max()) + 1 if len(self.work.names) else 0
+        talks = int(self.work.talks.max()) if len(self.work.names) else 0
         output = float(sum(self.output.tolist()))
         calls = model.call * self.work.collections
         seconds = [3 * calls, 4 * calls, 2 * calls, talks * calls, float(model.rates.copied(0.5 * output))]

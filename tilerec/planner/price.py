@@ -282,15 +282,13 @@ class _Pricing:
             others = len({block.owners for block in tiling.blocks}) - 1
             if not others:
                 continue
-            talks = max(talks, int(work.talks[t]) + 1)
+            talks = max(talks, int(work.talks[t]))
             for tile in tiling.tiles():
                 distinct = float(model.all_distinct[t]) * (tile.r1 - tile.r0) / tiling.rows
-                finite = distinct * 4.0 * others
-                sums = finite * float(work.sums[t])
+                sums = distinct * 4.0 * others * (float(work.sums[t]) + 1.0)  # the one: whether a row is finite
                 owners = list(tile.owners)
                 cells = distinct * (tile.c1 - tile.c0) * work.wide
-                own = (sums + finite) * (speeds.link_in + speeds.link_out) + speeds.row_sum
+                own = sums * (speeds.link_in + speeds.link_out) + speeds.row_sum
                 self.parts["row sums"][owners] += own + float(self.rates.copied(6.0 * cells))
                 travel.line(travel.sent, "row sums")[owners] += sums
-                travel.line(travel.sent, "finite")[owners] += finite
         self.calls += talks

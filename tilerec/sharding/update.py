@@ -226,23 +226,26 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Upda
     hyper = [*spec.hyper()]
     hyper[1] *= first.divisor
     rows_U, grads = _summed([record for _, record in tiles])
-    finite = [torch.isfinite(grads_UD).all(dim=1).to(grads_UD.dtype)[:, None, None] for grads_UD in grads]
-    total = yield from _sum_over_columns(tables, "finite", finite, 0)
-    everywhere = total[0] == len(first.peers.columns or ())
-    bad = int((~everywhere).sum())
-    first_bad = int(rows_U[~everywhere][0]) if bad else -1
-    if bad:
-        rows_U, grads = rows_U[everywhere], [grads_UD[everywhere] for grads_UD in grads]
     # Beside a table of float64, gradients travel and are summed as that; rules work in the precision of their table.
     wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
     scalars_PU = grads[0].new_zeros((0, rows_U.numel()), dtype=wide)
     unit = first.peers.sum_unit()
+    bad, first_bad = 0, -1
     for phase in range(spec.phases):
         sums = [
             _partials(table, rows_U, grads_UD, scalars_PU, phase, unit, spec, hyper)
             for table, grads_UD in zip(tables, grads, strict=True)
         ]
+        if phase == 0:  # what is not finite in one block is to be left alone in all
+            sums = [_with_finite(own, grads_UD) for own, grads_UD in zip(sums, grads, strict=True)]
         total = yield from _sum_over_columns(tables, "row sums", sums, unit)
+        if phase == 0:
+            whole_U = total[-1] == (first.dim // unit if unit else len(first.peers.columns or ()))
+            total = total[:-1]
+            if not bool(whole_U.all()):
+                bad, first_bad = int((~whole_U).sum()), int(rows_U[~whole_U][0])
+                rows_U, grads = rows_U[whole_U], [grads_UD[whole_U] for grads_UD in grads]
+                scalars_PU, total = scalars_PU[:, whole_U], total[:, whole_U]
         scalars_PU = torch.cat((scalars_PU, total))
     for table, grads_UD in zip(tables, grads, strict=True):
         torch.ops.tilerec.rule_apply_(
@@ -252,6 +255,12 @@ def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Upda
     count_updates(tables, spec)
     if bad:
         first.report_skipped(spec, bad, first_bad)
+
+
+def _with_finite(sums: Tensor, grads_UD: Tensor) -> Tensor:
+    """One more kind of sum, `[U, K + 1, units]`: in every unit 1 if the row's gradient is finite here, else 0."""
+    finite_U = (grads_UD * 0).sum(dim=1) == 0  # an eighth of the time of isfinite and all
+    return torch.cat((sums, finite_U.to(sums.dtype)[:, None, None].expand(-1, 1, sums.shape[2])), dim=1)
 
 
 def _partials(
