@@ -8,6 +8,7 @@ tilerec train synthetic --nproc 2                   tables sharded over two proc
 torchrun --nproc-per-node 2 -m tilerec train synthetic
 tilerec calibrate --nproc 2 --out topology.json     this machine's speeds, for the planner
 tilerec stats ml-latest-small --out stats.json      what its ids are like, for the planner
+tilerec plan synthetic --ranks-per-host 8           which rank holds what, and what a step takes (plan_cli.py)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.ids import BatchIds, IdSource, open_ids
 from tilerec.data.statistics import Statistics, gather
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.plan_cli import plan_app
 from tilerec.planner.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
 from tilerec.train.config import ParallelConfig, RunConfig
@@ -42,6 +44,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train recommender models.",
 )
+
+
+app.add_typer(plan_app, name="plan")
 
 
 @app.callback()

@@ -43,7 +43,7 @@ class PlanCache:
         path = self.path(request)
         try:
             text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             _warn(path, str(error))

@@ -10,19 +10,21 @@ from __future__ import annotations
 import os
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.instance import Instance, Ints, Solution, Status, evaluate
+from tilerec.planner.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.options import Problem, build
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search import solve
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
-from tilerec.sharding.strategies import STRATEGIES
+from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
 from tilerec.spec.plan import (
     KERNELS_IN_USE,
     EmbeddingComputeKernel,
@@ -103,12 +105,8 @@ def decide(request: PlanRequest) -> Decision:
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
     problem = _problem(request, pins)
-    instance, row = together(_within_ranks(request, problem), request.groups(pins))
-    if instance.tables:
-        solution = solve(instance, effort=request.effort)
-    else:
-        solution = evaluate(instance, np.zeros(0, np.int64), ())
-        solution = replace(solution, bound=solution.cost)
+    instance, row = together(_adapted(request, problem), request.groups(pins))
+    solution = solve(instance, effort=request.effort) if instance.tables else _of_nothing(instance)
     return Decision(request, pins, problem, instance, row, solution)
 
 
@@ -122,9 +120,19 @@ def _problem(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Proble
     return build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
 
 
-def _within_ranks(request: PlanRequest, problem: Problem) -> Instance:
-    """The problem's instance without the options that are on more ranks than `max_ranks` allows."""
-    instance = problem.instance
+def _of_nothing(instance: Instance) -> Solution:
+    """Where every table was given by hand: what is there is the plan, if it fits."""
+    solution = evaluate(instance, np.zeros(0, np.int64), ())
+    if fits(instance, solution.memory):
+        return replace(solution, bound=solution.cost)
+    over = (solution.memory - instance.cap).max(0)
+    tier = int(over.argmax())
+    return replace(solution, status=Status.NONE_EXISTS, proof=Proof(tier, int(over[tier])))
+
+
+def _adapted(request: PlanRequest, problem: Problem) -> Instance:
+    """The problem's instance with what its options do not know: `max_ranks`, and that a grid's rows are even."""
+    instance = _with_even_grids(request, problem.instance)
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
     if not most:
         return instance
@@ -139,6 +147,20 @@ def _within_ranks(request: PlanRequest, problem: Problem) -> Instance:
                     "those allow is on more ranks; raise max_ranks, or allow table_wise."
                 )
     return replace(instance, width=width)
+
+
+def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
+    rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
+    grids = {
+        key
+        for key, limits in request.constraints.items()
+        if ShardingType.GRID_SHARD in limits.types_allowed() and rows.isdisjoint(limits.types_allowed())
+    }
+    if not grids:
+        return instance
+    divisible = instance.divisible.copy()
+    divisible[[name in grids for name in instance.names]] = False
+    return replace(instance, divisible=divisible)
 
 
 def _finished(
@@ -165,11 +187,16 @@ def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology
     tiling = made.tiling
     assert tiling is not None
     for kind in allowed:
-        try:
-            if STRATEGIES[kind]("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:
-                return kind
-        except ConfigError:
-            continue  # not on these ranks
+        strategies = [STRATEGIES[kind]]
+        if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
+            rows = row_wise if kind is ShardingType.ROW_WISE else table_row_wise
+            strategies.append(partial(rows, sizes=[r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]))
+        for strategy in strategies:
+            try:
+                if strategy("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:
+                    return kind
+            except ConfigError:
+                continue  # not on these ranks, or not so many pieces
     return made.kind
 
 

@@ -27,6 +27,7 @@ from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
 from tilerec.planner.sharder import Sharder, listed
 from tilerec.planner.tables import (
+    AnyTable,
     PlannedTable,
     device_type_at_home,
     device_type_of,
@@ -34,7 +35,6 @@ from tilerec.planner.tables import (
     tables_of_configs,
 )
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType
-from tilerec.spec.table import AnyTableConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -144,12 +144,13 @@ class EmbeddingShardingPlanner:
             )
 
     def plan(
-        self, module: nn.Module | Sequence[AnyTableConfig], sharders: Sequence[Sharder] | None = None
+        self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
     ) -> ShardingPlan:
         """A plan for the embedding collections below `module` (or for `module`, if it is one).
 
         Args:
-            module: or a list of table configs, which are planned as one collection at the path "".
+            module: or a list of table configs, which are planned as one collection at the path ""; or of
+                `PlannedTable`s.
             sharders: those that the model will be sharded with. Their optimizers, of the tables of their kind that have
                 none attached, count in bytes and seconds, and so do their wire formats. They do not choose what is
                 planned, as TorchRec's do: sharding places every table, with or without a sharder for it, and refuses a
@@ -161,10 +162,10 @@ class EmbeddingShardingPlanner:
             ConfigError: the model has no tables, constraints name one that it lacks, contradict each other or do not go
                 with its optimizer, or the sharders are no list of sharders of different kinds.
         """
-        return self._made(self.request(module, sharders))
+        return self.make(self.request(module, sharders))
 
     def request(
-        self, module: nn.Module | Sequence[AnyTableConfig], sharders: Sequence[Sharder] | None = None
+        self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
     ) -> PlanRequest:
         """Everything that `plan` goes by, as a record that can be kept, varied and explained."""
         topology = self.topology or Topology.from_launcher(_device_type(module))
@@ -172,7 +173,7 @@ class EmbeddingShardingPlanner:
 
     def collective_plan(
         self,
-        module: nn.Module | Sequence[AnyTableConfig],
+        module: nn.Module | Sequence[AnyTable],
         sharders: Sequence[Sharder] | None = None,
         pg: dist.ProcessGroup | Group | None = None,
     ) -> ShardingPlan:
@@ -194,7 +195,7 @@ class EmbeddingShardingPlanner:
         request = None
         try:
             request = self._request(module, sharders, topology)
-            plan = self._made(request)
+            plan = self.make(request)
         except Exception as error:
             # The others must not wait for this rank: they hear of it where they compare.
             with suppress(ConfigError):
@@ -292,7 +293,12 @@ class EmbeddingShardingPlanner:
             )
         return found
 
-    def _made(self, request: PlanRequest) -> ShardingPlan:
+    def make(self, request: PlanRequest) -> ShardingPlan:
+        """The plan of a request: from the cache, if there is one and it has it.
+
+        Raises:
+            PlannerError, ConfigError: as `plan`.
+        """
         kept = None if self.cache is None else self.cache.load(request)
         if kept is not None:
             plan, report = kept

@@ -55,6 +55,11 @@ def sharding_of(
         sizes = np.diff(row_cuts(workload, np.array([table]), len(ranks))[0]).tolist()
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
+    if sizes is not None and 0 in sizes:
+        # A rank that gets no row takes no part.
+        kept = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
+        ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
+        one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
     return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
 

@@ -12,6 +12,8 @@ from tilerec.planner.price import price
 from tilerec.planner.report import PlanReport, TableEntry
 from tilerec.planner.workload import TableWork, Workload
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.tile import rectangles
 
 VERSION = 1
 PRICED_PINS = 256
@@ -52,7 +54,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
     notes = []
     if request.reserved:
         notes.append(
-            f"memory holds {request.reserved:,} bytes of every rank that are reserved for other things"
+            f"memory holds {bytes_text(request.reserved)} of every rank that are reserved for other things"
         )
     if len(decision.pins) > PRICED_PINS:
         notes.append(
@@ -104,7 +106,7 @@ def _pinned(decision: Decision, work: TableWork, sharding: ParameterSharding) ->
     assert tiling is not None
     alone = Workload([work])
     size = 0
-    for tile in tiling.tiles():
+    for tile in rectangles(tiling):
         rows, width = tile.r1 - tile.r0, tile.c1 - tile.c0
         cell = int(alone.element[0] + alone.cell_state[0])
         size += len(tile.owners) * rows * (width * cell + int(alone.row_state[0]))

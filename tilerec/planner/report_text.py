@@ -88,7 +88,7 @@ def _slowest(report: PlanReport) -> str:
     if not heavy:
         return f"rank {rank} has the most to do: {time_text(load)}"
     shown = ", ".join(f"{_name(entry)} {time_text(seconds * 1e12)}" for entry, seconds in heavy)
-    return f"rank {rank} has the most to do: {time_text(load)}, most of it for {shown}"
+    return f"rank {rank} has the most to do: {time_text(load)}. What weighs most there: {shown}"
 
 
 def _tables(report: PlanReport) -> str:

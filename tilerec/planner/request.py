@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -232,7 +233,8 @@ class PlanRequest:
             return ()
         dim, least = self.by_key[key].dim, given.min_partition or MIN_PARTITION
         kind = ShardingType
-        sizes = {len(host) for host in topology.host_ranks}
+        sizes = Counter(len(host) for host in topology.host_ranks)
+        alike = max(count for size, count in sizes.items() if size > 1 or len(sizes) == 1)
         found: list[ShardingType] = []
         for each in types:
             if each in (kind.COLUMN_WISE, kind.TABLE_COLUMN_WISE):
@@ -240,11 +242,11 @@ class PlanRequest:
                 if not _divides(dim, COLUMN_SPLITS, most, least):
                     each = kind.TABLE_WISE  # one block
             elif topology.host_count > 1 and each is kind.GRID_SHARD:
-                if not _divides(dim, GRIDS, topology.host_count, least):
+                if not _divides(dim, GRIDS, alike, least):
                     each = kind.TABLE_ROW_WISE  # one block
-                elif sizes == {1}:
+                elif set(sizes) == {1}:
                     each = kind.COLUMN_WISE
-            if each is kind.TABLE_ROW_WISE and topology.host_count > 1 and sizes == {1}:
+            if each is kind.TABLE_ROW_WISE and topology.host_count > 1 and set(sizes) == {1}:
                 each = kind.TABLE_WISE
             found.append(each)
         return tuple(dict.fromkeys(found))

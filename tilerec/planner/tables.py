@@ -66,6 +66,9 @@ class PlannedTable:
         return f"Table '{name}'" + (f" of module '{path}'" if path else "")
 
 
+AnyTable = AnyTableConfig | PlannedTable
+
+
 def tables_of(
     module: nn.Module, sharders: Sequence[Sharder] = (), dense: Container[str] = ()
 ) -> list[PlannedTable]:
@@ -118,15 +121,18 @@ def tables_of(
 
 
 def tables_of_configs(
-    configs: Iterable[AnyTableConfig], sharders: Sequence[Sharder] = (), dense: Container[str] = ()
+    configs: Iterable[AnyTable], sharders: Sequence[Sharder] = (), dense: Container[str] = ()
 ) -> list[PlannedTable]:
-    """The tables of configs, as if one collection at the path "" held them.
+    """The tables of configs, as if one collection at the path "" held them; planned tables are as they are.
 
     Raises:
         ConfigError: something is no config, or two have one name.
     """
     found, seen = [], set()
     for config in configs:
+        if isinstance(config, PlannedTable):
+            found.append(config)
+            continue
         if not isinstance(config, (EmbeddingBagConfig, EmbeddingConfig)):
             raise ConfigError(
                 f"Planner: got a {type(config).__name__} among the tables; wanted a module, or a list of "

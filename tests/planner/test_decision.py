@@ -1,0 +1,198 @@
+"""What constraints make of a plan: every one is kept, on any world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.asked import asked, table
+from tilerec.errors import ConfigError
+from tilerec.parallel.read_plan import _gives
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.decision import decide, topology_of_ranks
+from tilerec.planner.planner import make_plan
+from tilerec.planner.report import PlanReport
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.workload import Skew
+from tilerec.spec.optimizer import Adam
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+TYPES = [kind for kind in ShardingType if kind is not ShardingType.EXPLICIT]
+WORLDS = [
+    Topology(1, "cpu"),
+    Topology(3),
+    Topology(4, local_world_size=2),
+    Topology(4, local_world_size=1),
+    Topology(5, hosts=[[0, 1, 2], [3, 4]]),
+    Topology(6, hosts=[[0, 3, 5], [1, 2, 4]]),
+]
+
+
+def placed(request: PlanRequest) -> ShardingPlan:
+    plan = make_plan(request)
+    plan.check({"ebc": {t.names[0][1]: (t.rows, t.dim) for t in request.tables}}, request.topology.world_size)
+    return plan
+
+
+@pytest.mark.parametrize("topology", WORLDS, ids=str)
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("rows", "dim"), [(1000, 64), (1, 1), (7, 257)])
+def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
+    kind: ShardingType, topology: Topology, rows: int, dim: int
+) -> None:
+    request = asked([table("a", rows, dim), table("b", 500)], topology, {"a": ParameterConstraints([kind])})
+    sharding = placed(request).plan["ebc"]["a"]
+    assert sharding.kind is kind
+    assert sharding.ranks is not None
+    assert sharding.tiling is not None
+    assert _gives("a", kind, sharding.ranks, sharding.tiling, topology)
+
+
+def test_pieces_lie_on_the_ranks_and_hosts_that_are_allowed() -> None:
+    topology = Topology(8, local_world_size=2)
+    limits = {
+        "a": ParameterConstraints(ranks="3"),
+        "b": ParameterConstraints(hosts=[2, 3], forbidden_types=["data_parallel"]),
+        "c": ParameterConstraints(["row_wise"], ranks="1,4-6"),
+        "d": ParameterConstraints(["table_column_wise"], ranks="1,2,6,7"),
+    }
+    part = placed(asked(dict.fromkeys("abcd", 100_000), topology, limits)).plan["ebc"]
+    assert part["a"].ranks == (3,)
+    assert set(part["b"].ranks or ()) <= {4, 5, 6, 7}
+    assert set(part["c"].ranks or ()) <= {1, 4, 5, 6}
+    assert part["c"].kind is ShardingType.ROW_WISE
+    assert set(part["d"].ranks or ()) <= {6, 7}
+
+
+def test_no_more_ranks_than_allowed_hold_a_table() -> None:
+    for most in (1, 2, 4):
+        limits = {"a": ParameterConstraints(max_ranks=most, pooling_factors=[50])}
+        plan = placed(asked({"a": 1_000_000, "b": 10}, Topology(8), limits))
+        tiling = plan.plan["ebc"]["a"].tiling
+        assert tiling is not None
+        assert len(tiling.ranks()) <= most
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': max_ranks=2 and its other constraints contradict"):
+        decide(asked({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], max_ranks=2)}))
+
+
+def test_constraints_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': nothing that its constraints allow"):
+        decide(asked({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], ranks=[0])}))
+
+
+def test_tables_that_lie_together_are_cut_alike_on_the_same_ranks() -> None:
+    limits = {
+        "a": ParameterConstraints(with_table="b"),
+        "b": ParameterConstraints(forbidden_types=["data_parallel"]),
+        "c": ParameterConstraints(with_table="b"),
+    }
+    rows = {"a": 1000, "b": 2_000_000, "c": 70_000, "d": 100, "e": 30_000}
+    part = placed(asked(rows, Topology(8, local_world_size=4), limits)).plan["ebc"]
+    assert part["a"].ranks == part["b"].ranks == part["c"].ranks
+    assert part["a"].kind is part["b"].kind is part["c"].kind
+
+
+def test_a_table_lies_with_one_that_was_given_by_hand() -> None:
+    limits = {
+        "a": ParameterConstraints(with_table="b"),
+        "b": ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[5])),
+    }
+    assert placed(asked({"a": 1000, "b": 1000}, Topology(8), limits)).plan["ebc"]["a"].ranks == (5,)
+    limits["a"] = ParameterConstraints(with_table="b", ranks=[1])
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='ebc.b' puts it on ranks"):
+        decide(asked({"a": 1000, "b": 1000}, Topology(8), limits))
+
+
+def test_tables_that_cannot_lie_together_are_refused() -> None:
+    limits = {
+        "a": ParameterConstraints(["row_wise"]),
+        "b": ParameterConstraints(["table_wise"], with_table="a"),
+    }
+    with pytest.raises(ConfigError, match=r"Tables \['ebc.a', 'ebc.b'\] .*no way to be cut"):
+        decide(asked({"a": 1000, "b": 1000}, Topology(2), limits))
+    limits = {"a": ParameterConstraints(ranks=[0]), "b": ParameterConstraints(ranks=[1], with_table="a")}
+    with pytest.raises(ConfigError, match=r"Tables \['ebc.a', 'ebc.b'\] .*no rank"):
+        decide(asked({"a": 1000, "b": 1000}, Topology(3), limits))
+
+
+def test_pins_stay_as_they_are_and_count() -> None:
+    tiling = Tiling.of(
+        "a", 1000, 64, [(0, 300, 0, 64, (0, 1)), (300, 1000, 0, 32, 2), (300, 1000, 32, 64, 3)]
+    )
+    limits = {"a": ParameterConstraints(sharding=tiling)}
+    plan = placed(asked({"a": 1000, "b": 500_000}, Topology(4), limits))
+    assert plan.plan["ebc"]["a"] == ParameterSharding(
+        "explicit", tiling=tiling, data_type=plan.plan["ebc"]["a"].data_type
+    )
+    entry = plan.report.tables[0]
+    assert entry.option == "pinned"
+    assert entry.bytes == 4 * (300 * 2 * 64 + 700 * 64) + 4 * (2 * 300 + 2 * 700)
+    assert sum(entry.owner_ps) > 0
+    loaded = plan.report.load_ps.sum(1)
+    assert loaded.min() > 0
+
+
+def test_all_tables_may_be_pinned() -> None:
+    limits = {name: ParameterConstraints(sharding=ParameterSharding("row_wise")) for name in "ab"}
+    report = placed(asked({"a": 1000, "b": 2000}, Topology(2), limits)).report
+    assert report.cost_ps == report.bound_ps > 0
+    assert report.gap == 0
+
+
+def test_a_pin_that_goes_with_neither_table_nor_world_is_refused() -> None:
+    other = Tiling.of("a", 999, 64, [(0, 999, 0, 64, 0)])
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': its tiling is of 999 x 64 cells"):
+        decide(asked({"a": 1000}, Topology(2), {"a": ParameterConstraints(sharding=other)}))
+    far = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[7]))
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': ranks name 7; the world has ranks 0 to 1"):
+        decide(asked({"a": 1000}, Topology(2), {"a": far}))
+    dense = ParameterConstraints(sharding=ParameterSharding("row_wise", "dense"))
+    with pytest.raises(ConfigError, match=r"optimizer is attached, .* says 'dense'"):
+        decide(asked({"a": 1000}, Topology(2), {"a": dense}))
+
+
+def test_the_order_of_tables_does_not_matter() -> None:
+    rows = {f"t{i}": 1000 * (i + 1) for i in range(20)}
+    topology = Topology(8, local_world_size=4)
+    one, other = placed(asked(rows, topology)), placed(asked(dict(reversed(rows.items())), topology))
+    assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}
+
+
+def test_ordered_ids_and_uneven_rows_make_whole_tilings() -> None:
+    limits = {
+        "a": ParameterConstraints(["row_wise"], skew=Skew(900_000, 1.1, ordered=True), pooling_factors=[20]),
+        "b": ParameterConstraints(["row_wise"], pooling_factors=[7]),
+    }
+    tables = [table("a", 1_000_003), table("b", 999_983, optimizer=Adam()), table("c", 400_000)]
+    part = placed(asked(tables, Topology(4), limits, batch_size=4096)).plan["ebc"]
+    tiling = part["a"].tiling
+    assert tiling is not None
+    cuts = tiling.blocks[0].cuts
+    assert cuts[1] < 1_000_003 // 4  # frequent rows come first
+
+
+def test_memory_that_is_reserved_is_not_used() -> None:
+    topology = Topology(2, hbm_cap=40 * 2**20)
+    request = asked({"a": 100_000}, topology, {"a": ParameterConstraints(["table_wise"])})
+    assert decide(request).found
+    assert not decide(replace(request, reserved=20 * 2**20)).found
+
+
+def test_the_report_adds_up_and_is_read_back() -> None:
+    report = placed(asked({f"t{i}": 1000 * 3**i for i in range(9)}, Topology(4, local_world_size=2))).report
+    assert report.cost_ps == int(report.stage_ps.sum()) + report.charge_ps
+    assert report.bound_ps <= report.cost_ps
+    held = sum(entry.bytes for entry in report.tables)
+    assert 0 < held <= sum(report.memory_per_rank)
+    back = PlanReport.from_json(report.to_json())
+    assert str(back) == str(report)
+    assert back.to_json() == report.to_json()
+
+
+def test_ranks_lie_on_hosts_of_the_launchers_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert topology_of_ranks(4, "cpu").host_ranks == ((0, 1), (2, 3))
+    assert topology_of_ranks(3, "cpu").host_ranks == ((0, 1, 2),)

@@ -1,0 +1,108 @@
+"""No plan: which memory, by how much, what weighs most, and remedies that hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.asked import asked, table
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.decision import decide
+from tilerec.planner.infeasible import PlannerError, least_that, no_plan
+from tilerec.planner.planner import make_plan
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan import ParameterSharding
+from tilerec.spec.table import DataType
+from tilerec.spec.topology import Topology
+
+MIB = 2**20
+
+
+def refused(request: PlanRequest) -> PlannerError:
+    with pytest.raises(PlannerError) as caught:
+        make_plan(request)
+    for remedy in caught.value.remedies:
+        assert decide(remedy.request).found
+        assert remedy.text in str(caught.value)
+    return caught.value
+
+
+def test_tables_that_are_too_much_in_all_are_said_to_be() -> None:
+    error = refused(asked({"a": 400_000, "b": 300_000, "c": 10}, Topology(2, hbm_cap=64 * MIB)))
+    assert error.proved
+    assert error.tier == "device"
+    assert error.short > 30 * MIB
+    assert error.heaviest == ("ebc.a", "ebc.b", "ebc.c")
+    text = str(error)
+    assert "No plan exists for 3 tables on 2 cuda ranks of 1 host" in text
+    assert "MiB too much" in text
+    found = [remedy.text for remedy in error.remedies]
+    assert any(word.endswith("ranks instead of 2") for word in found)
+    assert any(word.startswith("hbm_cap of ") for word in found)
+
+
+def test_bf16_rows_of_as_few_tables_as_needed_are_proposed() -> None:
+    error = refused(asked({"a": 400_000, "b": 300_000, "c": 200_000}, Topology(2, hbm_cap=100 * MIB)))
+    (text,) = [remedy.text for remedy in error.remedies if "bf16" in remedy.text]
+    assert text == "bf16 rows (data_type) for 'ebc.a'"
+    narrow = [table(name, rows, data_type=DataType.BF16) for name, rows in (("a", 900_000), ("b", 10))]
+    again = refused(asked(narrow, Topology(2, hbm_cap=32 * MIB)))
+    assert not any("bf16" in remedy.text for remedy in again.remedies)
+
+
+def test_a_table_that_may_not_be_split_is_named_with_what_forbids_it() -> None:
+    limits = {"a": ParameterConstraints(["table_wise", "column_wise"], min_partition=64)}
+    error = refused(asked({"a": 400_000, "b": 10}, Topology(4, hbm_cap=64 * MIB), limits))
+    assert error.proved
+    assert "no piece of table 'ebc.a' that its constraints and sizes allow fits a rank" in str(error)
+    assert any("a split by rows of 'ebc.a', which sharding_types rule out" in r.text for r in error.remedies)
+
+
+def test_a_hand_made_part_beyond_a_cap_is_named_with_rank_and_bytes() -> None:
+    pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[1]))
+    error = refused(asked({"a": 400_000, "b": 10}, Topology(4, hbm_cap=64 * MIB), {"a": pin}))
+    assert error.proved
+    assert "rank 1 has " in str(error)
+    assert "tables given by hand take 'ebc.a'" in str(error)
+    assert error.short > 30 * MIB
+    assert any(remedy.text == "'ebc.a' left to the planner, not given by hand" for remedy in error.remedies)
+
+
+def test_all_tables_by_hand_beyond_a_cap_are_refused_too() -> None:
+    pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[0]))
+    error = refused(asked({"a": 400_000}, Topology(2, hbm_cap=64 * MIB), {"a": pin}))
+    assert "beyond its cap" in str(error)
+
+
+def test_memory_that_is_all_reserved_is_said_to_be() -> None:
+    error = refused(asked({"a": 10}, Topology(2, "cpu", ddr_cap=64 * MIB), reserved=65 * MIB))
+    assert error.tier == "host"
+    assert "65.0 MiB are reserved" in str(error)
+    assert any("ddr_cap" in remedy.text for remedy in error.remedies)
+
+
+def test_hosts_are_proposed_where_a_host_is_full() -> None:
+    error = refused(asked({"a": 2_000_000}, Topology(8, hbm_cap=32 * MIB, local_world_size=4)))
+    assert any("hosts of 4 ranks more" in r.text or "host of 4 ranks more" in r.text for r in error.remedies)
+
+
+def test_none_found_is_not_none_exists() -> None:
+    # Pieces of 0.6 of a rank on as many ranks: memory in all suffices, and no two fit together.
+    rows = {f"t{i}": 150_000 for i in range(12)}
+    limits = {name: ParameterConstraints(["table_wise"]) for name in rows}
+    decision = decide(asked(rows, Topology(8, hbm_cap=64 * MIB), limits))
+    assert not decision.found
+    error = no_plan(decision)
+    assert not error.proved
+    assert "No plan was found (there may be one)" in str(error)
+
+
+def test_the_least_number_that_fits_is_found() -> None:
+    asked_for: list[int] = []
+
+    def fits(k: int) -> bool:
+        asked_for.append(k)
+        return k >= 37
+
+    assert least_that(100, fits, 10) == 37
+    assert len(asked_for) <= 7
+    assert least_that(100, fits, 1) in range(37, 101)

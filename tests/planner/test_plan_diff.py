@@ -1,0 +1,49 @@
+"""What two plans do differently."""
+
+from __future__ import annotations
+
+from tilerec.planner.plan_diff import moved_cells, plan_diff
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from tilerec.spec.table import DataType
+from tilerec.spec.tile import Tiling
+
+
+def tiling(*tiles: tuple[int, int, int, int, object]) -> Tiling:
+    return Tiling.of("t", 4, 2, tiles)
+
+
+def plan(**tables: Tiling) -> ShardingPlan:
+    part = {n: ParameterSharding("explicit", tiling=t, data_type=DataType.BF16) for n, t in tables.items()}
+    return ShardingPlan({"ebc": EmbeddingModuleShardingPlan(part)}, 2)
+
+
+WHOLE_0, WHOLE_1 = tiling((0, 4, 0, 2, 0)), tiling((0, 4, 0, 2, 1))
+ROWS = tiling((0, 2, 0, 2, 0), (2, 4, 0, 2, 1))
+COLUMNS = tiling((0, 4, 0, 1, 0), (0, 4, 1, 2, 1))
+COPIES = tiling((0, 4, 0, 2, (0, 1)))
+
+
+def test_cells_move_where_a_rank_did_not_hold_them() -> None:
+    assert moved_cells(WHOLE_0, WHOLE_0) == 0
+    assert moved_cells(WHOLE_0, WHOLE_1) == 8
+    assert moved_cells(WHOLE_0, ROWS) == 4
+    assert moved_cells(ROWS, COLUMNS) == 4
+    assert moved_cells(ROWS, COPIES) == 8
+    assert moved_cells(COPIES, ROWS) == 0
+
+
+def test_equal_plans_are_the_same() -> None:
+    found = plan_diff(plan(a=WHOLE_0), plan(a=WHOLE_0))
+    assert found.changes == ()
+    assert str(found) == "the same: 1 tables lie alike in both plans"
+
+
+def test_changes_are_named_with_the_bytes_that_move() -> None:
+    found = plan_diff(plan(a=WHOLE_0, b=ROWS, c=ROWS), plan(a=WHOLE_1, b=ROWS, d=ROWS))
+    assert [(c.name, c.before is None, c.after is None, c.moved) for c in found.changes] == [
+        ("a", False, False, 8), ("c", False, True, 0), ("d", True, False, 0),
+    ]  # fmt: skip
+    assert found.moved_bytes == 16
+    text = str(found)
+    assert text.startswith("3 of 4 tables differ; 16 B of weights move from the first plan to the second")
+    assert "not there" in text

@@ -1,0 +1,36 @@
+"""Tables as one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.planner.asked import asked
+from tilerec.planner.decision import decide
+from tilerec.planner.instance import evaluate
+from tilerec.planner.together import together
+from tilerec.spec.topology import Topology
+
+
+def test_a_group_costs_and_holds_what_its_tables_do() -> None:
+    problem = decide(asked({f"t{i}": 1000 * 2**i for i in range(6)}, Topology(4, local_world_size=2))).problem
+    instance = problem.instance
+    joined, row = together(instance, [["ebc.t4", "ebc.t1", "ebc.t3"]])
+    assert joined.names == ("ebc.t0", "ebc.t1", "ebc.t2", "ebc.t5")
+    assert row.tolist() == [0, 1, 2, 1, 1, 3]
+    for o in range(joined.width.shape[1]):
+        if not joined.there[:, o].all():
+            continue
+        option = np.full(joined.tables, o)
+        width, pieces = int(joined.width[0, o]), int(joined.pieces[0, o])
+        places = [() if width == joined.ranks else tuple(range(pieces))] * joined.tables
+        one = evaluate(joined, option, places)
+        apart = evaluate(instance, option[row], [places[r] for r in row.tolist()])
+        assert one.cost == apart.cost
+        assert np.array_equal(one.memory, apart.memory)
+
+
+def test_no_groups_change_nothing() -> None:
+    instance = decide(asked({"a": 10, "b": 20}, Topology(2))).problem.instance
+    same, row = together(instance, [])
+    assert same is instance
+    assert row.tolist() == [0, 1]

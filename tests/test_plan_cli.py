@@ -1,0 +1,236 @@
+"""`tilerec plan`: made, shown, explained, compared, varied; and what is wrong in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tilerec.cli import app
+from tilerec.planner.report import PlanReport
+from tilerec.spec.plan import ShardingPlan
+
+TABLES: list[dict[str, Any]] = [
+    {"name": "user", "num_embeddings": 2_000_000, "embedding_dim": 64, "optimizer": "RowWiseAdagrad"},
+    {
+        "name": "item",
+        "num_embeddings": 50_000,
+        "embedding_dim": 32,
+        "constraints": {"sharding_types": ["row_wise"]},
+    },
+    {"name": "ad", "num_embeddings": 100, "embedding_dim": 16, "feature_names": ["a", "b"]},
+]
+WORLD = ("--ranks-per-host", "4")
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["plan", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tables.json").write_text(json.dumps(TABLES))
+    return tmp_path
+
+
+@pytest.fixture
+def planned(here: Path) -> Path:
+    code, text = run("tables.json", *WORLD)
+    assert code == 0, text
+    return here
+
+
+def test_a_plan_of_a_list_of_tables_is_made_written_and_shown(planned: Path) -> None:
+    plan = ShardingPlan.load("plan.json")
+    assert list(plan.plan[""]) == ["user", "item", "ad"]
+    assert plan.world_size == 4
+    assert plan.plan[""]["item"].kind.value == "row_wise"
+    report = PlanReport.load("plan.report.json")
+    code, text = run("show")
+    assert code == 0
+    assert text.strip() == str(report)
+    code, text = run("show", "plan.json", "--tables")
+    assert text.startswith("plan for 4 ranks on 1 host")
+    assert str(report) in text
+
+
+def test_the_same_source_gives_the_same_files(planned: Path) -> None:
+    before = {path.name: path.read_text() for path in planned.iterdir()}
+    assert run("make", "tables.json", *WORLD)[0] == 0
+    assert {path.name: path.read_text() for path in planned.iterdir()} == before
+
+
+def test_a_recipes_model_is_planned_with_its_optimizer_and_batch(here: Path) -> None:
+    code, text = run("synthetic", "--hosts", 2, "--ranks-per-host", 2, "--device", "cpu", "--html", "r.html")
+    assert code == 0
+    assert "on 4 cpu ranks of 2 hosts, 512 samples each" in text
+    assert "wrote plan.json and r.html" in text
+    assert {s.kernel.value for _, _, s in ShardingPlan.load("plan.json").tables() if s.kernel} == {"fused"}
+    page = (here / "r.html").read_text()
+    assert page.startswith("<!")
+    assert run("show", "--html", "again.html")[0] == 0
+    assert (here / "again.html").read_text() == page
+
+
+def test_a_table_is_explained(planned: Path) -> None:
+    code, text = run("explain", "user")
+    assert code == 0
+    assert text.startswith("Table 'user': ")
+    assert "chosen" in text
+    code, text = run("explain", "item", "--plan", "plan.json")
+    assert "not allowed by its constraints" in text
+    code, text = run("explain", "nobody")
+    assert code == 1
+    assert "error: There is no table 'nobody'; there are ['user', 'item', 'ad']" in text
+
+
+def test_plans_are_compared(planned: Path) -> None:
+    assert run("tables.json", "--ranks-per-host", 2, "--hosts", 2, "--out", "b.json")[0] == 0
+    code, text = run("diff", "plan.json", "b.json")
+    assert code == 0
+    assert "1 x 4 cuda" in text
+    assert "2 x 2 cuda" in text
+    assert "of 3 tables differ" in text or "the same: 3 tables" in text
+    code, text = run("diff", "plan.json", "plan.json")
+    assert "the same: 3 tables lie alike in both plans" in text
+
+
+def test_what_would_be_is_told_beside_what_is(planned: Path) -> None:
+    arguments = ("--hosts", 2, "--hbm", "80GB", "--batch-size", 8192, "--dtype", "bf16", "--out", "then.json")
+    code, text = run("whatif", *arguments)
+    assert code == 0
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert rows["samples of a rank"] == ["512", "8,192"]
+    assert "74.5" in rows["of"]
+    assert ShardingPlan.load("then.json").world_size == 8
+    assert PlanReport.load("then.report.json").tables[0].data_type == "bf16"
+    assert ShardingPlan.load("plan.json").world_size == 4
+    code, text = run("whatif", "--hbm", "20MiB")
+    assert code == 1
+    assert "error: No plan exists for 3 tables" in text
+    assert "What would fit, each tried" in text
+
+
+def test_statistics_fixed_parts_and_types_are_taken(planned: Path, tmp_path: Path) -> None:
+    one = {
+        "samples": 10, "ids": 70, "empty": 0, "longest": 9, "distinct": 5, "distinct_error": 0.0, "population": 5,
+        "exponent": 1.1, "distance": 0.0, "ordered": False, "heavy": [], "heavy_error": 0,
+    }  # fmt: skip
+    stats = {
+        "version": 1,
+        "source": "made up",
+        "rows": 10,
+        "skipped": 0,
+        "table_rows": True,
+        "features": {"user": one},
+    }
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    code, text = run(
+        "tables.json", *WORLD, "--stats", "stats.json", "--dtype", "bf16", "--optimizer", "SGD", "--cache", "kept",
+        "--reserve", 0, "--batch-size", 64, "--out", "c.json",
+    )  # fmt: skip
+    assert code == 0, text
+    request = json.loads((tmp_path / "c.request.json").read_text())
+    assert request["tables"][0]["constraints"] == {
+        "pooling_factors": [7.0], "skew": {"distinct": 5, "exponent": 1.1, "ordered": False},
+    }  # fmt: skip
+    assert [table["optimizer"]["optimizer"] for table in request["tables"]] == [
+        "RowWiseAdagrad",
+        "SGD",
+        "SGD",
+    ]
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    code, text = run("tables.json", *WORLD, "--fixed", "plan.json", "--out", "d.json")
+    assert code == 1
+    assert "Table 'item': it is in fixed=, and" in text
+
+
+def test_a_topology_file_says_the_machines(planned: Path) -> None:
+    assert run("tables.json", *WORLD)[0] == 0
+    topology = json.loads(Path("plan.request.json").read_text())["topology"]
+    Path("topology.json").write_text(json.dumps({**topology, "hbm_cap": 2**34}))
+    assert run("tables.json", "--topology", "topology.json", "--out", "e.json")[0] == 0
+    assert PlanReport.load("e.report.json").topology.hbm_cap == 2**34
+    assert run("tables.json", "--topology", "topology.json", "--hosts", 3, "--out", "e.json")[0] == 0
+    assert ShardingPlan.load("e.json").world_size == 12
+    code, text = run("tables.json", "--topology", "topology.json", "--device", "cpu")
+    assert code == 1
+    assert "error: --device cpu: topology.json is of cuda" in text
+
+
+def test_yaml_is_read_where_the_package_is_there(here: Path) -> None:
+    (here / "t.yaml").write_text("- {name: user, num_embeddings: 10, embedding_dim: 4}\n")
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore] # noqa: F401
+    except ImportError:
+        code, text = run("t.yaml", *WORLD)
+        assert code == 1
+        assert "reading YAML needs the package pyyaml; install it, or write JSON" in text
+    else:
+        assert run("t.yaml", *WORLD)[0] == 0
+        assert list(ShardingPlan.load("plan.json").plan[""]) == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tables.json",), "Which machines? Give --ranks-per-host (and --hosts), or --topology"),
+        (("nothing.json", *WORLD), "nothing.json cannot be read"),
+        (("half.json", *WORLD), "half.json is not JSON"),
+        (("object.json", *WORLD), "wanted a list of tables, or an object with tables and batch_size"),
+        (("syntetic", *WORLD), "There is no recipe 'syntetic'; did you mean 'synthetic'?"),
+        (("synthetic", *WORLD, "--optimizer", "SGD"), "--optimizer is for lists of tables"),
+        (
+            ("tables.json", *WORLD, "--hbm", "80 apples"),
+            "--hbm '80 apples' is no number of bytes; write 80GB",
+        ),
+        (("tables.json", *WORLD, "--dtype", "fp4"), "data type 'fp4' is none of"),
+        (("tables.json", *WORLD, "--out", "no/where.json"), "there is no folder no; create it first"),
+        (("tables.json", *WORLD, "--reserve", "2"), "percentage is 2.0; it is a part of the memory"),
+        (("show", "nothing.json"), "nothing.json cannot be read"),
+        (("show", "half.json"), "half.json is not JSON"),
+        (("explain", "user"), "plan.request.json is not there; it says what plan.json was made of"),
+        (("whatif", "--hosts", "2"), "plan.request.json is not there"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(here: Path, arguments: tuple[str, ...], message: str) -> None:
+    (here / "half.json").write_text('[{"name": "us')
+    (here / "object.json").write_text("{}")
+    code, text = run(*arguments)
+    assert code == 1
+    assert text.startswith("error: ")
+    assert message in text
+
+
+def test_a_plan_file_of_a_newer_version_or_without_a_report_says_so(planned: Path) -> None:
+    data = json.loads(Path("plan.json").read_text())
+    Path("new.json").write_text(json.dumps({**data, "version": 2}))
+    code, text = run("show", "new.json")
+    assert code == 1
+    assert "version 2 is not 1, the one this release reads; plan again" in text
+    os.rename("plan.report.json", "away.json")
+    code, text = run("show")
+    assert code == 0
+    assert "no report: plan.report.json is not there" in text
+    code, text = run("show", "--html", "x.html")
+    assert code == 1
+    assert "plan.report.json is not there, and --html draws it" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("80GB", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("12", 12), ("7 kb", 7000), ("1TiB", 2**40)],
+)
+def test_bytes_have_units(here: Path, text: str, bytes_: int) -> None:
+    small = [{"name": "t", "num_embeddings": 1, "embedding_dim": 1}]
+    (here / "tables.json").write_text(json.dumps({"tables": small, "batch_size": 1}))
+    run("tables.json", *WORLD, "--ddr", text, "--out", "b.json")
+    assert PlanReport.load("b.report.json").topology.ddr_cap == bytes_

@@ -1,0 +1,437 @@
+"""`tilerec plan`: plans made, shown, explained, compared and varied.
+
+tilerec plan synthetic --ranks-per-host 8                 a recipe's model: writes plan.json, and beside it
+                                                          plan.report.json and plan.request.json
+tilerec plan tables.json --hosts 4 --ranks-per-host 8     a JSON or YAML list of tables
+tilerec plan show plan.json --html report.html
+tilerec plan explain user --plan plan.json                every way considered for a table, and why this one
+tilerec plan diff a.json b.json
+tilerec plan whatif --hosts 4 --hbm 80GB --batch-size 8192 --dtype bf16
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+from typer.core import TyperGroup
+
+from tilerec.data.statistics import Statistics
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.explain import explain
+from tilerec.planner.infeasible import PlannerError
+from tilerec.planner.plan_diff import plan_diff
+from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner, make_plan
+from tilerec.planner.report import PlanReport
+from tilerec.planner.report_text import aligned, gap_text, time_text
+from tilerec.planner.request import PlanRequest, read_tables
+from tilerec.planner.reservation import HeuristicalStorageReservation
+from tilerec.planner.tables import PlannedTable, tables_of
+from tilerec.planner.variation import varied
+from tilerec.recipes.registry import make_run
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.topology import Topology
+from tilerec.train.optimizers import attach
+from tilerec.viz.report import write_report
+
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_FILES = (".json", ".yaml", ".yml")
+
+
+class _Commands(TyperGroup):
+    """`tilerec plan SOURCE` is `tilerec plan make SOURCE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = ["make", *args]
+        return super().parse_args(ctx, args)
+
+
+plan_app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plan which rank holds what: `tilerec plan SOURCE` makes a plan of a recipe or a list of tables.",
+)
+
+_Hosts = Annotated[int | None, typer.Option(help="Machines.", min=1)]
+_PerHost = Annotated[int | None, typer.Option(help="Ranks on each machine.", min=1)]
+_Hbm = Annotated[str | None, typer.Option(help="Device memory of a rank: 80GB, 79GiB, or bytes.")]
+_Ddr = Annotated[str | None, typer.Option(help="Host memory of a rank.")]
+_Batch = Annotated[int | None, typer.Option(help="Samples of a rank in a step.", min=1)]
+_Type = Annotated[str | None, typer.Option(help="Data type of all tables: fp32, bf16, fp16.")]
+_Html = Annotated[Path | None, typer.Option(help="Write a report page that opens offline.")]
+_Plan = Annotated[Path, typer.Option("--plan", help="A plan that `tilerec plan` wrote.")]
+
+
+@plan_app.command()
+def make(
+    source: Annotated[
+        str,
+        typer.Argument(help="A recipe's name, module:function of yours, or a .json or .yaml list of tables."),
+    ],
+    data: Annotated[str | None, typer.Option(help="Path of the data, for recipes that read files.")] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="The machines, as `tilerec calibrate` writes them.")
+    ] = None,
+    hosts: _Hosts = None,
+    ranks_per_host: _PerHost = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda, or the topology's.")] = None,
+    hbm: _Hbm = None,
+    ddr: _Ddr = None,
+    batch_size: _Batch = None,
+    dtype: _Type = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Of tables in a list that name none: SGD, RowWiseAdagrad, Adam, …")
+    ] = None,
+    stats: Annotated[
+        Path | None, typer.Option(help="What ids are like, as `tilerec stats` writes it.")
+    ] = None,
+    fixed: Annotated[Path | None, typer.Option(help="A plan of some tables, which stay as they are.")] = None,
+    reserve: Annotated[float, typer.Option(help="Part of the memory that tables may not have.")] = RESERVED,
+    cache: Annotated[
+        Path | None, typer.Option(help="A folder that keeps plans by what they depend on.")
+    ] = None,
+    effort: Annotated[int, typer.Option(help="Each step doubles the search.", min=1)] = 1,
+    out: Annotated[Path, typer.Option(help="The plan's file.")] = Path("plan.json"),
+    html: _Html = None,
+) -> None:
+    """Make a plan and write it."""
+    with _told():
+        began = time.perf_counter()
+        _check_folder("--out", out)
+        world = _topology(topology, hosts, ranks_per_host, device, hbm, ddr)
+        origin = (
+            _file(Path(source), optimizer)
+            if source.endswith(_FILES)
+            else _recipe(source, data, optimizer, world)
+        )
+        constraints = origin.constraints
+        if stats is not None:
+            tables = [_Read(t.key, t.rows, t.features) for t in origin.tables]
+            constraints = Statistics.load(stats).constraints(tables, like=constraints)
+        planner = EmbeddingShardingPlanner(
+            world,
+            batch_size or origin.batch_size,
+            storage_reservation=HeuristicalStorageReservation(reserve),
+            constraints=constraints,
+            fixed=fixed,
+            cache=cache,
+            effort=effort,
+        )
+        request = varied(planner.request(origin.module or origin.tables), data_type=dtype)
+        plan = planner.make(request)
+        seconds = time.perf_counter() - began
+        plan.save(out)
+        plan.report.save(_beside(out, "report"))
+        _beside(out, "request").write_text(json.dumps(request.to_json()), encoding="utf-8")
+        if html is not None:
+            write_report(plan, plan.report, html)
+        _say(str(plan.report))
+        written = f"{out}" if html is None else f"{out} and {html}"
+        _say(f"\nwrote {written} in {seconds:.2f} s")
+
+
+@plan_app.command()
+def show(
+    plan: Annotated[Path, typer.Argument(help="A plan's file.")] = Path("plan.json"),
+    tables: Annotated[bool, typer.Option("--tables", help="Where every table lies.")] = False,
+    html: _Html = None,
+) -> None:
+    """Show a plan: cost, bound, stages, memory, the slowest rank."""
+    with _told():
+        found = _load_plan(plan)
+        report = _load_report(plan)
+        if html is not None:
+            if report is None:
+                raise ConfigError(f"{_beside(plan, 'report')} is not there, and --html draws it; plan again.")
+            write_report(found, report, html)
+        if tables or report is None:
+            _say(str(found))
+        if report is not None:
+            _say(("\n" if tables else "") + str(report))
+        else:
+            _say(f"\nno report: {_beside(plan, 'report')} is not there")
+
+
+@plan_app.command("explain")
+def explain_table(
+    table: Annotated[str, typer.Argument(help="A table's name, or module.name.")],
+    plan: _Plan = Path("plan.json"),
+) -> None:
+    """Every way to cut a table that was considered, what it costs, and why this one."""
+    with _told():
+        _say(str(explain(_load_request(plan), table)))
+
+
+@plan_app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan's file.")],
+    second: Annotated[Path, typer.Argument(help="Another plan's file.")],
+) -> None:
+    """What two plans do differently, and how many bytes move from one to the other."""
+    with _told():
+        found = plan_diff(_load_plan(first), _load_plan(second))
+        reports = [_load_report(path) for path in (first, second)]
+        if reports[0] is not None and reports[1] is not None:
+            _say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
+        _say(str(found))
+
+
+@plan_app.command()
+def whatif(
+    plan: _Plan = Path("plan.json"),
+    hosts: _Hosts = None,
+    ranks_per_host: _PerHost = None,
+    hbm: _Hbm = None,
+    ddr: _Ddr = None,
+    batch_size: _Batch = None,
+    dtype: _Type = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan that would be.")] = None,
+) -> None:
+    """What the plan would be with other machines, batches or data types."""
+    with _told():
+        request = _load_request(plan)
+        other = varied(
+            request,
+            hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            hbm_cap=None if hbm is None else _bytes("--hbm", hbm),
+            ddr_cap=None if ddr is None else _bytes("--ddr", ddr),
+            batch_size=batch_size,
+            data_type=dtype,
+        )
+        now, then = _made_or_why(request), make_plan(other)
+        if isinstance(now, str):
+            _say(f"now: {now}\n")
+            _say(str(then.report))
+        else:
+            _say(_side_by_side(["now", "then"], [now.report, then.report]))
+        if out is not None:
+            _check_folder("--out", out)
+            then.save(out)
+            then.report.save(_beside(out, "report"))
+            _beside(out, "request").write_text(json.dumps(other.to_json()), encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------ where tables are from
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is to be planned. module: the model, where there is one: it has more than tables."""
+
+    tables: Sequence[PlannedTable]
+    batch_size: int | None
+    constraints: dict[str, ParameterConstraints]
+    module: nn.Module | None = None
+
+
+def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology) -> _Origin:
+    """A recipe's model, built without memory for its tables, with its optimizer and its batch."""
+    if optimizer is not None:
+        raise ConfigError("--optimizer is for lists of tables; a recipe has its own (tilerec train --show).")
+    run = make_run(name, data)
+    model = run.model.build(run.data.open(), torch.device("cpu"), torch.device("meta"))
+    attach(model, run.train.embedding_optimizer)
+    return _Origin(tables_of(model), max(1, run.train.batch_size // world.world_size), {}, model)
+
+
+def _file(path: Path, optimizer: str | None) -> _Origin:
+    content = _read(path)
+    batch_size = None
+    if isinstance(content, dict):
+        strange = sorted(set(content) - {"tables", "batch_size"})
+        if strange or "tables" not in content:
+            raise ConfigError(
+                f"{path}: wanted a list of tables, or an object with tables and batch_size; it has {list(content)[:8]}."
+            )
+        content, batch_size = content["tables"], content.get("batch_size")
+    tables, constraints = read_tables(content)
+    if optimizer is not None:
+        spec = OptimizerSpec.from_json({"optimizer": optimizer})
+        tables = [t if t.optimizer is not None else replace(t, optimizer=spec) for t in tables]
+    return _Origin(tables, batch_size, constraints)
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not JSON: {error}.") from error
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading YAML needs the package pyyaml; install it, or write JSON."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}.") from error
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A table as `Statistics.constraints` reads it."""
+
+    name: str
+    num_embeddings: int
+    feature_names: Sequence[str]
+
+
+# ---------------------------------------------------------------------------------------------------------- machines
+
+
+def _topology(
+    path: Path | None, hosts: int | None, per_host: int | None, device: str | None, hbm: str | None, ddr: str | None
+) -> Topology:  # fmt: skip
+    caps = {
+        name: _bytes(option, text)
+        for name, option, text in (("hbm_cap", "--hbm", hbm), ("ddr_cap", "--ddr", ddr))
+        if text is not None
+    }
+    if path is not None:
+        topology = Topology.from_json(_read(path))
+        if device not in (None, topology.compute_device):
+            raise ConfigError(
+                f"--device {device}: {path} is of {topology.compute_device}; leave one of them out."
+            )
+        topology = replace(topology, **caps)  # type: ignore[arg-type]
+        if hosts is None and per_host is None:
+            return topology
+        size = per_host or topology.local_world_size or topology.world_size
+        return replace(topology, world_size=(hosts or 1) * size, local_world_size=size, hosts=None)
+    if per_host is None:
+        raise ConfigError(
+            "Which machines? Give --ranks-per-host (and --hosts), or --topology with a file of tilerec calibrate."
+        )
+    return Topology((hosts or 1) * per_host, device or "cuda", local_world_size=per_host, **caps)  # type: ignore[arg-type]
+
+
+def _bytes(option: str, text: str) -> int:
+    word = text.strip().lower().replace(" ", "")
+    number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = word[len(number) :]
+    try:
+        value = float(number) * _BYTES[unit]
+        if not 0 <= value < 2**62:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise ConfigError(f"{option} {text!r} is no number of bytes; write 80GB, 79GiB, or bytes.") from None
+    return int(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _beside(plan: Path, what: str) -> Path:
+    return plan.with_name(f"{plan.stem}.{what}.json")
+
+
+def _load_plan(path: Path) -> ShardingPlan:
+    try:
+        return ShardingPlan.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); make a plan with tilerec plan SOURCE."
+        ) from error
+
+
+def _load_report(plan: Path) -> PlanReport | None:
+    path = _beside(plan, "report")
+    return PlanReport.load(path) if path.exists() else None
+
+
+def _load_request(plan: Path) -> PlanRequest:
+    path = _beside(plan, "request")
+    if not path.exists():
+        raise ConfigError(
+            f"{path} is not there; it says what {plan} was made of. Make the plan with tilerec plan SOURCE --out "
+            f"{plan}."
+        )
+    return PlanRequest.from_json(_read(path))
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first.")
+
+
+# ----------------------------------------------------------------------------------------------------------- printing
+
+
+def _side_by_side(names: Sequence[str], reports: Sequence[PlanReport]) -> str:
+    def row(what: str, values: Sequence[str]) -> tuple[str, ...]:
+        return (what, *values)
+
+    stages = list(dict.fromkeys(name for report in reports for name in report.stages))
+    rows = [
+        row("machines", [_machines(r.topology) for r in reports]),
+        row("samples of a rank", [f"{r.batch_size:,}" for r in reports]),
+        row("step", [time_text(r.cost_ps) for r in reports]),
+        row("samples a second", [_rate(r) for r in reports]),
+        row("no plan below", [time_text(r.bound_ps) for r in reports]),
+        row("gap", [gap_text(r.gap) for r in reports]),
+        row("fullest rank", [bytes_text(max(r.memory_per_rank)) for r in reports]),
+        row("of", [bytes_text(int(r.cap[:, r.tier].max())) for r in reports]),
+    ]  # fmt: skip
+    for stage in stages:
+        rows.append(
+            row(stage, [time_text(r.stage_s[stage] * 1e12) if stage in r.stage_s else "" for r in reports])
+        )
+    kinds = sorted({entry.sharding_type for report in reports for entry in report.tables})
+    for kind in kinds:
+        rows.append(
+            row(f"tables {kind}", [str(sum(e.sharding_type == kind for e in r.tables)) for r in reports])
+        )
+    return aligned(("", *names), rows, right=range(1, len(names) + 1))
+
+
+def _machines(topology: Topology) -> str:
+    size = topology.local_world_size or "?"
+    return f"{topology.host_count} x {size} {topology.compute_device}"
+
+
+def _rate(report: PlanReport) -> str:
+    return f"{report.batch_size * report.topology.world_size / report.cost_s:,.0f}" if report.cost_ps else ""
+
+
+def _made_or_why(request: PlanRequest) -> ShardingPlan | str:
+    try:
+        return make_plan(request)
+    except PlannerError as error:
+        return str(error)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors that a user can cause, in one line."""
+    try:
+        yield
+    except TilerecError as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _say(text: str) -> None:
+    Console().print(Text(text), soft_wrap=True)

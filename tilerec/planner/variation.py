@@ -1,0 +1,69 @@
+"""A request with other machines, batches or tables: what would be if."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilerec.errors import ConfigError
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.table import DataType
+from tilerec.spec.topology import Topology
+
+TYPES = {d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64)}
+
+
+def varied(
+    request: PlanRequest,
+    *,
+    hosts: int | None = None,
+    ranks_per_host: int | None = None,
+    hbm_cap: int | None = None,
+    ddr_cap: int | None = None,
+    batch_size: int | None = None,
+    data_type: str | None = None,
+) -> PlanRequest:
+    """The request with what is given changed. What is reserved stays the same part of the memory.
+
+    Args:
+        hosts, ranks_per_host: of the new world; what is left out stays.
+        hbm_cap, ddr_cap: bytes of a rank.
+        batch_size: of a rank.
+        data_type: "bf16", …: of every table.
+
+    Raises:
+        ConfigError: a number below 1, an unknown type, or constraints for ranks that the new world lacks.
+    """
+    topology = request.topology
+    if hosts is not None or ranks_per_host is not None:
+        topology = _world(topology, hosts, ranks_per_host)
+    if hbm_cap is not None:
+        topology = replace(topology, hbm_cap=hbm_cap)
+    if ddr_cap is not None:
+        topology = replace(topology, ddr_cap=ddr_cap)
+    before, after = request.topology.memory_cap, topology.memory_cap
+    reserved = request.reserved if before == after or not before else request.reserved * after // before
+    tables = request.tables
+    if data_type is not None:
+        if data_type.lower() not in TYPES:
+            raise ConfigError(f"data type {data_type!r} is none of {list(TYPES)}.")
+        tables = tuple(replace(table, data_type=TYPES[data_type.lower()]) for table in tables)
+    return replace(
+        request,
+        topology=topology,
+        tables=tables,
+        reserved=reserved,
+        batch_size=request.batch_size if batch_size is None else batch_size,
+    )
+
+
+def _world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:
+    for name, value in (("hosts", hosts), ("ranks per host", ranks_per_host)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    if ranks_per_host is None and topology.local_world_size is None:
+        raise ConfigError(
+            f"The hosts differ in size ({topology}); say how many ranks each of the new ones has (ranks per host)."
+        )
+    size = ranks_per_host or topology.local_world_size or 1
+    count = hosts or topology.host_count
+    return replace(topology, world_size=count * size, local_world_size=size, hosts=None)
