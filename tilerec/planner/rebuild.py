@@ -82,6 +82,11 @@ class _Rebuild:
         for s in self.shared.tolist():
             for ranks in instance.host_ranks:
                 self.load[ranks, s] = float(instance.base_cost[ranks, s].sum()) / len(ranks)
+        self.linked = bool(len(self.shared))
+        first = [int(ranks[0]) for ranks in instance.host_ranks]
+        self.link = self.load[first][:, self.shared]  # [H, shared stages]
+        self.by_host = np.concatenate(instance.host_ranks)
+        self.starts = np.cumsum(instance.host_sizes) - instance.host_sizes
         self.alike = np.zeros(instance.stages)
         # What lies where: tables by rank and by host (those of whole hosts), in the order they came.
         self.on_rank: list[dict[int, None]] = [{} for _ in range(instance.ranks)]
@@ -146,12 +151,19 @@ class _Rebuild:
             self.alike += cost * self.slowest
             return
         (self._remember if sign > 0 else self._forget)(t)
-        for place in self.places[t]:
-            if width == 1:
-                self._on_rank(place, cost)
-            else:
-                ranks = instance.host_ranks[place]
-                self.load[ranks] += cost * self.host_factor[place]
+        places = np.array(self.places[t])
+        if width == 1:
+            more = cost * self.factor[places]
+            if self.linked:
+                np.add.at(self.link, instance.host_of[places], more[:, self.shared])
+                self.load[:, self.shared] = self.link[instance.host_of]
+                more[:, self.shared] = 0.0
+            np.add.at(self.load, places, more)
+            return
+        if self.linked:
+            self.link[places] += (cost * self.host_factor[places])[:, self.shared]
+        for place in places.tolist():
+            self.load[instance.host_ranks[place]] += cost * self.host_factor[place]
 
     def _remember(self, t: int) -> None:
         here = self.on_rank if self.instance.width[t, self.option[t]] == 1 else self.on_host
@@ -162,16 +174,6 @@ class _Rebuild:
         here = self.on_rank if self.instance.width[t, self.option[t]] == 1 else self.on_host
         for place in self.places[t]:
             here[place].pop(t, None)
-
-    def _on_rank(self, r: int, cost: Floats) -> None:
-        instance = self.instance
-        more = cost * self.factor[r]
-        if len(self.shared):
-            ranks = instance.host_ranks[int(instance.host_of[r])]
-            for s in self.shared.tolist():
-                self.load[ranks, s] += more[s]
-                more[s] = 0.0
-        self.load[r] += more
 
     def _hold(self, t: int, sign: int) -> None:
         """Takes (1) or gives back (-1) the room of a table as it is placed."""
@@ -184,11 +186,17 @@ class _Rebuild:
             if self.capped:
                 self.host_room -= size * instance.host_sizes[:, None]
             return
+        if width == 1:
+            places = np.array(self.places[t])
+            np.subtract.at(self.room, places, size)
+            if self.capped:
+                np.subtract.at(self.host_room, instance.host_of[places], size)
+            return
         for place in self.places[t]:
-            ranks = np.array([place]) if width == 1 else instance.host_ranks[place]
+            ranks = instance.host_ranks[place]
             self.room[ranks] -= size
             if self.capped:
-                self.host_room[instance.host_of[ranks[0]]] -= size * len(ranks)
+                self.host_room[place] -= size * len(ranks)
 
     def _objective(self) -> float:
         total = 0.0
@@ -203,7 +211,7 @@ class _Rebuild:
         done, start = 0, steps
         tables = instance.tables
         while done < steps:
-            load, alike, room = self.load.copy(), self.alike.copy(), self.room.copy()
+            load, link, alike, room = self.load.copy(), self.link.copy(), self.alike.copy(), self.room.copy()
             host_room = self.host_room.copy() if self.capped else None
             out = self._choose_out(min(2 + dice.below(6), tables))
             was = [(t, int(self.option[t]), self.places[t]) for t in out]
@@ -230,7 +238,7 @@ class _Rebuild:
                 for t, o, places in was:
                     self.option[t], self.places[t] = o, places
                     self._remember(t)
-                self.load, self.alike, self.room = load, alike, room
+                self.load, self.link, self.alike, self.room = load, link, alike, room
                 if host_room is not None:
                     self.host_room = host_room
         self.option, self.places = kept
@@ -298,14 +306,15 @@ class _Rebuild:
                 self.singles[t], self.load, self.factor, room, whole, None, bar, best, found
             )
         for hosts, choices in self.hosted[t]:
-            ranks = [instance.host_ranks[h] for h in hosts.tolist()]
-            load = np.stack([self.load[r].max(0) for r in ranks])
-            host_room = np.stack([self.room[r].min(0) for r in ranks])
+            load = np.maximum.reduceat(self.load[self.by_host], self.starts)[hosts]
+            host_room = np.minimum.reduceat(self.room[self.by_host], self.starts)[hosts]
             if self.capped:
                 host_room = np.minimum(
                     host_room, self.host_room[hosts] // instance.host_sizes[hosts][:, None]
                 )
-            allowed = None if whole is None else np.array([whole[r].all() for r in ranks])
+            allowed = (
+                None if whole is None else np.logical_and.reduceat(whole[self.by_host], self.starts)[hosts]
+            )
             best, found = self._cheapest(
                 choices, load, self.host_factor[hosts], host_room, allowed, hosts, bar, best, found
             )

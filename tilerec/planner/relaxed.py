@@ -237,7 +237,8 @@ class Relaxed:
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
                 most[width == n] = per_host[ours.host_sizes == n, m].max()
             most[self.everywhere] = per_host[:, m].min()
-            usable &= (size <= most) | ours.divisible
+            # Of uneven shares one is at least an even one, on whichever rank has most room.
+            usable &= size <= np.where(ours.divisible, single, most)
         if ours.allowed is not None:
             whole = np.stack([ours.allowed[:, ranks].all(1) for ranks in ours.host_ranks], 1)
             one, all_ = np.logical_or.reduce(ours.allowed, 1), np.logical_and.reduce(ours.allowed, 1)

@@ -36,6 +36,8 @@ LARGE = 1 << 20  # and beyond which it is not polished for long
 REBUILT = 64  # tables up to which every granularity is rebuilt from
 SETS = 2  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+NEAR = 200  # and one within 1 / NEAR not even polished
+POOR = 20  # a set of charges whose first plan is more than 1 / POOR above the best one is left at that
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
 FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
 WORST = 1 << 61
@@ -66,16 +68,19 @@ class _Search:
         self.middling = instance.tables * instance.ranks > MIDDLING
         self.large = instance.tables * instance.ranks > LARGE
         self.best: Solution | None = None
+        self.least = 0  # ps that no plan is below
+        self.seen: set[bytes] = set()  # options that were packed, under whatever charges
 
     def run(self) -> Solution:
         proof = self.relaxed.impossible()
         if proof is not None:
             return _nothing(Status.NONE_EXISTS, proof)
         kinds = kinds_of(self.relaxed)
+        self.least = kinds[0].bound(self.relaxed) if kinds else 0
         complete = self._enumerate(FEW_PARTS // 4)
         if not complete:
             for some in self._in_turn(kinds):
-                if some.bound(self.relaxed) < self._hopeless(kinds[0]):
+                if some.bound(self.relaxed) < self._hopeless():
                     self._search(sharpen(self.relaxed, some))
             complete = self._enumerate(FEW_PARTS * self.effort)
         if self.best is None:
@@ -94,16 +99,16 @@ class _Search:
         most = 1 + SETS * self.effort
         if self.middling and self.effort == 1:
             # What charges could save, and whether that is worth another search.
-            least = kinds[0].bound(self.relaxed)
-            most = 2 if (whole.bound(self.relaxed) - least) * GOOD > least else 1
+            most = 2 if (whole.bound(self.relaxed) - self.least) * GOOD > self.least else 1
         return list(dict.fromkeys([whole, *kinds]))[:most]
 
-    def _hopeless(self, first: Kinds) -> int:
+    def _hopeless(self) -> int:
         """ps: a set of charges whose bound is higher will not lead to a better plan, unless it packs much better."""
         if self.best is None:
             return WORST
-        bound = first.bound(self.relaxed)
-        return bound + (self.cost - bound) // 2
+        if self.cost <= self.least + self.least // GOOD:
+            return 0
+        return self.least + (self.cost - self.least) // 2
 
     @property
     def cost(self) -> int:
@@ -112,32 +117,33 @@ class _Search:
     def _search(self, kinds: Kinds) -> None:
         bound = kinds.bound(self.relaxed)
         good, fair = bound + bound // GOOD, bound + bound // FAIR
-        starts: dict[bytes, tuple[int, Packing]] = {}
-        seen: set[bytes] = set()
+        starts: list[tuple[int, Packing]] = []
         for head in HEADS[:4] if self.middling and self.effort == 1 else HEADS:
             for option, average in self._options(kinds, head):
                 if average + kinds.charge >= self.cost:
                     break
-                if option.tobytes() in seen:
+                if option.tobytes() in self.seen:
                     continue
-                seen.add(option.tobytes())
+                self.seen.add(option.tobytes())
                 packing = self._pack(option)
                 if packing is None:
                     continue
-                rounds, enough = (
-                    (24 * self.effort, average + average // GOOD) if self.large else (40 * self.effort, 0)
+                rounds, near = (24, GOOD) if self.large else (40, NEAR)
+                packing, cost = exchange(
+                    self.relaxed, packing, rounds * self.effort, average + average // near
                 )
-                packing, cost = exchange(self.relaxed, packing, rounds, enough)
-                starts[option.tobytes()] = cost, packing
+                starts.append((cost, packing))
                 self._offer(packing)
                 break
+            if starts and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
+                return
             if self.cost <= good or (self.middling and self.cost <= fair and self.effort == 1):
                 return
         if (self.middling and self.effort == 1) or not starts:
             return
         # From the best of each granularity: from the best one alone, some plans are never reached.
         steps = 300 * self.effort
-        some = sorted(starts.values(), key=lambda start: start[0])
+        some = sorted(starts, key=lambda start: start[0])
         some = some[: (3 if self.instance.tables > REBUILT else 8) * self.effort]
         for i, (_, packing) in enumerate(some):
             again = rebuild(self.relaxed, kinds.usable, packing, steps, i)
