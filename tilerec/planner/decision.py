@@ -8,7 +8,6 @@ Legend: T tables that are not pinned, in the problem's order; G of the instance,
 from __future__ import annotations
 
 import os
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -174,9 +173,8 @@ def _finished(
     if (kind, kernel, told) == (made.kind, made.kernel, made.ids_per_bag):
         return made
     # All of it was checked already; a new record would check a thousand ranks again.
-    finished = copy(made)
-    for name, value in (("sharding_type", kind), ("compute_kernel", kernel), ("ids_per_bag", told)):
-        object.__setattr__(finished, name, value)
+    finished = ParameterSharding.__new__(ParameterSharding)
+    vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=told)
     if kernel is not None and kernel not in KERNELS_IN_USE:
         return replace(finished)  # which warns
     return finished

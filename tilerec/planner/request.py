@@ -254,8 +254,12 @@ class PlanRequest:
     def input_bytes(self) -> int:
         """Of one batch of a rank as it arrives: int64 ids, int32 lengths, fp32 weights."""
         total = 0.0
-        for work in self.works():
-            for read in work.reads:
+        for table in self.tables:
+            limits = self.constraints.get(table.key)
+            if limits is None and not table.weighted:
+                total += max(1, len(table.features)) * self.batch_size * 12.0
+                continue
+            for read in self._reads(table, limits or ParameterConstraints()):
                 total += read.bags * (4.0 + read.ids_per_bag * (8.0 + 4.0 * read.weighted))
         return int(total) + 1
 

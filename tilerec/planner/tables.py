@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ class PlannedTable:
     weighted: bool = False
     wire: Wire | None = None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """One word for it that no other table of the model has: `"<path>.<name>"`."""
         path, name = self.names[0]

@@ -1,0 +1,232 @@
+"""The planner as a user meets it: from a model's configs to the plan's file. How long, how good, how much memory.
+
+    python benchmarks/planner.py [--cases NAME ...] [--repeat 3] [--peer PYTHON] [--peer-limit 120] [--curve]
+
+Times run from the built module (on meta; beyond 2,500 tables from its configs) to the written plan file, each
+case in a fresh process, imports not counted; the least of `--repeat`. Memory is what the process grew by. The gap is to
+the bound on the same objective. `--peer` is a Python with TorchRec 1.8.0: it plans the same tables on the same topology
+with its defaults, in a process of its own that is stopped after `--peer-limit` seconds. Both plans are then priced by
+this library's cost model. `--curve` plots time against tables, 100 to 100,000, and fits the exponent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from planner_cases import CASES, Case, lognormal
+
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
+from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
+from tilerec.planner.decision import decide
+from tilerec.planner.infeasible import PlannerError
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+AS_MODULE = 2_500
+PEER_TABLES = 200
+CURVE = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+HERE = Path(__file__).parent
+
+
+def configs_of(case: Case) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(rows, dim, f"t{i:06d}", feature_names=[f"f{i}_{k}" for k in range(len(bags))])
+        for i, (rows, dim, bags) in enumerate(zip(case.rows, case.dims, case.bags, strict=True))
+    ]
+
+
+def planner_of(case: Case, topology: Topology) -> EmbeddingShardingPlanner:
+    limits = {
+        f"t{i:06d}": ParameterConstraints(pooling_factors=list(bags))
+        for i, bags in enumerate(case.bags)
+        if any(bag != 1.0 for bag in bags)
+    }
+    return EmbeddingShardingPlanner(
+        topology,
+        case.batch,
+        storage_reservation=FixedPercentageStorageReservation(0),
+        constraints=limits,
+    )
+
+
+SHARDERS = [EmbeddingBagCollectionSharder({"optimizer": "exact_row_wise_adagrad", "learning_rate": 0.1})]
+
+
+def one(case: Case, repeat: int, keep: Path | None) -> dict[str, Any]:
+    """Plan a case in this process."""
+    configs = configs_of(case)
+    module: Any = configs
+    if len(configs) <= AS_MODULE:
+        module = EmbeddingBagCollection(configs, device=torch.device("meta"))
+    planner = planner_of(case, case.topology())
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeat):
+            began = time.perf_counter()
+            try:
+                plan = planner.plan(module, SHARDERS)
+            except PlannerError as error:
+                return {"error": str(error).splitlines()[0]}
+            plan.save(Path(folder) / "plan.json")
+            times.append(time.perf_counter() - began)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    if keep is not None:
+        plan.save(keep)
+    report = plan.report
+    return {
+        "seconds": min(times),
+        "gap": report.gap,
+        "step_ms": 1e3 * report.cost_s,
+        "grown_mib": grown / 1024,
+        "full": max(report.memory_per_rank) / max(1, report.topology.memory_cap),
+    }
+
+
+def in_process(name: str, repeat: int, keep: Path) -> dict[str, Any]:
+    """`one`, in a process of its own."""
+    command = [sys.executable, __file__, "--one", name, "--repeat", str(repeat), "--keep", str(keep)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed"}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def by_peer(python: str, case: Case, limit: float) -> dict[str, Any]:
+    """TorchRec's plan of the same tables, and its seconds."""
+    topology = case.topology()
+    told = {
+        "tables": [
+            {"name": c.name, "rows": c.num_embeddings, "dim": c.embedding_dim, "features": list(c.feature_names),
+             "pooling": list(bags)}
+            for c, bags in zip(configs_of(case), case.bags, strict=True)
+        ],
+        "ranks": topology.world_size, "local": topology.local_world_size, "hbm": topology.hbm_cap,
+        "batch": case.batch,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder) / "case.json", Path(folder) / "plan.json"
+        source.write_text(json.dumps(told))
+        command = [python, str(HERE / "planner_peer.py"), str(source), str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"> {limit:.0f} s"}
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1][:100]}
+        return dict(json.loads(out.read_text()))
+
+
+def priced(case: Case, plan: ShardingPlan) -> float:
+    """Milliseconds of a step of a whole plan, by this library's cost model, tiling by tiling."""
+    topology = case.topology()
+    planner = planner_of(case, replace(topology, hbm_cap=1 << 50))
+    planner.fixed = {("", name): sharding for _, name, sharding in plan.tables()}
+    request: PlanRequest = planner.request(configs_of(case), SHARDERS)
+    return decide(request).solution.cost / 1e9
+
+
+def plan_of_peer(case: Case, shards: dict[str, Any], topology: Topology) -> ShardingPlan:
+    part = EmbeddingModuleShardingPlan()
+    for config in configs_of(case):
+        tiles: dict[tuple[int, int, int, int], list[int]] = {}
+        for r0, c0, rows, columns, rank in shards[config.name]["shards"]:
+            tiles.setdefault((r0, r0 + rows, c0, c0 + columns), []).append(rank)
+        cover = [(*edges, tuple(ranks)) for edges, ranks in tiles.items()]
+        tiling = Tiling.of(config.name, config.num_embeddings, config.embedding_dim, cover)
+        part[config.name] = ParameterSharding("explicit", tiling=tiling)
+    return ShardingPlan({"": part}, topology.world_size, topology.host_ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--peer", help="a Python with TorchRec")
+    parser.add_argument("--peer-limit", type=float, default=120.0)
+    parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        tables = given.one.removeprefix("curve ")
+        case = CASES[given.one]() if tables == given.one else lognormal(int(tables), 64)
+        print(json.dumps(one(case, given.repeat, given.keep)))
+        return
+    print(
+        f"{'case':<22} {'tables':>7} {'seconds':>8} {'gap':>7} {'step':>10} {'memory':>9} {'full':>5}", end=""
+    )
+    print(f" {'TorchRec':>10}  priced tiling by tiling: ours, its" if given.peer else "")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.cases:
+            case, keep = CASES[name](), Path(folder) / "plan.json"
+            found = in_process(name, given.repeat, keep)
+            line = f"{name:<22} {len(case.rows):>7,} "
+            if "error" in found:
+                print(line + found["error"])
+                continue
+            line += (
+                f"{found['seconds']:>8.3f} {100 * found['gap']:>6.2f}% {found['step_ms']:>7.3f} ms "
+                f"{found['grown_mib']:>5.0f} MiB {100 * found['full']:>4.0f}%"
+            )
+            if given.peer:
+                line += against(given, case, ShardingPlan.load(keep))
+            print(line, flush=True)
+    if given.curve:
+        curve(given.repeat)
+
+
+def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
+    """TorchRec's columns of a line."""
+    theirs = by_peer(given.peer, case, given.peer_limit)
+    if "error" in theirs:
+        return f" {theirs['error']:>10}"
+    line = f" {theirs['seconds']:>8.2f} s"
+    if len(case.rows) > PEER_TABLES:
+        return line
+    plan = plan_of_peer(case, theirs["plan"], case.topology())
+    return line + f"  {priced(case, own):.3f} ms, {priced(case, plan):.3f} ms"
+
+
+def curve(repeat: int) -> None:
+    """Seconds against tables on 64 ranks, and the exponent of the best power law."""
+    points = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in CURVE:
+            found = in_process(f"curve {count}", repeat, Path(folder) / "plan.json")
+            if "error" in found:
+                print(f"{count:>8,} tables: {found['error']}")
+                continue
+            points.append((count, found["seconds"]))
+            bar = "#" * max(1, round(8 * (4 + math.log10(found["seconds"]))))
+            print(
+                f"{count:>8,} tables x 64  {found['seconds']:>8.3f} s  gap {100 * found['gap']:>5.2f}%  {bar}",
+                flush=True,
+            )
+    if len(points) > 2:
+        xs, ys = [math.log(n) for n, _ in points], [math.log(s) for _, s in points]
+        mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+        slope = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+        last = math.log(points[-1][1] / points[-2][1]) / math.log(points[-1][0] / points[-2][0])
+        print(f"seconds ~ tables ^ {slope:.2f} (all); ^ {last:.2f} (the last two)")
+
+
+if __name__ == "__main__":
+    main()
