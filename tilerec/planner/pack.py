@@ -117,7 +117,7 @@ class _Bins:
 def _rank_bins(relaxed: Relaxed, work: Ints, bytes_now: Ints) -> _Bins:
     instance = relaxed.instance
     base = instance.base_cost - instance.base_cost.min(0)
-    room = instance.cap - bytes_now
+    room = np.asfortranarray(instance.cap - bytes_now)  # bins side by side: quick to compare
     capped = bool((instance.host_cap < instance.host_cap.max(initial=0)).any()) or _capped(instance)
     host_room = None
     if capped:
@@ -210,7 +210,6 @@ def _fill(
             key += weight[:, column]
     scale = np.maximum(weight.max(1, initial=1.0), 1.0)
     vector = np.floor(weight * FINE / scale[:, None])
-    shared = np.flatnonzero(bins.shared)
     state = _Slopes(bins, level.astype(np.float64), roomy.astype(np.float64), rule)
     order = np.argsort(-key, kind="stable")
     cost_list = cost.tolist()
@@ -220,6 +219,11 @@ def _fill(
     for i in order.tolist():
         t, k = int(tables[i]), int(pieces[i])
         size = memory[i]
+        if rule is Rule.MEMORY:
+            m = int((size / roomy).argmax())
+            score = bins.room[:, m].astype(np.float64)
+        else:
+            score = state.slope @ vector[i]
         closed = bins.room[:, first] < size[first]
         for m in has_memory[1:]:
             closed |= bins.room[:, m] < size[m]
@@ -228,14 +232,7 @@ def _fill(
                 closed |= ~bins.allowed[t]
             if bins.host_room is not None:
                 closed |= (bins.host_room < size).any(1)[bins.host]
-        if rule is Rule.MEMORY:
-            m = int((size / roomy).argmax())
-            score = bins.room[:, m].astype(np.float64)
-        else:
-            score = state.slope @ vector[i]
-            if len(shared):
-                score += (state.link @ vector[i, shared])[bins.host]
-        score[closed] = np.inf
+        np.putmask(score, closed, np.inf)
         if k == 1:
             b = int(score.argmin())
             if score[b] == np.inf:
@@ -300,8 +297,14 @@ class _Slopes:
         count, stages = bins.time.shape
         self.time = bins.time.tolist()
         self.slow = bins.slow.tolist() if np.any(bins.slow != 1.0) else None
-        self.slope = np.zeros((count, stages + self.tiers))
-        self.link = np.zeros((len(bins.size), len(self.links)))
+        self.slope = np.zeros((count, stages + self.tiers), order="F")
+        # Of each host, the slopes of its links, and its bins.
+        self.link = [[0.0] * len(self.links) for _ in range(len(bins.size))]
+        order = np.argsort(bins.host, kind="stable")
+        ends = np.cumsum(np.bincount(bins.host, minlength=len(bins.size)))
+        self.members: list[slice | Ints] = [
+            slice(int(m[0]), int(m[-1]) + 1) if m[-1] - m[0] == len(m) - 1 else m for m in np.split(order, ends[:-1])
+        ]
         self.size = bins.size.tolist()
         self.host = bins.host.tolist()
         link_time = np.zeros((len(bins.size), len(self.links)))
@@ -309,8 +312,9 @@ class _Slopes:
         self.link_time = link_time.tolist()
         for b in range(count):
             self._refresh(b)
-        for h in range(len(self.size)):
-            self._refresh_link(h)
+        if self.links:
+            for h in range(len(self.size)):
+                self._refresh_link(h)
 
     def add(self, b: int, cost: list[int], size: Ints) -> None:
         """A piece of `cost` [S] ps and `size` [M] bytes lies on bin b."""
@@ -321,12 +325,12 @@ class _Slopes:
         bins.room[b] -= size
         if bins.host_room is not None:
             bins.host_room[bins.host[b]] -= size
-        self._refresh(b)
         if self.links:
             link = self.link_time[self.host[b]]
             for i, s in enumerate(self.links):
                 link[i] += cost[s] if slow is None else float(int(cost[s] * slow[s]))
             self._refresh_link(self.host[b])
+        self._refresh(b)
 
     def _refresh(self, b: int) -> None:
         time, level = self.time[b], self.level
@@ -335,15 +339,18 @@ class _Slopes:
             new[s] = _steep(time[s] / level[s])
         if self.slow is not None:
             new = [float(int(x * slow)) for x, slow in zip(new, self.slow[b], strict=True)]
+        for i, s in enumerate(self.links):
+            new[s] = self.link[self.host[b]][i]
         if self.tiers:
             room = self.bins.room[b].tolist()
             new += [_steep(1.0 - left / most) for left, most in zip(room, self.roomy, strict=True)]
         self.slope[b] = new
 
     def _refresh_link(self, h: int) -> None:
-        if self.links:
-            time, size = self.link_time[h], self.size[h]
-            self.link[h] = [_steep(x / size / self.level[s]) for x, s in zip(time, self.links, strict=True)]
+        time, size, members = self.link_time[h], self.size[h], self.members[h]
+        for i, s in enumerate(self.links):
+            new = self.link[h][i] = _steep(time[i] / size / self.level[s])
+            self.slope[members, s] = new
 
 
 def _steep(y: float) -> float:
