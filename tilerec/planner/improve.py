@@ -23,6 +23,8 @@ from tilerec.planner.relaxed import Relaxed
 Floats = npt.NDArray[np.float64]
 
 WINDOW = 24  # pieces looked at per rank in a round of swaps
+NARROW = 8  # where ranks are MANY: more rounds of fewer swaps come further in the same time
+MANY = 1024
 HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
 CHUNK = 400_000  # swaps judged at once
 
@@ -177,7 +179,7 @@ class _Exchange:
         judge = _Judge(self, level, floor, power)
         # Splits of pairs pay where ranks hold few pieces.
         split = self.splitting and turn // (1 + self.linked) % 2 == 1
-        slots = self._slots(turn, HALF if split else WINDOW)
+        slots = self._slots(turn, HALF if split else (NARROW if instance.ranks >= MANY else WINDOW))
         n = slots.shape[1]
         if split:
             # Both ranks' pieces share the budget of HALF each.

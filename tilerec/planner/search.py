@@ -128,7 +128,7 @@ class _Search:
                 packing = self._pack(option)
                 if packing is None:
                     continue
-                rounds, near = (24, GOOD) if self.large else (40, NEAR)
+                rounds, near = (36, GOOD) if self.large else (40, NEAR)
                 packing, cost = exchange(
                     self.relaxed, packing, rounds * self.effort, average + average // near
                 )
