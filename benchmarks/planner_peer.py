@@ -63,7 +63,41 @@ def main() -> None:
     written = json.dumps(tables)
     Path(sys.argv[2]).write_text(written)
     seconds = time.perf_counter() - began
-    Path(sys.argv[2]).write_text(json.dumps({"seconds": seconds, "plan": tables}))
+    found = {"seconds": seconds, "plan": tables}
+    if case["own"] is not None:
+        constraints = {t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]}
+        found["rating"] = rated(tables, case, module, topology, constraints)
+        found["own rating"] = rated(case["own"], case, module, topology, constraints)
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+def rated(tables: dict, case: dict, module: object, topology: object, constraints: dict) -> float:
+    """Milliseconds of the slowest rank of a plan, by TorchRec's estimator: shards are set on its own options."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+    from torchrec.distributed.planner.types import Shard
+
+    enumerator = EmbeddingEnumerator(topology=topology, batch_size=case["batch"], constraints=constraints)
+    options = enumerator.enumerate(module, [EmbeddingBagCollectionSharder()])
+    chosen = {}
+    for option in options:
+        row = tables[option.name]
+        kernel = "dense" if row["type"] == "data_parallel" else "fused"
+        if option.sharding_type == row["type"] and option.compute_kernel == kernel:
+            option.shards = [
+                Shard(size=[rows, columns], offset=[r0, c0]) for r0, c0, rows, columns, _ in row["shards"]
+            ]
+            chosen[option.name] = option
+    assert len(chosen) == len(tables), sorted(set(tables) - set(chosen))[:4]
+    EmbeddingPerfEstimator(topology=topology, constraints=constraints).estimate(
+        list(chosen.values()), enumerator._sharder_data_map
+    )
+    load = [0.0] * case["ranks"]
+    for name, option in chosen.items():
+        for shard, (*_, rank) in zip(option.shards, tables[name]["shards"], strict=True):
+            load[rank] += shard.perf.total
+    return max(load)
 
 
 if __name__ == "__main__":
