@@ -28,7 +28,7 @@ def test_constraints_say_it_for_each_feature_or_once_for_all() -> None:
 def test_numbers_that_do_not_go_with_the_features_are_refused() -> None:
     with pytest.raises(ConfigError, match="Table 't': pooling_factors has 2 numbers for 3 features"):
         reads_of("t", ["a", "b", "c"], 8, ParameterConstraints(pooling_factors=[1, 2]))
-    with pytest.raises(ConfigError, match="num_poolings is .nan."):
+    with pytest.raises(ConfigError, match=r"num_poolings is .nan."):
         reads_of("t", ["a"], 8, ParameterConstraints(num_poolings=[float("nan")]))
 
 
