@@ -179,7 +179,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.one:
         tables = given.one.removeprefix("curve ")
-        case = CASES[given.one]() if tables == given.one else lognormal(int(tables), 64)
+        case = CASES[given.one]() if tables == given.one else lognormal(int(tables), 64, fill=0.5)
         print(json.dumps(one(case, given.repeat, given.keep)))
         return
     print(
