@@ -8,7 +8,7 @@ import numpy as np
 
 from tilerec.planner.instance import Instance, evaluate, fits
 from tilerec.planner.pack import Rule, pack
-from tilerec.planner.rebuild import Dice, rebuild
+from tilerec.planner.rebuild import Dice, _Rebuild, rebuild
 from tilerec.planner.relaxed import Relaxed, least
 
 
@@ -34,6 +34,37 @@ def test_a_rebuilt_plan_is_never_worse_and_within_caps(small_instance: Callable[
                 assert instance.allowed[t, list(after.places[t])].all()
         better += int(now.stage.sum()) < before
     assert better > 5
+
+
+def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Callable[..., Instance]) -> None:
+    repeated = 0
+    for seed in range(40):
+        instance = small_instance(seed)
+        relaxed = Relaxed(instance)
+        # The option with the most pieces: some share a rank or a host.
+        on_host = (instance.width > 1) & (instance.width < instance.ranks)
+        pieces = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0)
+        found = pack(relaxed, pieces.argmax(1), Rule.BOTH)
+        if found is None:
+            continue
+        repeated += any(len(set(where)) < len(where) for where in found.places)
+        state = _Rebuild(relaxed, relaxed.usable, found, 1)
+        assert np.allclose(state.load[:, state.shared], state.link[instance.host_of], rtol=1e-12, atol=1.0), (
+            seed
+        )
+        for t in range(instance.tables):
+            state._shift(t, -1.0)
+            state._hold(t, -1)
+            if not state._put(t):
+                break
+        else:
+            now = evaluate(instance, state.option, state.places)
+            # `evaluate` rounds up for slow ranks, and once more for hosts; the slowest rank's home counts for all.
+            assert np.abs(
+                state.load.max(0) + state.alike - now.stage
+            ).max() <= 1e-9 * now.stage.max() + 20 or (np.any(instance.slow != 1000))
+            assert (instance.cap - now.memory).tolist() == state.room.tolist()
+    assert repeated
 
 
 def test_a_large_piece_is_cut_where_that_is_cheaper() -> None:

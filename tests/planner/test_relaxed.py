@@ -60,6 +60,16 @@ def test_a_piece_larger_than_every_rank_makes_its_option_unusable(
     assert not Relaxed(replace(instance, memory=memory)).usable[0, 1]
 
 
+def test_uneven_rows_do_not_help_where_even_ones_are_larger_than_every_rank(
+    small_instance: Callable[..., Instance],
+) -> None:
+    instance = small_instance(1, divisible=True)
+    assert instance.divisible.any()
+    # Of two shares one is half of the table or more.
+    huge = replace(instance, memory=np.where(instance.divisible[:, :, None], 2**50, instance.memory))
+    assert not (Relaxed(huge).usable & instance.divisible).any()
+
+
 def test_a_proof_of_no_plan_names_the_table_or_the_tier_and_the_bytes(
     small_instance: Callable[..., Instance],
 ) -> None:

@@ -6,6 +6,7 @@ Nouns
   price     of an option: its work averaged over all ranks, its work at home, and its overflow. The average is what
             its room will cost the tables that come later
   key tables  those with a piece on the slowest rank of a stage
+  heavy     a table with a piece that is a good part of what a stage takes
 
 Floats here are only added, multiplied and compared one by one in a fixed order, and random numbers come from a
 counter: every machine makes the same plan.
@@ -27,6 +28,9 @@ from tilerec.planner.relaxed import Relaxed
 Floats = npt.NDArray[np.float64]
 
 KEPT = 8  # options of a table that are tried
+MOST = 16  # tables that are out at once, and one more
+SMOOTH = 4.0  # weight of the smooth objective beside the true one
+HEAVY = 0.2  # of a stage: a table with so large a piece is taken out more often
 
 
 class Dice:
@@ -161,7 +165,7 @@ class _Rebuild:
             np.add.at(self.load, places, more)
             return
         if self.linked:
-            self.link[places] += (cost * self.host_factor[places])[:, self.shared]
+            np.add.at(self.link, places, (cost * self.host_factor[places])[:, self.shared])
         for place in places.tolist():
             self.load[instance.host_ranks[place]] += cost * self.host_factor[place]
 
@@ -206,14 +210,17 @@ class _Rebuild:
 
     def run(self, steps: int) -> Packing:
         instance, dice = self.instance, self.dice
-        now = best = self._objective()
+        tables, every = instance.tables, np.arange(instance.tables)
+        size = (instance.cost[every, self.option] / np.maximum(self.load.max(0), 1.0)).max(1)
+        heavy = np.flatnonzero(size > HEAVY).tolist() or [int(size.argmax())]
+        best = self._objective()
         kept = (self.option.copy(), list(self.places))
         done, start = 0, steps
-        tables = instance.tables
+        now = best + SMOOTH * self._smooth()
         while done < steps:
             load, link, alike, room = self.load.copy(), self.link.copy(), self.alike.copy(), self.room.copy()
             host_room = self.host_room.copy() if self.capped else None
-            out = self._choose_out(min(2 + dice.below(6), tables))
+            out = self._choose_out(min(2 + dice.below(MOST), tables), heavy)
             was = [(t, int(self.option[t]), self.places[t]) for t in out]
             for t in out:
                 self._shift(t, -1.0)
@@ -224,13 +231,14 @@ class _Rebuild:
                 order[i], order[j] = order[j], order[i]
             fine = all(self._put(t) for t in order)
             done += len(out)
-            then = self._objective() if fine else np.inf
+            cost = self._objective() if fine else np.inf
+            then = cost + SMOOTH * self._smooth() if fine else np.inf
             # Slightly worse plans are passed through, less and less so.
-            slack = now * 0.004 * max(steps - 2 * done, 0) / start
+            slack = best * 0.004 * max(steps - 2 * done, 0) / start
             if then <= now + slack:
                 now = then
-                if now < best * (1.0 - 1e-12):
-                    best = now
+                if cost < best * (1.0 - 1e-12):
+                    best = cost
                     kept = (self.option.copy(), list(self.places))
             else:
                 for t in out:
@@ -250,11 +258,26 @@ class _Rebuild:
             self._hold(t, 1)
         return Packing(self.option, self.places, instance.cap - self.room)
 
+    def _smooth(self) -> float:
+        """With each stage's 32nd-power mean over ranks for its largest: falls when one of several slow ranks does."""
+        top = np.maximum(self.load.max(0), 1.0)
+        y = self.load / top
+        for _ in range(5):
+            y = y * y
+        # A sum of whole numbers, and roots that IEEE 754 rounds alike everywhere.
+        mean = (y * float(1 << 40)).astype(np.int64).sum(0) / (len(y) * float(1 << 40))
+        for _ in range(5):
+            mean = np.sqrt(mean)
+        total = 0.0
+        for x in (top * mean + self.alike).tolist():
+            total += x
+        return total
+
     def _size(self, t: int) -> float:
         return float(self.relaxed.stage_totals[t, self.option[t]].sum())
 
-    def _choose_out(self, count: int) -> list[int]:
-        """Key tables of one stage, or of some rank, and others at random."""
+    def _choose_out(self, count: int, heavy: list[int]) -> list[int]:
+        """Key tables of one stage, or of some rank, and others at random, most of them heavy."""
         instance, dice = self.instance, self.dice
         spread = self.load.max(0) - self.load.min(0)
         busy = [s for s in range(instance.stages) if spread[s] > 0]
@@ -272,7 +295,7 @@ class _Rebuild:
                 if other:
                     out[other[dice.below(len(other))]] = None
         while len(out) < count:
-            out[dice.below(instance.tables)] = None
+            out[heavy[dice.below(len(heavy))] if dice.below(4) else dice.below(instance.tables)] = None
         return list(out)
 
     def _on(self, rank: int, s: int) -> list[int]:

@@ -33,6 +33,7 @@ HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarte
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
 LARGE = 1 << 20  # and beyond which it is not polished for long
+REFINED = 200_000  # steps of that times ranks, of middling instances far from their bound
 REBUILT = 64  # tables up to which every granularity is rebuilt from
 SETS = 2  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
@@ -69,7 +70,9 @@ class _Search:
         self.large = instance.tables * instance.ranks > LARGE
         self.best: Solution | None = None
         self.least = 0  # ps that no plan is below
+        self.certified: int | None = None  # the same by certificate, once it was asked for
         self.seen: set[bytes] = set()  # options that were packed, under whatever charges
+        self.starts: list[tuple[int, Packing, Kinds]] = []  # what was made of them, and its cost with charges
 
     def run(self) -> Solution:
         proof = self.relaxed.impossible()
@@ -82,13 +85,20 @@ class _Search:
             for some in self._in_turn(kinds):
                 if some.bound(self.relaxed) < self._hopeless():
                     self._search(sharpen(self.relaxed, some))
+            if self.middling and not self.large and self.effort == 1 and self.best is not None:
+                self._refine(kinds)
             complete = self._enumerate(FEW_PARTS * self.effort)
         if self.best is None:
             return (
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
             )
         best = self.best = level(self.instance, self.best, 16 if self.middling else 64)
-        bound = best.cost if complete else certify(self.relaxed, kinds, best.cost)
+        if complete:
+            bound = best.cost
+        elif self.certified is not None:
+            bound = min(self.certified, best.cost)
+        else:
+            bound = certify(self.relaxed, kinds, best.cost)
         return evaluate(self.instance, best.option, best.places, best.rows, bound)
 
     def _in_turn(self, kinds: list[Kinds]) -> list[Kinds]:
@@ -118,7 +128,7 @@ class _Search:
         bound = kinds.bound(self.relaxed)
         good, fair = bound + bound // GOOD, bound + bound // FAIR
         starts: list[tuple[int, Packing]] = []
-        for head in HEADS[:4] if self.middling and self.effort == 1 else HEADS:
+        for head in HEADS[:5] if self.middling and self.effort == 1 else HEADS:
             for option, average in self._options(kinds, head):
                 if average + kinds.charge >= self.cost:
                     break
@@ -133,9 +143,10 @@ class _Search:
                     self.relaxed, packing, rounds * self.effort, average + average // near
                 )
                 starts.append((cost, packing))
+                self.starts.append((cost + kinds.charge, packing, kinds))
                 self._offer(packing)
                 break
-            if starts and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
+            if len(starts) == 1 and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
                 return
             if self.cost <= good or (self.middling and self.cost <= fair and self.effort == 1):
                 return
@@ -151,6 +162,16 @@ class _Search:
             self._offer(again)
             if self.cost <= good:
                 return
+
+    def _refine(self, kinds: list[Kinds]) -> None:
+        """Rebuilds the best packings of many tables, unless they are close enough to what the certificate says."""
+        bound = self.certified = certify(self.relaxed, kinds, self.cost)
+        for i, (_, packing, some) in enumerate(sorted(self.starts, key=lambda start: start[0])[:2]):
+            if self.cost <= bound + bound // FAIR:
+                return
+            again = rebuild(self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i)
+            again, _ = exchange(self.relaxed, again, 40)
+            self._offer(again)
 
     def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
         """Options and their average cost, ever easier to fit."""
