@@ -58,6 +58,7 @@ MERLIN = {
 }  # fmt: skip
 MERLIN_HOT = {"tiny": 10, "small": 30, "medium": 50, "large": 100, "jumbo": 200, "colossal": 300}
 MERLIN_BATCH = 65_536  # of all ranks
+# Powers of two whose 80 GiB each hold the model with room to spare; jumbo was published on 128, colossal on none.
 MERLIN_RANKS = {"tiny": 8, "small": 8, "medium": 8, "large": 32, "jumbo": 128, "colossal": 512}
 
 

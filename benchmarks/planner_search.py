@@ -1,23 +1,34 @@
-"""The planner's search on made-up tables: how long, how far from the bound, how much memory.
+"""The planner's search: how long it takes, how far from its bound it ends, how much memory, and how it grows.
 
-    python benchmarks/planner_search.py [--cases NAME ...] [--repeat 1]
+    python benchmarks/planner_search.py [--cases NAME ...] [--repeat 3]       the cases of planner_cases.py
+    python benchmarks/planner_search.py --scaling [--csv FILE]               time against tables, and the exponent
+    python benchmarks/planner_search.py --made-up                            instances of simpler costs
 
-The costs come from simple formulas (bytes over bandwidth) with five stages: lookup and update at the owner, rows over
-the links inside a host, rows over the host's network link, combining at home. The formulas of the library's own cost
-model are in docs/planner-cost.md; here only the shape of the numbers matters.
+Times are processor seconds of one process, the least of `--repeat` runs: making the tables' records, building the
+instance (`options.build`), the search (`solve`), and writing the plan (a checked tiling for each table). One case after
+another in a process of its own, so that the peak is that case's (with about 230 MiB of libraries).
+
+The made-up instances have simple formulas (bytes over bandwidth) with five stages: lookup and update at the owner, rows
+over the links inside a host, rows over the host's network link, combining at home; they vary what the library's own
+cost model (docs/planner-cost.md) does not: dense exchanges, uneven splits.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import multiprocessing
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from planner_cases import CASES, CRITEO, Case, lognormal
 
 from tilerec.planner.instance import Instance, Ints
+from tilerec.planner.options import build
 from tilerec.planner.search import solve
 
 Array = np.ndarray
@@ -29,25 +40,7 @@ NETWORK = 25e9  # of a rank: a host's link is shared by its ranks
 PS = 1e12
 BATCH = 1024
 SPLITS = (2, 4, 8, 16)
-CRITEO = (
-    *(
-        40_000_000,
-        39_060,
-        17_295,
-        7_424,
-        20_265,
-        3,
-        7_122,
-        1_543,
-        63,
-        40_000_000,
-        3_067_956,
-        405_282,
-        10,
-        2_209,
-    ),
-    *(11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
-)
+SCALING = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 def instance_of(
@@ -144,7 +137,7 @@ def fill_to(instance: Instance, share: float) -> Instance:
     return replace(instance, cap=np.full_like(instance.cap, int(least / share / instance.ranks)))
 
 
-def lognormal(tables: int, ranks: int, seed: int = 0, per_host: int = 8, **more: object) -> Instance:
+def _lognormal(tables: int, ranks: int, seed: int = 0, per_host: int = 8, **more: object) -> Instance:
     rng = np.random.default_rng(seed)
     rows = np.clip(np.exp(rng.normal(11, 2.6, tables)), 10, 5e8).astype(np.int64)
     dim = rng.choice([16, 32, 64, 128, 256], tables, p=[0.15, 0.2, 0.35, 0.2, 0.1]).astype(np.int64)
@@ -163,7 +156,7 @@ def criteo(ranks: int, divisible: bool = False, dense: bool = False) -> Instance
     return instance_of(rows, dim, np.ones(26), ranks, cap=cap, divisible=divisible, dense=dense)
 
 
-CASES: dict[str, Callable[[], Instance]] = {
+MADE_UP: dict[str, Callable[[], Instance]] = {
     "500 x 8": small500,
     "criteo x 8": lambda: criteo(8),
     "criteo x 128": lambda: criteo(128),
@@ -171,39 +164,125 @@ CASES: dict[str, Callable[[], Instance]] = {
     "criteo x 128, dense": lambda: criteo(128, dense=True),
     "criteo x 8 uneven": lambda: criteo(8, True),
     "criteo x 128 uneven": lambda: criteo(128, True),
-    "856 x 128": lambda: lognormal(856, 128),
-    "100 x 128": lambda: lognormal(100, 128, 1),
-    "300 x 128": lambda: lognormal(300, 128, 1),
-    "10k x 1024, 30%": lambda: fill_to(lognormal(10_000, 1024), 0.30),
-    "10k x 1024, 86%": lambda: fill_to(lognormal(10_000, 1024), 0.86),
-    "100k x 4096": lambda: fill_to(lognormal(100_000, 4096), 0.30),
+    "856 x 128": lambda: _lognormal(856, 128),
+    "100 x 128": lambda: _lognormal(100, 128, 1),
+    "300 x 128": lambda: _lognormal(300, 128, 1),
+    "10k x 1024, 30%": lambda: fill_to(_lognormal(10_000, 1024), 0.30),
+    "10k x 1024, 86%": lambda: fill_to(_lognormal(10_000, 1024), 0.86),
+    "100k x 4096": lambda: fill_to(_lognormal(100_000, 4096), 0.30),
 }
+
+
+def measured(name: str, case: Case, repeat: int, effort: int) -> dict[str, Any]:
+    """Seconds of every part, and what came out."""
+    topology = case.topology()
+    seconds: list[list[float]] = []
+    for _ in range(repeat):
+        clock = [time.process_time()]
+        tables = case.tables()
+        clock.append(time.process_time())
+        problem = build(tables, topology)
+        clock.append(time.process_time())
+        found = solve(problem.instance, effort=effort)
+        clock.append(time.process_time())
+        for t in range(len(found.option)):
+            problem.sharding(t, int(found.option[t]), found.places[t], found.rows.get(t))
+        clock.append(time.process_time())
+        seconds.append(np.diff(clock).tolist())
+    read, built, solved, written = (min(column) for column in zip(*seconds, strict=True))
+    return {
+        "case": name,
+        "tables": problem.instance.tables,
+        "ranks": problem.instance.ranks,
+        "read s": read,
+        "build s": built,
+        "solve s": solved,
+        "write s": written,
+        "all s": min(map(sum, seconds)),
+        "cost ms": found.cost / 1e9,
+        "gap %": 100 * found.gap if found.bound else float("nan"),
+        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _alone(name: str, case: Case, repeat: int, effort: int) -> dict[str, Any]:
+    """`measured` in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measured, (name, case, repeat, effort))
+
+
+def _row(values: dict[str, Any]) -> str:
+    texts = [f"{v:.3f}" if isinstance(v, float) and v < 10 else f"{v:.1f}" if isinstance(v, float) else str(v)
+             for v in values.values()]  # fmt: skip
+    return "| " + " | ".join(texts) + " |"
+
+
+def _head(columns: list[str]) -> str:
+    return "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|"
+
+
+def run_cases(names: list[str], repeat: int, effort: int) -> None:
+    for i, name in enumerate(names):
+        found = _alone(name, CASES[name](), repeat, effort)
+        if not i:
+            print(_head(list(found)))
+        print(_row(found), flush=True)
+
+
+def run_scaling(path: str | None, repeat: int, effort: int) -> None:
+    """Log-normal tables on a rank for every 10 of them (hosts of 8), memory 30 % full."""
+    rows = []
+    for tables in SCALING:
+        ranks = max(tables // 10 // 8 * 8, 8)
+        case = lognormal(tables, ranks, fill=0.30)
+        rows.append(_alone(f"{tables} x {ranks}", case, repeat if tables <= 10_000 else 1, effort))
+        if len(rows) == 1:
+            print(_head(list(rows[0])))
+        print(_row(rows[-1]), flush=True)
+    if path is not None:
+        with open(path, "w", newline="") as file:
+            out = csv.DictWriter(file, list(rows[0]))
+            out.writeheader()
+            out.writerows(rows)
+    x = np.log10([row["tables"] for row in rows])
+    for part in ("build s", "solve s", "write s", "all s"):
+        y = np.log10([row[part] for row in rows])
+        every, large = np.polyfit(x, y, 1)[0], np.polyfit(x[-4:], y[-4:], 1)[0]
+        print(f"{part[:-2]:6s} ~ tables^{every:.2f} (from {SCALING[-4]:,} tables on: ^{large:.2f})")
+    # One line of the plot for each size, 20 columns for a factor of ten.
+    low = min(float(np.log10(row["all s"])) for row in rows)
+    for row in rows:
+        at = round((float(np.log10(row["all s"])) - low) * 20)
+        print(f"{row['tables']:>8,} |{' ' * at}* {row['all s']:.2f} s")
+
+
+def run_made_up(names: list[str], repeat: int, effort: int) -> None:
+    print(_head(["case", "solve s", "cost ms", "gap %"]))
+    for name in names:
+        instance = MADE_UP[name]()
+        best = float("inf")
+        for _ in range(repeat):
+            start = time.process_time()
+            found = solve(instance, effort=effort)
+            best = min(best, time.process_time() - start)
+        print(f"| {name} | {best:.3f} | {found.cost / 1e9:.4f} | {100 * found.gap:.2f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--cases", nargs="*")
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--effort", type=int, default=1)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--csv", help="where --scaling writes its table")
+    parser.add_argument("--made-up", action="store_true")
     args = parser.parse_args()
-    print("| case | build s | solve s | CPU s | cost ms | bound ms | gap % | peak MiB |\n" + "|---" * 8 + "|")
-    for name in args.cases:
-        start = time.perf_counter()
-        instance = CASES[name]()
-        built = time.perf_counter() - start
-        wall, busy = [], []
-        for _ in range(args.repeat):
-            start, cpu = time.perf_counter(), time.process_time()
-            found = solve(instance, effort=args.effort)
-            wall.append(time.perf_counter() - start)
-            busy.append(time.process_time() - cpu)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        middle = args.repeat // 2
-        print(
-            f"| {name} | {built:.2f} | {sorted(wall)[middle]:.3f} | {sorted(busy)[middle]:.3f} | "
-            f"{found.cost / 1e9:.4f} | {found.bound / 1e9:.4f} | {100 * found.gap:.2f} | {peak:.0f} |",
-            flush=True,
-        )
+    if args.scaling:
+        run_scaling(args.csv, args.repeat, args.effort)
+    elif args.made_up:
+        run_made_up(args.cases or list(MADE_UP), args.repeat, args.effort)
+    else:
+        run_cases(args.cases or list(CASES), args.repeat, args.effort)
 
 
 if __name__ == "__main__":
