@@ -92,6 +92,14 @@ std::string describe() {
   TR_FIELD(tr_rows, hypers);
   TR_FIELD(tr_rows, rule);
 
+  TR_STRUCT(tr_parts);
+  TR_FIELD(tr_parts, rows);
+  TR_FIELD(tr_parts, grads);
+  TR_FIELD(tr_parts, scalars);
+  TR_FIELD(tr_parts, counts);
+  TR_FIELD(tr_parts, strides);
+  TR_FIELD(tr_parts, full_dims);
+
   TR_STRUCT(tr_route);
   TR_FIELD(tr_route, lists);
   TR_FIELD(tr_route, routes);

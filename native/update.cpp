@@ -32,9 +32,9 @@ TILEREC_DECLARE(void sum_piece(const Gather&, size_t begin, size_t end, float* s
 TILEREC_DECLARE(void add_row(float* to, const float* x, int64_t dim))
 TILEREC_DECLARE(size_t count_runs(const Gather&, size_t begin, size_t end))
 TILEREC_DECLARE(void sum_unit(const Gather&, size_t begin, size_t end, float* scratch, int64_t* rows, float* grads))
-TILEREC_DECLARE(void partials_of(const Target&, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                                 int phase, bool exact, size_t begin, size_t end, float* scratch, float* out))
-TILEREC_DECLARE(void apply_rows(const Target&, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
+TILEREC_DECLARE(void partials_of(const Target&, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
+                                 int phase, bool exact, bool finite, size_t begin, size_t end, float* scratch, float* out))
+TILEREC_DECLARE(void apply_rows(const Target&, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
                                 size_t begin, size_t end, float* scratch))
 
 namespace tilerec {
@@ -538,9 +538,9 @@ void update_rows(const tr_rows& tables, const tr_gradient& record, int threads, 
 
 struct Sums {
   tr_gradient record;
-  std::vector<int64_t> arrays[6];
   Plan plan;
-  std::vector<size_t> runs_before;  // per unit
+  std::vector<size_t> runs_before;   // per unit
+  std::vector<size_t> grads_before;  // per table of the plan, elements of the tables before it
 };
 
 }  // namespace
@@ -559,16 +559,18 @@ TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int
   }
 }
 
-TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, int32_t threads, int64_t* count, tr_report* report) {
+TR_API void* tr_sum_begin(const tr_gradient* record, const int64_t* rows, const int64_t* dims, int64_t tables, int32_t threads,
+                          int64_t* counts, tr_report* report) {
   *report = {TR_OK, -1, -1, 0};
-  *count = 0;
+  std::fill(counts, counts + tables, 0);
   try {
     auto sums = std::make_unique<Sums>();
     sums->record = *record;
     Plan& plan = sums->plan;
     plan.record = &sums->record;
-    if (rows == 0) rows = kUnknown;
-    if (!read_layout(plan, &rows, &dim, 1, report)) return nullptr;
+    std::vector<int64_t> known(rows, rows + tables);
+    std::replace(known.begin(), known.end(), int64_t(0), kUnknown);
+    if (!read_layout(plan, known.data(), dims, tables, report)) return nullptr;
     if (plan.tables.empty()) return sums.release();
     if (!prepare(plan, threads, report)) return nullptr;
     FirstBad bad;
@@ -582,7 +584,14 @@ TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, 
     });
     if (bad.any()) return bad.tell(plan, report), nullptr;
     for (size_t u = 1; u < sums->runs_before.size(); u++) sums->runs_before[u] += sums->runs_before[u - 1];
-    *count = static_cast<int64_t>(sums->runs_before.back());
+    size_t grads = 0;
+    for (size_t t = 0; t < plan.tables.size(); t++) {
+      const TablePlan& table = plan.tables[t];
+      const size_t count = sums->runs_before[plan.unit_base[t + 1]] - sums->runs_before[plan.unit_base[t]];
+      counts[table.table] = static_cast<int64_t>(count);
+      sums->grads_before.push_back(grads);
+      grads += count * static_cast<size_t>(table.dim);
+    }
     return sums.release();
   } catch (const std::exception&) {
     complain(report, TR_NO_MEMORY, -1, 0, 0);
@@ -597,9 +606,9 @@ TR_API void tr_sum_finish(void* handle, int64_t* rows_out, float* grads_out) {
   plan.next_unit = 0;
   parallel(plan.threads, [&](const Team& team) {
     take_units(plan, [&](size_t t, size_t unit, size_t begin, size_t end) {
-      const size_t first = sums.runs_before[unit];
+      const size_t first = sums.runs_before[unit], in_table = first - sums.runs_before[plan.unit_base[t]];
       TILEREC_CALL(sum_unit)(plan.tables[t].gather, begin, end, plan.scratch(team.thread), rows_out + first,
-                             grads_out + first * static_cast<size_t>(plan.widest));
+                             grads_out + sums.grads_before[t] + in_table * static_cast<size_t>(plan.tables[t].dim));
     });
   });
 }
@@ -608,53 +617,68 @@ TR_API void tr_sum_free(void* handle) { delete static_cast<Sums*>(handle); }
 
 namespace {
 
-// Threads and their scratch for work on `count` rows; body(begin, end, scratch).
-template <class Body>
-void over_rows(int64_t count, int64_t dim, int threads, tr_report* report, const Body& body) {
+// Whether all rows lie in their tables; clears `ascend` if those of a table do not ascend, so that two threads could meet one row.
+bool rows_are_good(const tr_rows& tables, const tr_parts& parts, bool* ascend, tr_report* report) {
   *report = {TR_OK, -1, -1, 0};
-  if (count == 0) return;
-  if (count * dim < 16384) threads = 1;
-  const size_t each = static_cast<size_t>(scratch_floats(dim));
-  std::unique_ptr<float[]> scratch(new (std::nothrow) float[each * static_cast<size_t>(threads)]);
-  if (!scratch) return complain(report, TR_NO_MEMORY, -1, 0, dim);
-  parallel(threads, [&](const Team& team) {
-    body(team.begin(static_cast<size_t>(count)), team.end(static_cast<size_t>(count)), scratch.get() + each * static_cast<size_t>(team.thread));
-  });
-}
-
-// Whether the rows lie in the table; clears `ascend` if they do not ascend, so that two threads could meet one row.
-bool rows_are_good(const tr_rows& part, const int64_t* rows, int64_t count, bool* ascend, tr_report* report) {
-  *report = {TR_OK, -1, -1, 0};
-  if (!tables_serve(part, report)) return false;
-  for (int64_t u = 0; u < count; u++) {
-    if (rows[u] < 0 || rows[u] >= part.rows[0]) return complain(report, TR_BAD_ID, 0, u, rows[u]), false;
-    if (u && rows[u] <= rows[u - 1]) *ascend = false;
+  if (!tables_serve(tables, report)) return false;
+  for (int64_t t = 0; t < tables.tables; t++) {
+    const int64_t* rows = parts.rows[t];
+    for (int64_t u = 0; u < parts.counts[t]; u++) {
+      if (rows[u] < 0 || rows[u] >= tables.rows[t]) return complain(report, TR_BAD_ID, t, u, rows[u]), false;
+      if (u && rows[u] <= rows[u - 1]) *ascend = false;
+    }
   }
   return true;
 }
 
-}  // namespace
-
-TR_API void tr_rule_partials(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                             int64_t dim, int32_t phase, int32_t exact, int32_t threads, float* out, tr_report* report) {
-  bool ascend = true;
-  if (!rows_are_good(*part, rows, count, &ascend, report)) return;
-  Target to = target_of(*part, 0);
-  to.full_dim = dim;
-  to.block_offset = to.column_offset;
-  over_rows(count, to.dim, threads, report, [&](size_t begin, size_t end, float* scratch) {
-    TILEREC_CALL(partials_of)(to, rows, grads, scalars, count, phase, exact != 0, begin, end, scratch, out);
+// Shares the rows of all parts among threads; body(target, t, begin, end, scratch) has rows [begin, end) of table t.
+template <class Body>
+void over_rows(const tr_rows& tables, const tr_parts& parts, int threads, tr_report* report, const Body& body) {
+  size_t total = 0;
+  int64_t widest = 0, elements = 0;
+  for (int64_t t = 0; t < tables.tables; t++) {
+    total += static_cast<size_t>(parts.counts[t]);
+    widest = std::max(widest, tables.dims[t]);
+    elements += parts.counts[t] * tables.dims[t];
+  }
+  if (total == 0) return;
+  if (elements < 16384) threads = 1;
+  const size_t each = static_cast<size_t>(scratch_floats(widest));
+  std::unique_ptr<float[]> scratch(new (std::nothrow) float[each * static_cast<size_t>(threads)]);
+  if (!scratch) return complain(report, TR_NO_MEMORY, -1, 0, widest);
+  parallel(threads, [&](const Team& team) {
+    const size_t begin = team.begin(total), end = team.end(total);
+    size_t before = 0;  // rows of the tables before
+    for (int64_t t = 0; t < tables.tables; t++) {
+      const size_t count = static_cast<size_t>(parts.counts[t]);
+      const size_t low = std::max(begin, before), high = std::min(end, before + count);
+      if (low < high) {
+        Target to = target_of(tables, t);
+        to.full_dim = parts.full_dims[t];
+        to.block_offset = to.column_offset;
+        body(to, t, low - before, high - before, scratch.get() + each * static_cast<size_t>(team.thread));
+      }
+      before += count;
+    }
   });
 }
 
-TR_API void tr_rule_apply(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                          int64_t dim, int32_t threads, tr_report* report) {
+}  // namespace
+
+TR_API void tr_rule_partials(const tr_rows* tables, const tr_parts* parts, int32_t phase, int32_t exact, int32_t finite,
+                             int32_t threads, float* const* outs, tr_report* report) {
   bool ascend = true;
-  if (!rows_are_good(*part, rows, count, &ascend, report)) return;
-  Target to = target_of(*part, 0);
-  to.full_dim = dim;
-  to.block_offset = to.column_offset;
-  over_rows(count, to.dim, ascend ? threads : 1, report, [&](size_t begin, size_t end, float* scratch) {
-    TILEREC_CALL(apply_rows)(to, rows, grads, scalars, count, begin, end, scratch);
+  if (!rows_are_good(*tables, *parts, &ascend, report)) return;
+  over_rows(*tables, *parts, threads, report, [&](const Target& to, int64_t t, size_t begin, size_t end, float* scratch) {
+    TILEREC_CALL(partials_of)(to, parts->rows[t], parts->grads[t], parts->scalars[t], parts->strides[t], phase, exact != 0,
+                              finite != 0, begin, end, scratch, outs[t]);
+  });
+}
+
+TR_API void tr_rule_apply(const tr_rows* tables, const tr_parts* parts, int32_t threads, tr_report* report) {
+  bool ascend = true;
+  if (!rows_are_good(*tables, *parts, &ascend, report)) return;
+  over_rows(*tables, *parts, ascend ? threads : 1, report, [&](const Target& to, int64_t t, size_t begin, size_t end, float* scratch) {
+    TILEREC_CALL(apply_rows)(to, parts->rows[t], parts->grads[t], parts->scalars[t], parts->strides[t], begin, end, scratch);
   });
 }

@@ -5,7 +5,7 @@
 //                     s * w_p * grad[grad_starts[f] + b * grad_strides[f] : + dim], s = 1 / (ids in the bag) for a mean
 //   part              some columns of a table; its rule runs in phases (rules.h)
 //
-// Arrays are parallel: per feature in a record, per table in tr_rows.
+// Arrays are parallel: per feature in a record, per table in tr_rows and tr_parts.
 #pragma once
 
 #include "tilerec.h"
@@ -43,6 +43,14 @@ typedef struct {
   int32_t rule;
 } tr_rows;
 
+// Distinct rows of several tables, each of which is a part of full_dims columns, with their summed gradients.
+typedef struct {
+  const int64_t* const* rows;    // per table, counts
+  const float* const* grads;     // per table, contiguous [counts, dims]
+  const float* const* scalars;   // reduced row sums of the phases so far: sum p of row u is scalars[t][p * strides[t] + u]
+  const int64_t *counts, *strides, *full_dims;
+} tr_parts;
+
 // What `position` says where a record or its tables are a TR_BAD_ARGUMENT; `feature` is the first of the record's that is wrong
 // (its table's number for TR_UPDATE_BAD_COLUMN), -1 if none can be told.
 enum {
@@ -61,16 +69,17 @@ enum {
 // refused changes nothing.
 TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int32_t threads, int64_t* skipped, tr_report* report);
 
-// The distinct rows of a record whose features all read one table of `rows` rows (0: not known): how many, then the rows
-// ascending and their summed gradients [count, dim]. The handle is null if report->status is not 0; free it once.
-TR_API void* tr_sum_begin(const tr_gradient* record, int64_t rows, int64_t dim, int32_t threads, int64_t* count, tr_report* report);
+// The distinct rows of a record that reads `tables` tables of rows[t] rows (0: not known) and dims[t] columns: how many of each
+// (counts[t]), then, table after table, the rows ascending and their summed gradients [counts[t], dims[t]]. The handle is null if
+// report->status is not 0; free it once.
+TR_API void* tr_sum_begin(const tr_gradient* record, const int64_t* rows, const int64_t* dims, int64_t tables, int32_t threads,
+                          int64_t* counts, tr_report* report);
 TR_API void tr_sum_finish(void* handle, int64_t* rows_out, float* grads_out);
 TR_API void tr_sum_free(void* handle);
 
-// One column part of a table in phases: tables->tables is 1, `dim` the columns of the whole row, rows_U and grads [U, width]
-// as tr_sum gives them, scalars [P, U] the reduced row sums of the earlier phases (all of them for the apply).
-// out: [U, K, 1], or [U, K, blocks] if exact: a value per aligned block of 8 global columns that the part touches.
-TR_API void tr_rule_partials(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                             int64_t dim, int32_t phase, int32_t exact, int32_t threads, float* out, tr_report* report);
-TR_API void tr_rule_apply(const tr_rows* part, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                          int64_t dim, int32_t threads, tr_report* report);
+// Column parts of tables, which share a rule, in phases.
+// outs, per table: [counts, K, 1], or [counts, K, blocks] if exact: a value per aligned block of 8 global columns that the
+// part touches. `finite`: one sum more, in every place 1 if the row's gradient is finite, else 0.
+TR_API void tr_rule_partials(const tr_rows* tables, const tr_parts* parts, int32_t phase, int32_t exact, int32_t finite,
+                             int32_t threads, float* const* outs, tr_report* report);
+TR_API void tr_rule_apply(const tr_rows* tables, const tr_parts* parts, int32_t threads, tr_report* report);

@@ -374,8 +374,26 @@ struct Updater {
   }
 };
 
+template <int kDim>
+struct Columns {
+  static constexpr int value = kDim;
+};
+
 template <class Rule, class W>
 struct Loops {
+  // Calls run with the columns at hand if an Updater may know them, else with 0.
+  template <class Run>
+  static void with_dim(const Target& to, const Run& run) {
+    if constexpr (IsFloat<W>::value) {
+      if (!(to.block_offset & 7)) {
+        if (to.dim == 16) return run(Columns<16>{});
+        if (to.dim == 32) return run(Columns<32>{});
+        if (to.dim == 64) return run(Columns<64>{});
+        if (to.dim == 128) return run(Columns<128>{});
+      }
+    }
+    run(Columns<0>{});
+  }
   template <int kDim>
   static void unit_of(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
     uint32_t starts[kUnit + 1];
@@ -414,13 +432,7 @@ struct Loops {
     result->skipped++;
   }
   static void unit(const Target& to, const Gather& from, size_t begin, size_t end, float* at, UnitResult* result) {
-    if (IsFloat<W>::value && !(to.block_offset & 7)) {
-      if (to.dim == 16) return unit_of<16>(to, from, begin, end, at, result);
-      if (to.dim == 32) return unit_of<32>(to, from, begin, end, at, result);
-      if (to.dim == 64) return unit_of<64>(to, from, begin, end, at, result);
-      if (to.dim == 128) return unit_of<128>(to, from, begin, end, at, result);
-    }
-    unit_of<0>(to, from, begin, end, at, result);
+    with_dim(to, [&](auto dim) { unit_of<decltype(dim)::value>(to, from, begin, end, at, result); });
   }
   static void finish(const Target& to, int64_t row, const float* g, float* at, UnitResult* result) {
     const Updater<Rule, W, 0> updater(to, at);
@@ -429,33 +441,42 @@ struct Loops {
     else
       skip(row, result);
   }
-  static void partials(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                       int phase, bool exact, size_t begin, size_t end, float* at, float* out) {
+  // Not for known columns: some rules look at the weights only where they decay, and unrolled loops would always read them.
+  static void partials(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
+                       int phase, bool exact, bool finite, size_t begin, size_t end, float* at, float* out) {
     const Updater<Rule, W, 0> updater(to, at);
-    const int sums = updater.rule.sums(phase);
+    const int sums = updater.rule.sums(phase), kinds = sums + finite;
     const int64_t blocks = updater.blocks(), each = exact ? blocks : 1;
     float* places[2] = {updater.scratch.blocks, updater.scratch.blocks + updater.scratch.stride / 2};
     for (size_t u = begin; u < end; u++) {
       const float* g = grads + (int64_t)u * to.dim;
-      typename Rule::Row row = updater.resume(rows[u], scalars + u, count, phase);
+      typename Rule::Row row = updater.resume(rows[u], scalars + u, stride, phase);
       updater.sum_blocks(row, phase, rows[u], g, updater.in_fp32(rows[u], 0), places);
-      for (int k = 0; k < sums; k++) {
-        float* place = out + ((int64_t)u * sums + k) * each;
+      float* to_row = out + (int64_t)u * kinds * each;
+      for (int k = 0; k < sums; k++, to_row += each) {
         if (exact)
-          for (int64_t b = 0; b < blocks; b++) place[b] = places[k][b];
+          for (int64_t b = 0; b < blocks; b++) to_row[b] = places[k][b];
         else
-          *place = add_blocks(places[k], blocks);
+          *to_row = add_blocks(places[k], blocks);
       }
+      if (!finite) continue;
+      const float whole = is_finite(g, to.dim) ? 1.0f : 0.0f;
+      for (int64_t b = 0; b < each; b++) to_row[b] = whole;
     }
   }
-  static void apply(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count,
-                    size_t begin, size_t end, float* at) {
-    const Updater<Rule, W, 0> updater(to, at);
+  template <int kDim>
+  static void apply_of(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
+                       size_t begin, size_t end, float* at) {
+    const Updater<Rule, W, kDim> updater(to, at);
     for (size_t u = begin; u < end; u++) {
       if (u + kAheadRuns < end) updater.ask(rows[u + kAheadRuns]);
-      typename Rule::Row row = updater.resume(rows[u], scalars + u, count, updater.rule.phases());
-      updater.write_row(row, rows[u], grads + (int64_t)u * to.dim, updater.in_fp32(rows[u], 0));
+      typename Rule::Row row = updater.resume(rows[u], scalars + u, stride, updater.rule.phases());
+      updater.write_row(row, rows[u], grads + (int64_t)u * updater.dim(), updater.in_fp32(rows[u], 0));
     }
+  }
+  static void apply(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
+                    size_t begin, size_t end, float* at) {
+    with_dim(to, [&](auto dim) { apply_of<decltype(dim)::value>(to, rows, grads, scalars, stride, begin, end, at); });
   }
 };
 
@@ -532,14 +553,14 @@ void sum_unit(const Gather& from, size_t begin, size_t end, float* at, int64_t* 
   }
 }
 
-void partials_of(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count, int phase,
-                 bool exact, size_t begin, size_t end, float* scratch, float* out) {
-  with_rule(to, [&](auto loops) { loops.partials(to, rows, grads, scalars, count, phase, exact, begin, end, scratch, out); });
+void partials_of(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride, int phase,
+                 bool exact, bool finite, size_t begin, size_t end, float* scratch, float* out) {
+  with_rule(to, [&](auto loops) { loops.partials(to, rows, grads, scalars, stride, phase, exact, finite, begin, end, scratch, out); });
 }
 
-void apply_rows(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t count, size_t begin,
+void apply_rows(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride, size_t begin,
                 size_t end, float* scratch) {
-  with_rule(to, [&](auto loops) { loops.apply(to, rows, grads, scalars, count, begin, end, scratch); });
+  with_rule(to, [&](auto loops) { loops.apply(to, rows, grads, scalars, stride, begin, end, scratch); });
 }
 
 }  // namespace TILEREC_ISA

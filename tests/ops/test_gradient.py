@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import CommsError, TilerecError
-from tilerec.ops.gradient import GradientRecord, GradientSink, bag_starts, new_ticket, pooled_blocks, sum_rows
+from tilerec.ops.gradient import (
+    GradientRecord,
+    GradientSink,
+    bag_starts,
+    features_of,
+    new_ticket,
+    pooled_blocks,
+    sum_rows,
+    sum_rows_of_tables,
+)
 
 IDS, OFFSETS = torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3])
 
@@ -190,3 +199,32 @@ def test_a_lost_peer_is_not_waited_for_again() -> None:
     with pytest.raises(CommsError, match="rank 1 is gone"):
         (lookup([first], tables[:1]) + lookup([second], tables[1:])).sum().backward()
     assert second.taken == []
+
+
+def test_sums_of_several_tables_are_each_of_them_alone() -> None:
+    """Tables 7 (features 0 and 2), 8 (feature 1) and one whose sums nobody asks for (feature 3)."""
+    grad = torch.randn(4, 12)
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), torch.randint(0, 4, (16,)).cumsum(0)))
+    ids = torch.randint(0, 5, (int(offsets[-1]),))
+    record = GradientRecord(
+        0, grad, ids, offsets, None, (7, 8, 7, 9), (3, 4, 3, 2),
+        (0, 4, 8, 12), (4, 4, 4, 4), (0, 3, 7, 10), (12,) * 4, (0,) * 4,
+    )  # fmt: skip
+    features = features_of(record, [8, 5, 7])
+    assert features == {8: [1], 7: [0, 2]}
+    sums = sum_rows_of_tables(record, list(features.values()))
+    for own, (rows_U, grads_UD) in zip(features.values(), sums, strict=True):
+        want_rows, want_grads = sum_rows(record.only(own))
+        assert torch.equal(rows_U, want_rows)
+        assert torch.equal(grads_UD, want_grads)
+    assert sum_rows_of_tables(record, []) == []
+
+
+def test_lookups_of_several_tables_are_merged_together() -> None:
+    """Two tables of one key, of different widths, looked up twice; the first is looked up alone once more."""
+    sinks = [Recorder("same"), Recorder("same")]
+    narrow, wide = table(), torch.ones(4, 3, requires_grad=True)
+    twice = [lookup(sinks, [narrow, wide]) for _ in range(2)]
+    (twice[0].sum() + 10 * twice[1].sum() + 100 * lookup(sinks[:1], [narrow]).sum()).backward()
+    assert sinks[0].taken == [(2, {1: 222.0, 2: 111.0})]
+    assert sinks[1].taken == [(2, {1: 22.0, 2: 11.0})]

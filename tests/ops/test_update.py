@@ -16,7 +16,10 @@ from tilerec.ops import backends  # noqa: F401
 from tilerec.ops.rules import make_rule
 from tilerec.ops.update import (
     rule_apply_reference_,
+    rule_apply_to_tables_reference_,
+    rule_partials_of_tables_reference,
     rule_partials_reference,
+    sum_row_gradients_of_tables_reference,
     sum_row_gradients_reference,
     update_rows_reference_,
 )
@@ -566,3 +569,198 @@ def test_a_phase_that_a_rule_has_not_is_refused(
                 torch.ones(4, 3), slots, torch.tensor([1]), torch.ones(1, 3), torch.zeros(max(phase, 0), 1), phase, 3,
                 True, 0, rule, COMMON + tail, 1,
             )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- several tables
+
+SUMS = {True: sum_row_gradients_of_tables_reference, False: torch.ops.tilerec.sum_row_gradients_of_tables}
+PARTIALS = {True: rule_partials_of_tables_reference, False: torch.ops.tilerec.rule_partials_of_tables}
+APPLY = {True: rule_apply_to_tables_reference_, False: torch.ops.tilerec.rule_apply_to_tables_}
+
+
+@BOTH
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_row_sums_of_several_tables_are_those_of_each_alone(
+    dtype: torch.dtype, known: bool, reference: bool
+) -> None:
+    """Features of three tables in a mixed order, a table without features, one without ids, widths 1 to 257."""
+    dims, tables, batch = [3, 64, 8, 257, 1], [3, 0, 4, 0, 3, 1], 40
+    widths = [dims[t] for t in tables]
+    lengths = torch.randint(0, 4, (len(tables), batch))
+    lengths[-1] = 0  # table 1 gets no ids, table 2 has no feature
+    grad, ids, offsets = record(widths, lengths.view(-1).tolist(), 9, batch, dtype)[:3]
+    starts, places = (
+        [f * batch for f in range(len(tables))],
+        [sum(widths[:f]) for f in range(len(tables))],
+    )
+    layout = [starts, [batch] * len(tables), places, [sum(widths)] * len(tables), [0, 1, 0, 0, 1, 0]]
+    rows, grads, counts = SUMS[reference](
+        grad, ids, offsets, None, [9 if known else 0] * 5, dims, tables, *layout
+    )
+    assert counts.shape == (5,)
+    assert counts[1] == counts[2] == 0
+    assert grads.shape == ((counts * torch.tensor(dims)).sum(),)
+    blocks = grads.split((counts * torch.tensor(dims)).tolist())
+    for t, (rows_U, block) in enumerate(zip(rows.split(counts.tolist()), blocks, strict=True)):
+        own = [[values[f] for f in range(len(tables)) if tables[f] == t] for values in layout]
+        want_rows, want = torch.ops.tilerec.sum_row_gradients(grad, ids, offsets, None, 9, dims[t], *own)
+        assert torch.equal(rows_U, want_rows)
+        if reference:  # occurrences of a mean are divided, not multiplied by the inverse
+            torch.testing.assert_close(block.view(-1, dims[t]), want, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(block.view(-1, dims[t]), want)
+
+
+def parts_of(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Weights, slots and gradients of parts of 4 widths, of rows (0, 2, 5, 8), none, (3), 600 rows."""
+    _, _, kinds = RULES[name]
+    widths, sizes, counts = [8, 5, 64, 16], [9, 4, 5, 600], [4, 0, 1, 600]
+    weights = [torch.randn(n, d).to(dtype) for n, d in zip(sizes, widths, strict=True)]
+    slots = [s for n, d in zip(sizes, widths, strict=True) for s in slots_for(kinds, n, d)]
+    return weights, slots, [torch.randn(n, d) for n, d in zip(counts, widths, strict=True)]
+
+
+ROWS_OF_PARTS = [
+    torch.tensor([0, 2, 5, 8]), torch.zeros(0, dtype=torch.int64), torch.tensor([3]), torch.arange(600),
+]  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_several_parts_in_one_call_are_each_of_them_alone(
+    name: str, exact: bool, threads: int, reference: bool
+) -> None:
+    """The same bits; sums of earlier phases lie one table after the other, as views of one tensor."""
+    torch.set_num_threads(threads)
+    rule, tail, kinds = RULES[name]
+    hyper, made = COMMON + tail, make_rule(rule, COMMON + tail)
+    weights, slots, grads = parts_of(name, torch.bfloat16 if name == "lamb" else torch.float32)
+    each = len(kinds)
+    own_slots = [slots[t * each : (t + 1) * each] for t in range(4)]
+    columns, dims, steps = [16, 3, 0, 8], [64, 8, 64, 24], [1, 2, 3, 4]
+    counts = [rows.numel() for rows in ROWS_OF_PARTS]
+    scalars = torch.zeros(0, sum(counts))
+    one = rule_partials_reference if reference else torch.ops.tilerec.rule_partials
+    for phase in range(made.phases):
+        before = scalars.split(counts, dim=1)
+        flat = PARTIALS[reference](
+            weights,
+            slots,
+            ROWS_OF_PARTS,
+            grads,
+            before,
+            phase,
+            dims,
+            exact,
+            False,
+            columns,
+            rule,
+            hyper,
+            steps,
+        )
+        want = [
+            one(
+                weights[t], own_slots[t], ROWS_OF_PARTS[t], grads[t], before[t].contiguous(), phase, dims[t], exact,
+                columns[t], rule, hyper, steps[t],
+            )
+            for t in range(4)
+        ]  # fmt: skip
+        assert torch.equal(flat, torch.cat([part.reshape(-1) for part in want]))
+        scalars = torch.cat((scalars, torch.rand(made.sums(phase), sum(counts))))
+    copies = [w.clone() for w in weights], [s.clone() for s in slots]
+    seeds, row_offsets = [1, 2, 3, 4, 5, 6, 7, 8], [0, 5, 0, 9]
+    last = scalars.split(counts, dim=1)
+    APPLY[reference](
+        weights, slots, ROWS_OF_PARTS, grads, last, dims, rule, hyper, steps, seeds, row_offsets, columns
+    )
+    apply_one = rule_apply_reference_ if reference else torch.ops.tilerec.rule_apply_
+    for t in range(4):
+        apply_one(
+            copies[0][t], copies[1][t * each : (t + 1) * each], ROWS_OF_PARTS[t], grads[t], last[t].contiguous(),
+            dims[t], rule, hyper, steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t], columns[t],
+        )  # fmt: skip
+    for got, alone in zip((*weights, *slots), (*copies[0], *copies[1]), strict=True):
+        assert torch.equal(got, alone)
+
+
+@BOTH
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_phase_tells_which_rows_are_finite_beside_their_sums(
+    dtype: torch.dtype, exact: bool, reference: bool
+) -> None:
+    """Parts of 16 columns from column 8 on, and of 3; LAMB has two sums."""
+    rule, hyper = "lamb", COMMON + RULES["lamb"][1]
+    weights = [torch.randn(4, 16, dtype=dtype), torch.randn(4, 3, dtype=dtype)]
+    slots = [s for w in weights for s in slots_for(("element", "element"), 4, w.shape[1], dtype)]
+    grads = [torch.ones(3, 16, dtype=dtype), torch.ones(2, 3, dtype=dtype)]
+    grads[0][1, 15], grads[1][0, 0], grads[0][2, 3] = math.nan, -math.inf, torch.finfo(dtype).max
+    rows = [torch.tensor([0, 1, 3]), torch.tensor([2, 3])]
+    none = [torch.zeros(0, r.numel(), dtype=dtype) for r in rows]
+    args = (weights, slots, rows, grads, none, 0, [24, 3], exact)
+    rest = ([8, 0], rule, hyper, [1, 1])
+    flagged = PARTIALS[reference](*args, True, *rest)
+    plain = PARTIALS[reference](*args, False, *rest)
+    blocks = [2, 1] if exact else [1, 1]
+    with_flag = flagged.split([3 * 3 * blocks[0], 2 * 3 * blocks[1]])
+    without = plain.split([3 * 2 * blocks[0], 2 * 2 * blocks[1]])
+    for t, finite in enumerate(([1.0, 0.0, 1.0], [0.0, 1.0])):
+        got = with_flag[t].view(len(finite), 3, blocks[t])
+        want = without[t].view(len(finite), 2, blocks[t])
+        torch.testing.assert_close(got[:, :2], want, rtol=0, atol=0, equal_nan=True)
+        assert got[:, 2].tolist() == [[value] * blocks[t] for value in finite]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ({"rows": ROWS_OF_PARTS[:3]}, "3 rows for 4 tables; wanted one per table"),
+        ({"grads": []}, "0 gradients for 4 tables"),
+        ({"dims": [64] * 5}, "5 dims for 4 tables|a list of 5 numbers for 4 tables"),
+        ({"scalars": [torch.zeros(1, n) for n in (4, 0, 2, 600)]}, r"wanted \[1, 1\]: .* \(table number 2\)"),
+        (
+            {"rows": [*ROWS_OF_PARTS[:2], torch.tensor([5]), ROWS_OF_PARTS[3]]},
+            r"id 5 of feature number 2 \(position 0\) is outside \[0, 5\) of table number 2",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_their_number(
+    lie: dict[str, list[Tensor]], words: str, reference: bool
+) -> None:
+    weights, slots, grads = parts_of("rowwise-l2")
+    before = [w.clone() for w in weights]
+    told = {"rows": ROWS_OF_PARTS, "grads": grads, "scalars": [torch.ones(1, n) for n in (4, 0, 1, 600)]}
+    rows, grads, scalars, dims = (told | {"dims": [64] * 4} | lie).values()
+    with pytest.raises(InputError, match=words):
+        APPLY[reference](
+            weights, slots, rows, grads, scalars, dims, "rowwise_adagrad", COMMON + RULES["rowwise-l2"][1], [1] * 4,
+            [0] * 8, [0] * 4, [0] * 4,
+        )  # fmt: skip
+    assert all(torch.equal(now, then) for now, then in zip(weights, before, strict=True))
+
+
+def test_ops_of_several_tables_pass_opcheck() -> None:
+    grads, rows = [torch.randn(2, 4), torch.randn(1, 3)], [torch.tensor([1, 2]), torch.tensor([0])]
+    weights, slots = [torch.randn(3, 4), torch.randn(2, 3)], [torch.zeros(3), torch.zeros(2)]
+    hyper = [*COMMON, 1e-8, 0.0, 0.0]
+    torch.library.opcheck(
+        torch.ops.tilerec.rule_partials_of_tables,
+        (weights, slots, rows, grads, [torch.zeros(0, 2), torch.zeros(0, 1)], 0, [8, 3], True, True, [4, 0],
+         "rowwise_adagrad", hyper, [1, 1]),
+    )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.tilerec.rule_apply_to_tables_,
+        (weights, slots, rows, grads, [torch.ones(1, 2), torch.ones(1, 1)], [8, 3], "rowwise_adagrad", hyper, [1, 1],
+         [0] * 4, [0, 0], [4, 0]),
+    )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.tilerec.sum_row_gradients_of_tables,
+        (torch.randn(2, 7), torch.tensor([1, 1, 0, 2]), torch.arange(5), None, [3, 0], [4, 3], [0, 1], [0, 2], [2, 2],
+         [0, 4], [7, 7], [0, 0]),
+    )  # fmt: skip

@@ -25,10 +25,13 @@ from tests.parity.harness import (
 )
 from tests.sharding.test_route import batch_of, rows, sharded
 from tilerec.comms.group import Group
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sharding.embedding import shard_collection
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
-from tilerec.spec.table import DataType
+from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
 from tilerec.storage.table_rows import NonFiniteGradientError
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -215,6 +218,90 @@ def test_split_rows_of_float32_and_float64_tables_travel_in_their_own_precision(
         OPTIMIZERS["partial_rowwise_lamb"], (3, 2),
     )  # fmt: skip
     check(case, run_virtual(case))
+
+
+# ---------------------------------------------------------------------------------------------------- many tables
+
+CUT = [(0, 20, 0, 4, 0), (0, 20, 4, 8, 1)]
+
+
+def many(
+    group: Group,
+    specs: dict[str, OptimizerSpec],
+    tilings: dict[str, Tiling],
+    bad: str = "",
+    exact: bool = False,
+) -> tuple[Any, dict[str, Tensor]]:
+    """Tables of their own rules, one feature each, after one step; `bad`: row 3's gradient is infinite in column 0."""
+    configs = [EmbeddingBagConfig(20, tilings[name].dim, name, feature_names=[name]) for name in specs]
+    module: Any = EmbeddingBagCollection(configs)
+    topology = Topology(group.size, "cpu")
+    with torch.no_grad():
+        for config in configs:
+            values = torch.arange(20 * config.embedding_dim).view(20, -1) % 7
+            module.embedding_bags[config.name].weight.copy_(values)
+    shard_collection(module, tilings, group, group.split("route"), topology, exact=exact)
+    for name, spec in specs.items():
+        apply_optimizer_in_backward(spec, module.embedding_bags[name].parameters())
+    group.traffic.reset()
+    out = module(batch_of([[3], [13]] * len(specs), tuple(specs)))
+    grads = {name: torch.linspace(-1, 1, out[name].numel()).view_as(out[name]) for name in specs}
+    if bad and group.rank == 1:
+        grads[bad][0, 0] = float("inf")
+    failure = None
+    try:
+        torch.autograd.backward([out[name] for name in specs], [grads[name] for name in specs])
+    except NonFiniteGradientError as error:
+        failure = error
+    return (group.traffic["row sums"].calls, failure), {
+        name: module.embedding_bags[name].weight.detach() for name in specs
+    }
+
+
+def test_all_tables_share_one_message_a_phase_whatever_their_rules() -> None:
+    """Three rules, two widths and one table alone on a rank: as many messages as the longest rule has phases."""
+    specs = {
+        "a": OPTIMIZERS["rowwise_adagrad"], "b": OPTIMIZERS["partial_rowwise_lamb"], "c": OPTIMIZERS["lamb"],
+        "d": OPTIMIZERS["rowwise_adagrad"], "e": OPTIMIZERS["rowwise_adagrad"],
+    }  # fmt: skip
+    wide = [(0, 20, 0, 8, 1), (0, 20, 8, 24, 0)]
+    tilings = {name: Tiling.of(name, 20, 8, CUT) for name in "abc"}
+    tilings |= {"d": Tiling.of("d", 20, 24, wide), "e": Tiling.of("e", 20, 8, [(0, 20, 0, 8, 0)])}
+    assert all(spec is not None for spec in specs.values())
+    together = run_virtual_ranks(2, many, specs, tilings)
+    assert [calls for (calls, _), _ in together] == [2, 2]
+    for name, spec in specs.items():
+        alone = run_virtual_ranks(2, many, {name: spec}, {name: tilings[name]})
+        for (_, got), (_, want) in zip(together, alone, strict=True):
+            assert torch.equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_row_that_is_not_finite_is_skipped_in_its_table_alone(exact: bool) -> None:
+    """Three tables of one rule; the second also has two column blocks on one rank."""
+    spec = RowWiseAdagrad(lr=0.1, max_norm=0.5, non_finite="skip")
+    tilings = {name: Tiling.of(name, 20, 8, CUT) for name in "ac"}
+    tilings["b"] = Tiling.of("b", 20, 12, [(0, 20, 0, 3, 0), (0, 20, 3, 8, 1), (0, 20, 8, 12, 0)])
+    specs = dict.fromkeys("abc", spec)
+    whole = run_virtual_ranks(2, many, specs, tilings, "", exact)
+    poisoned = run_virtual_ranks(2, many, specs, tilings, "b", exact)
+    for (_, want), ((_, failure), got) in zip(whole, poisoned, strict=True):
+        assert failure is None
+        assert torch.equal(got["a"], want["a"])
+        assert torch.equal(got["c"], want["c"])
+        assert torch.equal(got["b"][13], want["b"][13])
+        assert not torch.equal(got["b"][3], want["b"][3])
+    (_, left), (_, right) = poisoned
+    assert left["b"][3].tolist() == [float(i % 7) for i in range(36, 39)]
+    assert right["b"][3].tolist() == [float(i % 7) for i in range(39, 44)]
+
+
+def test_the_error_names_the_table_whose_gradient_is_not_finite_on_all_its_owners() -> None:
+    specs = dict.fromkeys("abc", RowWiseAdagrad(lr=0.1))
+    tilings = {name: Tiling.of(name, 20, 8, CUT) for name in "abc"}
+    for (_, failure), _ in run_virtual_ranks(2, many, specs, tilings, "b"):
+        assert "Table 'b'" in str(failure)
+        assert "row 3 " in str(failure)
 
 
 # ---------------------------------------------------------------------------------------------------- replicas

@@ -83,12 +83,12 @@ class GradientSink(ABC):
 
     def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
         """Several lookups of each of `sinks` as one record: each lookup's row sums, in the order of the forwards."""
-        return concatenated(
-            [
-                _merged(sink.handle, [record for record in records if sink.handle in record.sinks])
-                for sink in sinks
-            ]
-        )
+        sums: dict[int, list[tuple[Tensor, Tensor]]] = {sink.handle: [] for sink in sinks}
+        for record in records:
+            own = features_of(record, list(sums))
+            for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
+                sums[handle].append(part)
+        return _of_sums(records[0].serial, sums)
 
 
 _HANDLES = itertools.count(1)
@@ -181,69 +181,59 @@ def deliver(records: Sequence[GradientRecord]) -> None:
         raise failures[0]
 
 
-def _merged(handle: int, records: Sequence[GradientRecord]) -> GradientRecord:
-    """Several lookups of one table as one record: each lookup's row sums, in the order of the forwards."""
-    rows, grads = [], []
-    for record in records:
-        own = record.only([f for f, sink in enumerate(record.sinks) if sink == handle])
-        rows_U, grads_UD = sum_rows(own)
-        rows.append(rows_U)
-        grads.append(grads_UD)
-    dim = grads[0].shape[1]
-    ids_N = torch.cat(rows)
+def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, list[int]]:
+    """The features of each of these sinks, in the order of `handles`; sinks that the record does not name are left out.
+
+    Example: sinks (7, 9, 7), handles (9, 8, 7) -> {9: [1], 7: [0, 2]}.
+    """
+    features: dict[int, list[int]] = {handle: [] for handle in handles}
+    for f, handle in enumerate(record.sinks):
+        if handle in features:
+            features[handle].append(f)
+    return {handle: own for handle, own in features.items() if own}
+
+
+def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
+    """Row sums of several tables, each of several lookups, as one record in which every row is its own bag."""
+    parts = [part for own in sums.values() for part in own]
+    counts = [sum(rows_U.numel() for rows_U, _ in own) for own in sums.values()]
+    dims = [own[0][1].shape[1] for own in sums.values()]
+    sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
     return GradientRecord(
-        records[0].serial,
-        torch.cat(grads),
-        ids_N,
-        None,
-        None,
-        (handle,),
-        (dim,),
-        (0,),
-        (ids_N.numel(),),
-        (0,),
-        (dim,),
-        (0,),
-    )
-
-
-def concatenated(records: Sequence[GradientRecord]) -> GradientRecord:
-    """Records of several tables, without sample weights, as one."""
-    if len(records) == 1:
-        return records[0]
-    device = records[0].ids.device
-    bag_at = id_at = grad_at = 0
-    offsets: list[Tensor] = []
-    starts: list[int] = []
-    grad_starts: list[int] = []
-    for record in records:
-        own = record.offsets
-        if own is None:
-            own = torch.arange(record.ids.numel() + 1, device=device)
-        offsets.append(own[:-1] + id_at)
-        starts.extend(start + bag_at for start in record.starts)
-        grad_starts.extend(start + grad_at for start in record.grad_starts)
-        bag_at += own.numel() - 1
-        id_at += record.ids.numel()
-        grad_at += record.grad.numel()
-    offsets.append(torch.tensor([id_at], device=device))
-
-    def joined(name: str) -> tuple[int, ...]:
-        return tuple(itertools.chain.from_iterable(getattr(record, name) for record in records))
-
-    return GradientRecord(
-        records[0].serial, torch.cat([r.grad.view(-1) for r in records]), torch.cat([r.ids for r in records]),
-        torch.cat(offsets), None, joined("sinks"), joined("dims"), tuple(starts), joined("bags"), tuple(grad_starts),
-        joined("grad_strides"), joined("means"),
+        serial, torch.cat([grads_UD.reshape(-1) for _, grads_UD in parts]), torch.cat([rows_U for rows_U, _ in parts]),
+        None, None, tuple(sums), tuple(dims), tuple(itertools.accumulate(counts[:-1], initial=0)), tuple(counts),
+        tuple(itertools.accumulate(sizes[:-1], initial=0)), tuple(dims), (0,) * len(dims),
     )  # fmt: skip
 
 
 def sum_rows(record: GradientRecord) -> tuple[Tensor, Tensor]:
     """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table."""
-    return torch.ops.tilerec.sum_row_gradients(
-        record.grad, record.ids, record.offsets, record.sample_weights, 0, record.dims[0], record.starts, record.bags,
-        record.grad_starts, record.grad_strides, record.means,
+    return sum_rows_of_tables(record, [range(len(record.sinks))])[0]
+
+
+def sum_rows_of_tables(
+    record: GradientRecord, features: Sequence[Sequence[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Distinct rows `[U]` and summed gradients `[U, D]` of each table, all in one go.
+
+    `features`: per table, the features of the record that read it, at least one, ascending.
+    """
+    if not features:
+        return []
+    table_of = {f: t for t, own in enumerate(features) for f in own}
+    named = sorted(table_of)
+    dims = [record.dims[own[0]] for own in features]
+    record = record.only(named)
+    rows, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(
+        record.grad, record.ids, record.offsets, record.sample_weights, [0] * len(dims), dims,
+        [table_of[f] for f in named], record.starts, record.bags, record.grad_starts, record.grad_strides, record.means,
     )  # fmt: skip
+    distinct = counts.tolist()
+    blocks = grads.split([count * dim for count, dim in zip(distinct, dims, strict=True)])
+    return [
+        (rows_U, block.view(count, dim))
+        for rows_U, block, count, dim in zip(rows.split(distinct), blocks, distinct, dims, strict=True)
+    ]
 
 
 def _spend(ticket: Tensor) -> int:

@@ -11,25 +11,28 @@ Nouns
   G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in the order (feature,
   occurrence), in fp32 row, slots = rule(G, row, slots)      exactly once per distinct row
 
-Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, K terms of a
-phase, S slots per table.
+The ops about distinct rows exist for one table and for several at once (`..._of_tables`, `..._to_tables_`): one
+table is a list of one.
+
+Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, P row sums of the
+phases so far, K terms of a phase, S slots per table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.random import random_words, stochastic_round
-from tilerec.ops.rules import Step, add_blocks, block_sums, make_rule
+from tilerec.ops.rules import BLOCK, Rule, Step, add_blocks, block_sums, make_rule
 from tilerec.ops.update_checks import (
     ANY_ROWS,
     check_ids,
-    check_part,
+    check_parts,
     check_reach,
     check_record,
     check_rows,
@@ -50,12 +53,26 @@ LIBRARY.define(
     "int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
+    "sum_row_gradients_of_tables(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] rows, "
+    "int[] dims, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
     "rule_partials(Tensor weight, Tensor[] slots, Tensor rows, Tensor grads, Tensor scalars, int phase, int dim, "
     "bool exact, int column_offset, str rule, float[] hyper, int step) -> Tensor"
 )
 LIBRARY.define(
     "rule_apply_(Tensor(a!) weight, Tensor(b!)[] slots, Tensor rows, Tensor grads, Tensor scalars, int dim, str rule, "
     "float[] hyper, int step, int[] seed, int row_offset, int column_offset) -> ()"
+)
+LIBRARY.define(
+    "rule_partials_of_tables(Tensor[] weights, Tensor[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
+    "int phase, int[] dims, bool exact, bool finite, int[] column_offsets, str rule, float[] hyper, int[] steps) -> "
+    "Tensor"
+)
+LIBRARY.define(
+    "rule_apply_to_tables_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
+    "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets) -> ()"
 )
 
 
@@ -83,15 +100,59 @@ def sum_row_gradients_reference(
 
     Example: two bags, ids (3, 1 | 3), gradient rows (1), (10) of dim 1 -> rows (1, 3), gradients (1, 11).
     """
-    op, tables = "sum_row_gradients", [0] * len(starts)
-    check_sum(rows, dim)
+    rows_U, grads, _ = sum_row_gradients_of_tables_reference(
+        grad, ids, offsets, sample_weights, [rows], [dim], [0] * len(starts), starts, bags, grad_starts, grad_strides,
+        means,
+    )  # fmt: skip
+    return rows_U, grads.view(rows_U.numel(), dim)
+
+
+def sum_row_gradients_of_tables_reference(
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    sample_weights: Tensor | None,
+    rows: Sequence[int],
+    dims: Sequence[int],
+    tables: Sequence[int],
+    starts: Sequence[int],
+    bags: Sequence[int],
+    grad_starts: Sequence[int],
+    grad_strides: Sequence[int],
+    means: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct rows of T tables, and their summed gradients.
+
+    Args:
+        rows, dims: per table: rows (0: not known) and columns.
+        tables: per feature, the table it reads; the rest as in `update_rows_reference_`.
+
+    Returns:
+        rows (int64, ascending in each table) and gradients (flat), table after table, and how many rows each has (int64
+        `[T]`, on the CPU).
+
+    Example: tables of 1 and 2 columns, each with one bag, ids (3, 3 | 0), gradient row (1, 5, 7) -> rows (3, 0),
+    gradients (2, 5, 7), counts (1, 1).
+    """
+    op = "sum_row_gradients"
+    for own, dim in zip(rows, dims, strict=True):
+        check_sum(own, dim)
     check_record(op, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
     check_reach(
-        op, grad.numel(), ids.numel(), None if offsets is None else offsets.numel(), [dim], tables, starts, bags,
+        op, grad.numel(), ids.numel(), None if offsets is None else offsets.numel(), dims, tables, starts, bags,
         grad_starts, grad_strides,
     )  # fmt: skip
-    check_ids(op, ids, offsets, [rows or ANY_ROWS], tables, starts, bags)
-    return _sum_rows(grad, ids, offsets, sample_weights, dim, starts, bags, grad_starts, grad_strides, means)
+    check_ids(op, ids, offsets, [own or ANY_ROWS for own in rows], tables, starts, bags)
+    sums = []
+    for t, dim in enumerate(dims):
+        per_feature = [
+            [value for value, table in zip(values, tables, strict=True) if table == t]
+            for values in (starts, bags, grad_starts, grad_strides, means)
+        ]
+        sums.append(_sum_rows(grad, ids, offsets, sample_weights, dim, *per_feature))
+    rows_U = torch.cat([own for own, _ in sums]) if sums else ids.new_zeros(0, dtype=torch.int64)
+    grads = torch.cat([own.reshape(-1) for _, own in sums]) if sums else grad.new_zeros(0)
+    return rows_U, grads, torch.tensor([own.numel() for own, _ in sums], dtype=torch.int64)
 
 
 def _sum_rows(
@@ -128,13 +189,11 @@ def _sum_rows(
     return rows_U, grads_ND.new_zeros((rows_U.numel(), dim)).index_add_(0, inverse_N, grads_ND)
 
 
-def _gather(
-    weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, hyper: Sequence[float]
-) -> Any:
+def _gather(weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, grad_scale: float) -> Any:
     wide = _wide(weight.dtype)
     g = grads.to(wide)
-    if len(hyper) > 1 and hyper[1] != 1.0:
-        g = g / hyper[1]
+    if grad_scale != 1.0:
+        g = g / grad_scale
     return g, weight[rows].to(wide), [slot[rows].to(wide) for slot in slots]
 
 
@@ -153,14 +212,106 @@ def rule_partials_reference(
     step: int,
 ) -> Tensor:
     """This part's share of the row sums of a phase: `[U, K, 1]`, or `[U, K, blocks]` if exact."""
-    made = make_rule(rule, hyper)
-    check_tables("rule_partials", [weight], slots, slot_kinds(made), rule, [column_offset])
-    check_part("rule_partials", rule, hyper, weight, rows, grads, scalars, phase)
-    check_rows("rule_partials", rows, weight)
-    g, w, gathered = _gather(weight, slots, rows, grads, hyper)
-    sums = [block_sums(x, column_offset) for x in made.terms(phase, Step(g, w, gathered, scalars, dim, step))]
+    flat = rule_partials_of_tables_reference(
+        [weight],
+        slots,
+        [rows],
+        [grads],
+        [scalars],
+        phase,
+        [dim],
+        exact,
+        False,
+        [column_offset],
+        rule,
+        hyper,
+        [step],
+    )
+    return _of_one_table(flat, weight, rows, phase, exact, column_offset, rule, hyper)
+
+
+def _of_one_table(
+    flat: Tensor, weight: Tensor, rows: Tensor, phase: int, exact: bool, column_offset: int, rule: str,
+    hyper: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """The sums of one table's part in their shape."""
+    blocks = block_count(column_offset, weight.shape[1]) if exact else 1
+    return flat.view(rows.numel(), make_rule(rule, hyper).sums(phase), blocks)
+
+
+def block_count(column_offset: int, width: int) -> int:
+    """How many aligned blocks of 8 columns a part touches. Example: columns 5..10 -> 2."""
+    return (column_offset % BLOCK + width + BLOCK - 1) // BLOCK
+
+
+def rule_partials_of_tables_reference(
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    phase: int,
+    dims: Sequence[int],
+    exact: bool,
+    finite: bool,
+    column_offsets: Sequence[int],
+    rule: str,
+    hyper: Sequence[float],
+    steps: Sequence[int],
+) -> Tensor:
+    """Shares of T parts in the row sums of a phase, flat: per part `[U, K, 1]`, or `[U, K, blocks]` if exact.
+
+    Args:
+        weights, slots, steps, column_offsets: as in `update_rows_reference_`.
+        rows, grads, scalars: per part: distinct rows `[U]`, their gradients `[U, W]`, the row sums so far `[P, U]`.
+        dims: per part, the columns of the whole row.
+        exact: a sum for every aligned block of 8 global columns that the part touches.
+        finite: one more sum, K + 1 in all: in every place 1 if the row's gradient is finite in this part, else 0.
+
+    Example: a part of 2 columns, "rowwise_adagrad", gradient rows (3, 4), (1, inf), finite -> (25, 1, inf, 0).
+    """
+    op, made = "rule_partials", make_rule(rule, hyper)
+    check_tables(op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1))
+    check_parts(op, made, rule, weights, rows, grads, scalars, dims, phase)
+    check_rows(op, rows, weights)
+    return torch.cat(
+        [
+            _partials(made, part, phase, dims[t], steps[t], exact, finite, column_offsets[t]).reshape(-1)
+            for t, part in enumerate(_parts(weights, slots, rows, grads, scalars))
+        ]
+    )
+
+
+class _Part(NamedTuple):
+    """One part of a table, and the step's rows of it."""
+
+    weight: Tensor
+    slots: Sequence[Tensor]
+    rows_U: Tensor
+    grads_UW: Tensor
+    scalars_PU: Tensor
+
+
+def _parts(
+    weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+) -> list[_Part]:  # fmt: skip
+    each = len(slots) // len(weights) if weights else 0
+    own = [slots[t * each : (t + 1) * each] for t in range(len(weights))]
+    return [_Part(*part) for part in zip(weights, own, rows, grads, scalars, strict=True)]
+
+
+def _partials(
+    made: Rule, part: _Part, phase: int, dim: int, step: int, exact: bool, finite: bool, column_offset: int
+) -> Tensor:
+    g, w, gathered = _gather(part.weight, part.slots, part.rows_U, part.grads_UW, made.h["grad_scale"])
+    terms = made.terms(phase, Step(g, w, gathered, part.scalars_PU, dim, step))
+    sums = [block_sums(x, column_offset) for x in terms]
     if not exact:
         sums = [add_blocks(x)[:, None] for x in sums]
+    if finite:
+        whole_U = torch.isfinite(part.grads_UW).all(dim=1)
+        sums.append(whole_U[:, None].to(sums[0].dtype).expand_as(sums[0]))
     return torch.stack(sums, dim=1)
 
 
@@ -179,18 +330,66 @@ def rule_apply_reference_(
     column_offset: int,
 ) -> None:
     """Write the rows and slots of a part, given the reduced row sums `[P, U]` of all phases."""
-    made = make_rule(rule, hyper)
-    check_tables("rule_apply_", [weight], slots, slot_kinds(made), rule, [column_offset], (seed, 2))
-    check_part("rule_apply_", rule, hyper, weight, rows, grads, scalars, None)
-    check_rows("rule_apply_", rows, weight)
-    g, w, gathered = _gather(weight, slots, rows, grads, hyper)
-    new_w, new_slots = made.apply(Step(g, w, gathered, scalars, dim, step))
+    rule_apply_to_tables_reference_(
+        [weight],
+        slots,
+        [rows],
+        [grads],
+        [scalars],
+        [dim],
+        rule,
+        hyper,
+        [step],
+        seed,
+        [row_offset],
+        [column_offset],
+    )
+
+
+def rule_apply_to_tables_reference_(
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    dims: Sequence[int],
+    rule: str,
+    hyper: Sequence[float],
+    steps: Sequence[int],
+    seeds: Sequence[int],
+    row_offsets: Sequence[int],
+    column_offsets: Sequence[int],
+) -> None:
+    """Write the rows and slots of T parts, given the reduced row sums of all phases.
+
+    weights, slots, steps, seeds, row_offsets, column_offsets: as in `update_rows_reference_`; rows, grads, scalars,
+    dims: as in `rule_partials_of_tables_reference`.
+
+    Example: two parts of one column each, w = (1, 1) and (2, 2), rows (1) and (0), gradients (3) and (5), "sgd" with lr
+    0.1 -> (1, 0.7) and (1.5, 2).
+    """
+    op, made = "rule_apply_", make_rule(rule, hyper)
+    check_tables(
+        op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1), (seeds, 2), (row_offsets, 1)
+    )  # fmt: skip
+    check_parts(op, made, rule, weights, rows, grads, scalars, dims, None)
+    check_rows(op, rows, weights)
+    for t, part in enumerate(_parts(weights, slots, rows, grads, scalars)):
+        _apply(made, part, dims[t], steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t], column_offsets[t])
+
+
+def _apply(
+    made: Rule, part: _Part, dim: int, step: int, seed: Sequence[int], row_offset: int, column_offset: int
+) -> None:
+    weight, rows_U = part.weight, part.rows_U
+    g, w, gathered = _gather(weight, part.slots, rows_U, part.grads_UW, made.h["grad_scale"])
+    new_w, new_slots = made.apply(Step(g, w, gathered, part.scalars_PU, dim, step))
     if made.h["stochastic_rounding"] and weight.dtype in (torch.bfloat16, torch.float16):
-        words = random_words(rows + row_offset, weight.shape[1], seed, column_offset, step)
+        words = random_words(rows_U + row_offset, weight.shape[1], seed, column_offset, step)
         new_w = stochastic_round(new_w, words, weight.dtype)
-    weight[rows] = new_w.to(weight.dtype)
-    for slot, value in zip(slots, new_slots, strict=True):
-        slot[rows] = value.to(slot.dtype)
+    weight[rows_U] = new_w.to(weight.dtype)
+    for slot, value in zip(part.slots, new_slots, strict=True):
+        slot[rows_U] = value.to(slot.dtype)
 
 
 def update_rows_reference_(
@@ -261,25 +460,76 @@ def update_rows_reference_(
                 first_table, first_row = t, int(rows[~finite][0])
             skipped += int((~finite).sum())
             rows, grads = rows[finite], grads[finite]
-        own = slots[t * per_table : (t + 1) * per_table]
         scalars = grads.new_zeros((0, rows.numel()), dtype=_wide(weight.dtype))
+        part = _Part(weight, slots[t * per_table : (t + 1) * per_table], rows, grads, scalars)
         for phase in range(made.phases):
-            sums = rule_partials_reference(
-                weight, own, rows, grads, scalars, phase, dim, False, 0, rule, hyper, steps[t]
-            )
-            scalars = torch.cat((scalars, sums[:, :, 0].T))
-        rule_apply_reference_(
-            weight, own, rows, grads, scalars, dim, rule, hyper, steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t],
-            column_offsets[t],
-        )  # fmt: skip
+            sums = _partials(made, part, phase, dim, steps[t], False, False, 0)
+            part = part._replace(scalars_PU=torch.cat((part.scalars_PU, sums[:, :, 0].T)))
+        _apply(made, part, dim, steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t], column_offsets[t])
     return torch.tensor([skipped, first_table, first_row])
+
+
+def _sum_row_gradients(
+    grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: int, dim: int,
+    starts: Sequence[int], *per_feature: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op of one table, on whichever backend serves that of several."""
+    rows_U, grads, _ = torch.ops.tilerec.sum_row_gradients_of_tables(
+        grad, ids, offsets, sample_weights, [rows], [dim], [0] * len(starts), starts, *per_feature
+    )
+    return rows_U, grads.view(rows_U.numel(), dim)
+
+
+def _rule_partials(
+    weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, phase: int, dim: int,
+    exact: bool, column_offset: int, rule: str, hyper: Sequence[float], step: int,
+) -> Tensor:  # fmt: skip
+    flat = torch.ops.tilerec.rule_partials_of_tables(
+        [weight],
+        slots,
+        [rows],
+        [grads],
+        [scalars],
+        phase,
+        [dim],
+        exact,
+        False,
+        [column_offset],
+        rule,
+        hyper,
+        [step],
+    )
+    return _of_one_table(flat, weight, rows, phase, exact, column_offset, rule, hyper)
+
+
+def _rule_apply_(
+    weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, dim: int, rule: str,
+    hyper: Sequence[float], step: int, seed: Sequence[int], row_offset: int, column_offset: int,
+) -> None:  # fmt: skip
+    torch.ops.tilerec.rule_apply_to_tables_(
+        [weight],
+        slots,
+        [rows],
+        [grads],
+        [scalars],
+        [dim],
+        rule,
+        hyper,
+        [step],
+        seed,
+        [row_offset],
+        [column_offset],
+    )
 
 
 for _name, _kernel in {
     "update_rows_": update_rows_reference_,
-    "sum_row_gradients": sum_row_gradients_reference,
-    "rule_partials": rule_partials_reference,
-    "rule_apply_": rule_apply_reference_,
+    "sum_row_gradients": _sum_row_gradients,
+    "sum_row_gradients_of_tables": sum_row_gradients_of_tables_reference,
+    "rule_partials": _rule_partials,
+    "rule_partials_of_tables": rule_partials_of_tables_reference,
+    "rule_apply_": _rule_apply_,
+    "rule_apply_to_tables_": rule_apply_to_tables_reference_,
 }.items():
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
 
@@ -299,15 +549,45 @@ def _fake_sum_row_gradients(
     )
 
 
+@torch.library.register_fake("tilerec::sum_row_gradients_of_tables", lib=LIBRARY)
+def _fake_sum_row_gradients_of_tables(
+    grad: Any, ids: Any, offsets: Any, sample_weights: Any, rows: Any, dims: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    return (
+        ids.new_empty(context.new_dynamic_size(), dtype=torch.int64),
+        grad.new_empty(context.new_dynamic_size(), dtype=_wide(grad.dtype)),
+        torch.empty(len(dims), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("tilerec::rule_partials_of_tables", lib=LIBRARY)
+def _fake_rule_partials_of_tables(
+    weights: Any, slots: Any, rows: Any, grads: Any, scalars: Any, phase: Any, dims: Any, exact: Any, finite: Any,
+    column_offsets: Any, rule: Any, hyper: Any, steps: Any,
+) -> Tensor:  # fmt: skip
+    kinds = make_rule(rule, hyper).sums(phase) + int(finite)
+    size = sum(
+        own.shape[0] * kinds * (block_count(offset, weight.shape[1]) if exact else 1)
+        for own, weight, offset in zip(rows, weights, column_offsets, strict=True)
+    )
+    return grads[0].new_empty(size, dtype=_wide(weights[0].dtype))
+
+
+@torch.library.register_fake("tilerec::rule_apply_to_tables_", lib=LIBRARY)
+def _fake_rule_apply_to_tables(*args: Any) -> None:
+    return None
+
+
 @torch.library.register_fake("tilerec::rule_partials", lib=LIBRARY)
 def _fake_rule_partials(
     weight: Any, slots: Any, rows: Any, grads: Any, scalars: Any, phase: Any, dim: Any, exact: Any, column_offset: Any,
     rule: Any, hyper: Any, step: Any,
 ) -> Tensor:  # fmt: skip
-    width = weight.shape[1]
-    blocks = (column_offset + width + 7) // 8 - column_offset // 8 if exact else 1
-    lamb = rule in ("lamb", "lars_sgd") or (rule == "partial_rowwise_lamb" and phase == 1)
-    return grads.new_empty((rows.shape[0], 2 if lamb else 1, blocks), dtype=_wide(weight.dtype))
+    blocks = block_count(column_offset, weight.shape[1]) if exact else 1
+    return grads.new_empty(
+        (rows.shape[0], make_rule(rule, hyper).sums(phase), blocks), dtype=_wide(weight.dtype)
+    )
 
 
 @torch.library.register_fake("tilerec::rule_apply_", lib=LIBRARY)

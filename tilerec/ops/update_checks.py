@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.rules import Rule, make_rule
+from tilerec.ops.rules import Rule
 
 _INDEX_TYPES = (torch.int64, torch.int32)
 ANY_ROWS = (1 << 63) - 1
@@ -141,35 +141,39 @@ def check_tables(
                 )
 
 
-def check_part(
-    op: str, rule: str, hyper: Sequence[float], weight: Tensor, rows: Tensor, grads: Tensor, scalars: Tensor,
-    phase: int | None,
-) -> int:  # fmt: skip
-    """Raise an `InputError` for arrays of a phase that do not fit; returns how many row sums the phase takes.
-
-    `phase` None: the apply, which wants the sums of all phases.
-    """
-    made = make_rule(rule, hyper)
+def check_parts(
+    op: str, made: Rule, rule: str, weights: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+    scalars: Sequence[Tensor], dims: Sequence[int], phase: int | None,
+) -> None:  # fmt: skip
+    """Raise an `InputError` for arrays of a phase that do not fit; `phase` None: the apply, after all phases."""
     if phase is not None and not 0 <= phase < made.phases:
         raise InputError(
             f"{op}: phase {phase} of rule {rule!r}, which has {made.phases}; count them with the rule."
         )
-    distinct, width = rows.numel(), weight.shape[1]
-    if rows.dim() != 1 or rows.is_floating_point():
-        raise InputError(
-            f"{op}: rows have shape {list(rows.shape)} and type {rows.dtype}, wanted flat integers."
-        )
-    if grads.shape != (distinct, width):
-        raise InputError(
-            f"{op}: gradients have shape {list(grads.shape)}, wanted [{distinct}, {width}] (rows, the part's columns)."
-        )
+    sizes = {"rows": len(rows), "gradients": len(grads), "scalars": len(scalars), "dims": len(dims)}
+    for name, size in sizes.items():
+        if size != len(weights):
+            raise InputError(f"{op}: {size} {name} for {len(weights)} tables; wanted one per table.")
     wanted = sum(made.sums(p) for p in range(made.phases if phase is None else phase))
-    if scalars.shape != (wanted, distinct):
-        raise InputError(
-            f"{op}: scalars have shape {list(scalars.shape)}, wanted [{wanted}, {distinct}]: the row sums of the "
-            "phases so far, one after the other."
-        )
-    return 0 if phase is None else made.sums(phase)
+    for t, (weight, rows_U, grads_UW, scalars_PU) in enumerate(
+        zip(weights, rows, grads, scalars, strict=True)
+    ):
+        distinct, width = rows_U.numel(), weight.shape[1]
+        if rows_U.dim() != 1 or rows_U.is_floating_point():
+            raise InputError(
+                f"{op}: rows have shape {list(rows_U.shape)} and type {rows_U.dtype}, wanted flat integers (table "
+                f"number {t})."
+            )
+        if grads_UW.shape != (distinct, width):
+            raise InputError(
+                f"{op}: gradients have shape {list(grads_UW.shape)}, wanted [{distinct}, {width}] (rows, the part's "
+                f"columns; table number {t})."
+            )
+        if scalars_PU.shape != (wanted, distinct):
+            raise InputError(
+                f"{op}: scalars have shape {list(scalars_PU.shape)}, wanted [{wanted}, {distinct}]: the row sums of "
+                f"the phases so far, one after the other (table number {t})."
+            )
 
 
 def raise_bad_row(op: str, id_: int, feature: int, position: int, rows: int, table: int) -> None:
@@ -218,9 +222,10 @@ def check_ids(
             raise_bad_row(op, int(own[place]), f, begin + place, rows[table], table)
 
 
-def check_rows(op: str, rows: Tensor, weight: Tensor) -> None:
-    """Raise an `InputError` for the first of a phase's rows that is not in the part."""
-    bad = (rows < 0) | (rows >= weight.shape[0])
-    if bool(bad.any()):
-        place = int(bad.nonzero()[0])
-        raise_bad_row(op, int(rows[place]), 0, place, weight.shape[0], 0)
+def check_rows(op: str, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Raise an `InputError` for the first of a phase's rows that is not in its part."""
+    for t, (rows_U, weight) in enumerate(zip(rows, weights, strict=True)):
+        bad = (rows_U < 0) | (rows_U >= weight.shape[0])
+        if bool(bad.any()):
+            place = int(bad.nonzero()[0])
+            raise_bad_row(op, int(rows_U[place]), t, place, weight.shape[0], t)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Pending
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient import GradientRecord, sum_rows
+from tilerec.ops.gradient import GradientRecord, sum_rows_of_tables
 
 
 class Form(Enum):
@@ -109,7 +109,8 @@ def agree_on_gradients(
     as_bags = [t for t, form in enumerate(forms) if form is Form.BAGS]
     as_rows = [t for t, form in enumerate(forms) if form is Form.ROWS]
     as_dense = [t for t, form in enumerate(forms) if form is Form.DENSE]
-    sums = {t: sum_rows(record.only(tables[t].features)) for t in (*as_rows, *as_dense)}
+    summed = [*as_rows, *as_dense]
+    sums = dict(zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed]), strict=True))
     distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
 
     small = all(table.rows < 1 << 31 for table in tables)

@@ -14,8 +14,8 @@ Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the grou
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Generator, Hashable, Iterator, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient import GradientRecord, GradientSink, sum_rows
+from tilerec.ops.gradient import GradientRecord, GradientSink, features_of, sum_rows_of_tables
 from tilerec.ops.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
 from tilerec.spec.optimizer import OptimizerSpec
@@ -124,19 +124,19 @@ class TileRows(TableRows):
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
-        split: dict[tuple[Any, ...], list[tuple[TileRows, GradientRecord]]] = {}
+        split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
         specs = {id(table.group): table.group.spec() for table in tables if table.group is not None}
         names = {mark: repr(spec) for mark, spec in specs.items()}
         for peers, own in self._by_replicas(tables, record):
             alike: dict[str, list[TileRows]] = {}
+            parts: list[TileRows] = []
             for table in peers:
                 spec = specs.get(id(table.group))
                 if spec is None:  # sparse gradients: each table's are its own
                     TableRows.take(table, [table], _only(own, [table]))
                 elif spec.phases and len(table.peers.columns or ()) > 1:
-                    rows = (str(table.leaf.dtype), *table._mark()[:4])
-                    split.setdefault(rows, []).append((table, _only(own, [table])))
+                    parts.append(table)
                 else:
                     alike.setdefault(names[id(table.group)], []).append(table)
             for same in alike.values():
@@ -144,12 +144,9 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # peers wait for what is still to be told
                     failures.append(error)
-        for _, several in itertools.groupby(sorted(split.items()), key=lambda item: item[0][0]):
-            updates = [
-                _update_in_phases(sorted(tiles, key=lambda tile: tile[0].place.column_offset))
-                for _, tiles in several
-            ]
-            failures += _in_step(tables[0].peers.group, updates)
+            features = features_of(own, [table.handle for table in parts])
+            split += zip(parts, sum_rows_of_tables(own, list(features.values())), strict=True)
+        failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
 
@@ -169,173 +166,210 @@ def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord
     return record.only([f for f, sink in enumerate(record.sinks) if sink in handles])
 
 
-@dataclass(frozen=True)
-class _Talk:
-    """What an update has to tell and to hear before it goes on."""
-
-    name: str
-    sizes: dict[int, int]  # elements to hear, by rank
-    sends: dict[int, Tensor]
-    like: Tensor  # of the type and device of what it hears
+RowSums = tuple[Tensor, Tensor]
+"""Distinct rows `[U]` of a tile and their summed gradients `[U, D]`."""
 
 
-_Update = Generator[_Talk, "dict[int, Tensor]", None]
+class _SplitRows:
+    """The step's rows of one table whose columns are split: this rank's tiles of them, and whom they concern."""
+
+    def __init__(self, tiles: Sequence[tuple[TileRows, RowSums]]) -> None:
+        self.tiles = [tile for tile, _ in tiles]  # left to right
+        self.rows_U = tiles[0][1][0]
+        self.grads = [grads_UD for _, (_, grads_UD) in tiles]
+        assert all(len(grads_UD) == len(self.rows_U) for grads_UD in self.grads), (
+            "column blocks of a row get the same ids"
+        )
+        first = self.tiles[0]
+        assert first.group is not None
+        assert first.peers.columns is not None
+        self.spec = first.group.spec()
+        self.unit = unit = first.peers.sum_unit()
+        # Sums that a row's are put together from: per column block, the rank that makes them and how many they are.
+        self.makers = [rank for rank, _, _ in first.peers.columns]
+        self.counts = tuple([width // unit if unit else 1 for _, _, width in first.peers.columns])
+        # Beside a table of float64, gradients travel and are summed as that; rules work in their table's precision.
+        self.wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
+        self.skipped, self.first_skipped = 0, -1
+
+    def keep(self, whole_U: Tensor) -> None:
+        """Go on with some of the rows."""
+        if bool(whole_U.all()):
+            return
+        self.skipped, self.first_skipped = int((~whole_U).sum()), int(self.rows_U[~whole_U][0])
+        self.rows_U, self.grads = self.rows_U[whole_U], [grads_UD[whole_U] for grads_UD in self.grads]
 
 
-def _in_step(group: Group, updates: Sequence[_Update]) -> list[NonFiniteGradientError]:
-    """Run updates side by side: one exchange for all that they have to tell at once.
+class _PhasedUpdate:
+    """One update of many tables' split rows: they share a rule, and their rows are put together from alike sums."""
 
-    Every rank lists the updates in one order, and peers know of each other's how many times they talk.
+    def __init__(self, rows: Sequence[_SplitRows]) -> None:
+        self.rows = rows
+        first = rows[0].tiles[0]
+        self.spec, self.unit, self.counts = rows[0].spec, rows[0].unit, rows[0].counts
+        self.hyper = [*self.spec.hyper()]
+        self.hyper[1] *= first.divisor
+        self.tiles = [tile for own in rows for tile in own.tiles]
+        self.slots = [slot for tile in self.tiles for slot in tile.slots]
+        self.dims = [tile.dim for tile in self.tiles]
+        self.steps = [tile.updates + 1 for tile in self.tiles]
+        self.columns = [tile.place.column_offset for tile in self.tiles]
+        distinct = sum([own.rows_U.numel() for own in rows])
+        # Row sums of the phases so far, all tables' rows one after the other.
+        self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].wide)
+
+    def _per_tile(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Rows, gradients and scalars of each tile."""
+        scalars = self.scalars_PU.split([own.rows_U.numel() for own in self.rows], dim=1)
+        return (
+            [own.rows_U for own in self.rows for _ in own.tiles],
+            [grads_UD for own in self.rows for grads_UD in own.grads],
+            [part_PU for own, part_PU in zip(self.rows, scalars, strict=True) for _ in own.tiles],
+        )
+
+    def shares(self, phase: int) -> list[Tensor]:
+        """Each tile's share of a phase's row sums, flat: `[U, K, units]`.
+
+        Units: aligned blocks of 8 columns, or single columns; else one for the whole tile. In the first phase there is
+        one sum more: in every unit 1 if the row's gradient is finite there, else 0.
+        """
+        rows, grads, scalars = self._per_tile()
+        leaves: list[Tensor] = [tile.leaf for tile in self.tiles]
+        slots, columns = self.slots, self.columns
+        widths = [grads_UD.shape[1] for grads_UD in grads]
+        if self.unit == 1:
+            # Each element as a row of one column, so the very kernel that sums also gives the terms.
+            leaves, slots = self._elements(rows)
+            rows = [torch.arange(grads_UD.numel(), device=grads_UD.device) for grads_UD in grads]
+            scalars = [
+                part_PU.repeat_interleave(width, dim=1)
+                for part_PU, width in zip(scalars, widths, strict=True)
+            ]
+            grads = [grads_UD.reshape(-1, 1) for grads_UD in grads]
+            columns = [0] * len(columns)
+        flat = torch.ops.tilerec.rule_partials_of_tables(
+            leaves, slots, rows, grads, scalars, phase, self.dims, self.unit > 1, phase == 0, columns, self.spec.rule,
+            self.hyper, self.steps,
+        )  # fmt: skip
+        kinds = self.kinds(phase)
+        if self.unit != 1:
+            units = [width // self.unit if self.unit else 1 for width in widths]
+            return list(flat.split([len(r) * kinds * n for r, n in zip(rows, units, strict=True)]))
+        parts = flat.split([len(r) * kinds for r in rows])
+        return [
+            part.view(-1, width, kinds).transpose(1, 2).reshape(-1)
+            for part, width in zip(parts, widths, strict=True)
+        ]
+
+    def _elements(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and slots of the rows, element by element."""
+        leaves, slots = [], []
+        for tile, rows_U in zip(self.tiles, rows, strict=True):
+            width = tile.leaf.shape[1]
+            leaves.append(tile.leaf.detach()[rows_U].reshape(-1, 1))
+            slots += [
+                slot[rows_U].reshape(-1, 1) if slot.dim() == 2 else slot[rows_U].repeat_interleave(width)
+                for slot in tile.slots
+            ]
+        return leaves, slots
+
+    def kinds(self, phase: int) -> int:
+        """How many sums of each row travel in a phase."""
+        return self.spec.partials[phase] + (phase == 0)
+
+    def add(self, phase: int, blocks: Sequence[Sequence[Tensor]]) -> None:
+        """Put a phase's sums together: per rows, those of all column blocks, added from left to right."""
+        kinds, units = self.kinds(phase), sum(self.counts)
+        columns = [
+            torch.cat([own[i] for own in blocks]).view(-1, count) for i, count in enumerate(self.counts)
+        ]
+        if self.unit:
+            terms = torch.cat(columns, dim=1)
+            sums = add_blocks(block_sums(terms, 0) if self.unit == 1 else terms)
+        else:
+            sums = functools.reduce(torch.add, columns)
+        sums_KU = sums.view(-1, kinds).T
+        if phase == 0:  # what is not finite in one block is to be left alone in all
+            whole_U, sums_KU = sums_KU[-1] == units, sums_KU[:-1]
+            if not bool(whole_U.all()):
+                per_rows = whole_U.split([own.rows_U.numel() for own in self.rows])
+                for own, own_U in zip(self.rows, per_rows, strict=True):
+                    own.keep(own_U)
+                sums_KU, self.scalars_PU = sums_KU[:, whole_U], self.scalars_PU[:, whole_U]
+        self.scalars_PU = torch.cat((self.scalars_PU, sums_KU))
+
+    def apply(self) -> None:
+        """Write rows and slots."""
+        places = [tile.place for tile in self.tiles]
+        torch.ops.tilerec.rule_apply_to_tables_(
+            [tile.leaf for tile in self.tiles], self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper,
+            self.steps, [word for place in places for word in place.key], [place.row_offset for place in places],
+            self.columns,
+        )  # fmt: skip
+        count_updates(self.tiles, self.spec)
+
+
+def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) -> list[NonFiniteGradientError]:
+    """Update tiles whose rows go on in other tiles: the row sums of all of them travel together, phase by phase.
+
+    Every rank lists tables in one order, that of their places, and has their sums told and heard in it.
     """
+    of_rows: dict[tuple[int, ...], list[tuple[TileRows, RowSums]]] = {}
+    for tile, sums in sorted(tiles, key=lambda item: item[0]._mark()):
+        of_rows.setdefault(tile._mark()[:4], []).append((tile, sums))
+    rows = [_SplitRows(own) for own in of_rows.values()]
+    for wide in (torch.float32, torch.float64):
+        _update_of_precision(group, [own for own in rows if own.wide == wide])
     failures: list[NonFiniteGradientError] = []
-    answers: dict[int, dict[int, Tensor] | None] = dict.fromkeys(range(len(updates)))
-    while answers:
-        talks: dict[int, _Talk] = {}
-        for i, answer in answers.items():
+    for own in rows:
+        if own.skipped:
             try:
-                talks[i] = next(updates[i]) if answer is None else updates[i].send(answer)
-            except StopIteration:
-                pass
+                own.tiles[0].report_skipped(own.spec, own.skipped, own.first_skipped)
             except NonFiniteGradientError as error:
                 failures.append(error)
-        answers = {i: {} for i in talks}
-        if not talks:
-            break
-        sends: dict[int, list[Tensor]] = {}
-        sizes: dict[int, list[tuple[int, int]]] = {}
-        for i, talk in talks.items():
-            for rank, tensor in talk.sends.items():
-                sends.setdefault(rank, []).append(tensor)
-            for rank, size in talk.sizes.items():
-                sizes.setdefault(rank, []).append((i, size))
-        first = next(iter(talks.values()))
-        heard = {rank: first.like.new_empty(sum(size for _, size in own)) for rank, own in sizes.items()}
-        group.exchange(first.name, heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
-        for rank, own in sizes.items():
-            for (i, _), part in zip(own, heard[rank].split([size for _, size in own]), strict=True):
-                answers[i][rank] = part  # type: ignore[index]
     return failures
 
 
-def _update_in_phases(tiles: Sequence[tuple[TileRows, GradientRecord]]) -> _Update:
-    """One update of a rank's tiles of the same rows, whose row sums run over all column blocks of the table."""
-    tables = [table for table, _ in tiles]
-    first = tables[0]
-    assert first.group is not None
-    spec, step = first.group.spec(), first.updates + 1
-    hyper = [*spec.hyper()]
-    hyper[1] *= first.divisor
-    rows_U, grads = _summed([record for _, record in tiles])
-    # Beside a table of float64, gradients travel and are summed as that; rules work in the precision of their table.
-    wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
-    scalars_PU = grads[0].new_zeros((0, rows_U.numel()), dtype=wide)
-    unit = first.peers.sum_unit()
-    bad, first_bad = 0, -1
-    for phase in range(spec.phases):
-        sums = [
-            _partials(table, rows_U, grads_UD, scalars_PU, phase, unit, spec, hyper)
-            for table, grads_UD in zip(tables, grads, strict=True)
-        ]
-        if phase == 0:  # what is not finite in one block is to be left alone in all
-            sums = [_with_finite(own, grads_UD) for own, grads_UD in zip(sums, grads, strict=True)]
-        total = yield from _sum_over_columns(tables, "row sums", sums, unit)
-        if phase == 0:
-            whole_U = total[-1] == (first.dim // unit if unit else len(first.peers.columns or ()))
-            total = total[:-1]
-            if not bool(whole_U.all()):
-                bad, first_bad = int((~whole_U).sum()), int(rows_U[~whole_U][0])
-                rows_U, grads = rows_U[whole_U], [grads_UD[whole_U] for grads_UD in grads]
-                scalars_PU, total = scalars_PU[:, whole_U], total[:, whole_U]
-        scalars_PU = torch.cat((scalars_PU, total))
-    for table, grads_UD in zip(tables, grads, strict=True):
-        torch.ops.tilerec.rule_apply_(
-            table.leaf, table.slots, rows_U, grads_UD, scalars_PU, table.dim, spec.rule, hyper, step,
-            list(table.place.key), table.place.row_offset, table.place.column_offset,
-        )  # fmt: skip
-    count_updates(tables, spec)
-    if bad:
-        first.report_skipped(spec, bad, first_bad)
+def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
+    """Update rows whose sums travel in one type."""
+    alike: dict[Hashable, list[_SplitRows]] = {}
+    for own in rows:
+        alike.setdefault((repr(own.spec), own.unit, own.counts), []).append(own)
+    updates = [_PhasedUpdate(several) for several in alike.values()]
+    for phase in range(max([own.spec.phases for own in rows], default=0)):
+        shares: dict[_SplitRows, list[Tensor]] = {}
+        active = [update for update in updates if phase < update.spec.phases]
+        for update in active:
+            mine = iter(update.shares(phase))
+            shares.update({own: [next(mine) for _ in own.tiles] for own in update.rows})
+        blocks = _tell_sums(group, {own: shares[own] for own in rows if own in shares})
+        for update in active:
+            update.add(phase, [blocks[own] for own in update.rows])
+    for update in updates:
+        update.apply()
 
 
-def _with_finite(sums: Tensor, grads_UD: Tensor) -> Tensor:
-    """One more kind of sum, `[U, K + 1, units]`: in every unit 1 if the row's gradient is finite here, else 0."""
-    finite_U = (grads_UD * 0).sum(dim=1) == 0  # an eighth of the time of isfinite and all
-    return torch.cat((sums, finite_U.to(sums.dtype)[:, None, None].expand(-1, 1, sums.shape[2])), dim=1)
+def _tell_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:
+    """Per rows, the sums of all their column blocks, left to right; `shares`: those of this rank's tiles.
 
-
-def _partials(
-    table: TileRows, rows_U: Tensor, grads_UD: Tensor, scalars_PU: Tensor, phase: int, unit: int,
-    spec: OptimizerSpec, hyper: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """A tile's share of a phase's row sums, `[U, K, units]`; for `unit` see `_sum_over_columns`."""
-    leaf, slots, step = table.leaf, table.slots, table.updates + 1
-    if unit != 1:
-        return torch.ops.tilerec.rule_partials(
-            leaf, slots, rows_U, grads_UD, scalars_PU, phase, table.dim, unit > 0, table.place.column_offset,
-            spec.rule, hyper, step,
-        )  # fmt: skip
-    # Single columns: each element as a row of one column, so the very kernel that sums also gives the terms.
-    distinct, width = grads_UD.shape
-    elements = [
-        slot[rows_U].reshape(-1, 1) if slot.dim() == 2 else slot[rows_U].repeat_interleave(width)
-        for slot in slots
-    ]
-    terms = torch.ops.tilerec.rule_partials(
-        leaf.detach()[rows_U].reshape(-1, 1), elements, torch.arange(distinct * width, device=leaf.device),
-        grads_UD.reshape(-1, 1), scalars_PU.repeat_interleave(width, dim=1), phase, table.dim, False, 0, spec.rule,
-        hyper, step,
-    )  # fmt: skip
-    return terms.view(distinct, width, terms.shape[1]).transpose(1, 2)
-
-
-def _summed(records: Sequence[GradientRecord]) -> tuple[Tensor, list[Tensor]]:
-    """Distinct rows, the same for all records, and each one's summed gradients."""
-    sums = [sum_rows(record) for record in records]
-    assert all(rows.numel() == sums[0][0].numel() for rows, _ in sums), (
-        "column blocks of a row get the same ids"
-    )
-    return sums[0][0], [grads for _, grads in sums]
-
-
-def _sum_over_columns(
-    tables: Sequence[TileRows], name: str, sums: Sequence[Tensor], unit: int
-) -> Generator[_Talk, dict[int, Tensor], Tensor]:
-    """`[K, U]`: each row's sums over all column blocks, added from left to right.
-
-    Args:
-        tables: this rank's tiles of the rows; sums: theirs, `[U, K, units]`.
-        unit: columns of each of the sums (8: aligned blocks, 1: single columns), which are put in place first and then
-            added in the order of a whole row; 0: one sum for each column block of the tiling.
+    One message to every rank that listens, one from every rank that makes any.
     """
-    distinct, kinds, _ = sums[0].shape
-    peers, dim = tables[0].peers, tables[0].dim
-    assert peers.columns is not None
-    me = peers.group.rank
-    parts = [(rank, c0 // unit, width // unit) if unit else (rank, 0, 1) for rank, c0, width in peers.columns]
-    others = list(dict.fromkeys(rank for rank, _, _ in parts if rank != me))
-    sizes = {rank: distinct * kinds * sum(b for r, _, b in parts if r == rank) for rank in others}
-    listeners = sorted({rank for table in tables for rank in table.peers.listeners})
-    sends = {
-        rank: torch.cat(
-            [
-                own.reshape(-1)
-                for table, own in zip(tables, sums, strict=True)
-                if rank in table.peers.listeners
-            ]
-        )
-        for rank in listeners
-    }
-    receives = yield _Talk(name, sizes, sends, sums[0])
-    total = sums[0].new_zeros((distinct, kinds, dim // unit if unit else 1))
-    at, own_at = dict.fromkeys(others, 0), 0
-    for rank, begin, count in parts:
-        if rank == me:
-            got = sums[own_at]
-            own_at += 1
-        else:
-            size = distinct * kinds * count
-            got = receives[rank][at[rank] : at[rank] + size].view(distinct, kinds, count)
-            at[rank] += size
-        total[:, :, begin : begin + count] += got
-    flat = total.view(distinct * kinds, total.shape[2])
-    return add_blocks(block_sums(flat, 0) if unit == 1 else flat).view(distinct, kinds).T.contiguous()
+    sends: dict[int, list[Tensor]] = {}
+    sizes: dict[int, list[int]] = {}
+    for own, sums in shares.items():
+        for tile, tensor in zip(own.tiles, sums, strict=True):
+            for rank in tile.peers.listeners:
+                sends.setdefault(rank, []).append(tensor)
+        mine = own.makers.index(group.rank)
+        for rank, count in zip(own.makers, own.counts, strict=True):
+            if rank != group.rank:
+                sizes.setdefault(rank, []).append(sums[0].numel() // own.counts[mine] * count)
+    like = next(iter(shares.values()))[0]
+    heard = {rank: like.new_empty(sum(own)) for rank, own in sizes.items()}
+    group.exchange("row sums", heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
+    parts = {rank: iter(heard[rank].split(own)) for rank, own in sizes.items()}
+    blocks: dict[_SplitRows, list[Tensor]] = {}
+    for own, sums in shares.items():
+        parts[group.rank] = iter(sums)
+        blocks[own] = [next(parts[rank]) for rank in own.makers]
+    return blocks

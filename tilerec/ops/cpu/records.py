@@ -71,6 +71,12 @@ class Rows(ctypes.Structure):
     ]
 
 
+class Parts(ctypes.Structure):
+    """`tr_parts` of native/update.h."""
+
+    _fields_ = [(name, _P) for name in ("rows", "grads", "scalars", "counts", "strides", "full_dims")]
+
+
 class Route(ctypes.Structure):
     """`tr_route` of native/exchange.h."""
 
@@ -110,6 +116,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_lookup": Lookup,
     "tr_gradient": Gradient,
     "tr_rows": Rows,
+    "tr_parts": Parts,
     "tr_route": Route,
     "tr_segments": Segments,
 }

@@ -19,18 +19,19 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.cpu.memory import reused_empty
-from tilerec.ops.cpu.records import Gradient, Report, Rows
+from tilerec.ops.cpu.records import Gradient, Parts, Report, Rows
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import make_rule
 from tilerec.ops.update import (
-    rule_apply_reference_,
-    rule_partials_reference,
-    sum_row_gradients_reference,
+    block_count,
+    rule_apply_to_tables_reference_,
+    rule_partials_of_tables_reference,
+    sum_row_gradients_of_tables_reference,
     update_rows_reference_,
 )
 from tilerec.ops.update_checks import (
     ANY_ROWS,
-    check_part,
+    check_parts,
     check_reach,
     check_record,
     check_sum,
@@ -215,25 +216,13 @@ def register(library: ctypes.CDLL) -> None:
     """Let the library serve the update ops on the CPU."""
     pointer, number, count = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     call_update = _function(library, "tr_update_rows", None, pointer, pointer, number, pointer, pointer)
-    call_begin = _function(library, "tr_sum_begin", pointer, pointer, count, count, number, pointer, pointer)
+    call_begin = _function(library, "tr_sum_begin", pointer, *[pointer] * 3, count, number, pointer, pointer)
     call_finish = _function(library, "tr_sum_finish", None, pointer, pointer, pointer)
     call_free = _function(library, "tr_sum_free", None, pointer)
     call_partials = _function(
-        library,
-        "tr_rule_partials",
-        None,
-        *[pointer] * 4,
-        count,
-        count,
-        number,
-        number,
-        number,
-        pointer,
-        pointer,
+        library, "tr_rule_partials", None, pointer, pointer, *[number] * 4, pointer, pointer
     )
-    call_apply = _function(
-        library, "tr_rule_apply", None, pointer, pointer, pointer, pointer, count, count, number, pointer
-    )
+    call_apply = _function(library, "tr_rule_apply", None, pointer, pointer, number, pointer)
 
     def update_rows_(
         weights: Sequence[Tensor], slots: Sequence[Tensor], grad: Tensor, ids: Tensor, offsets: Tensor | None,
@@ -271,103 +260,179 @@ def register(library: ctypes.CDLL) -> None:
         del kept, rows
         return skipped
 
-    def sum_row_gradients(
-        grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: int, dim: int,
-        starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int],
-        means: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def sum_row_gradients_of_tables(
+        grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: Sequence[int],
+        dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
+        grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         if grad.dtype not in DTYPES:
-            return sum_row_gradients_reference(
-                grad, ids, offsets, sample_weights, rows, dim, starts, bags, grad_starts, grad_strides, means
+            return sum_row_gradients_of_tables_reference(
+                grad,
+                ids,
+                offsets,
+                sample_weights,
+                rows,
+                dims,
+                tables,
+                starts,
+                bags,
+                grad_starts,
+                grad_strides,
+                means,
             )
-        op, tables = "sum_row_gradients", [0] * len(starts)
-        check_sum(rows, dim)
+        op = "sum_row_gradients"
+        for own, dim in zip(rows, dims, strict=True):
+            check_sum(own, dim)
         record, kept = _describe(
             op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
-        distinct, report = ctypes.c_int64(), Report()
+        counts, report = torch.empty(len(dims), dtype=torch.int64), Report()
+        sizes = array("q", [*rows, *dims])
+        at = sizes.buffer_info()[0]
         handle = call_begin(
-            ctypes.byref(record),
-            rows,
-            dim,
-            torch.get_num_threads(),
-            ctypes.byref(distinct),
+            ctypes.byref(record), at, at + 8 * len(dims), len(dims), torch.get_num_threads(), counts.data_ptr(),
             ctypes.byref(report),
-        )
+        )  # fmt: skip
         if report.status:
             check_reach(
-                op, record.grad_count, record.ids_count, record.offsets_count if offsets is not None else None, [dim],
+                op, record.grad_count, record.ids_count, record.offsets_count if offsets is not None else None, dims,
                 tables, starts, bags, grad_starts, grad_strides,
             )  # fmt: skip
-            _raise(op, report, [rows or ANY_ROWS], tables, record.ids_count)
+            _raise(op, report, [own or ANY_ROWS for own in rows], tables, record.ids_count)
         try:
-            rows_U = torch.empty(distinct.value, dtype=torch.int64)
-            grads_UD = reused_empty((distinct.value, dim), torch.float32)
-            call_finish(handle, rows_U.data_ptr(), grads_UD.data_ptr())
+            distinct = counts.tolist()
+            rows_U = torch.empty(sum(distinct), dtype=torch.int64)
+            size = sum([count * dim for count, dim in zip(distinct, dims, strict=True)])
+            grads = reused_empty(size, torch.float32)
+            call_finish(handle, rows_U.data_ptr(), grads.data_ptr())
         finally:
             call_free(handle)
-        del kept
-        return rows_U, grads_UD
+        del kept, sizes
+        return rows_U, grads, counts
 
-    def rule_partials(
-        weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, phase: int, dim: int,
-        exact: bool, column_offset: int, rule: str, hyper: Sequence[float], step: int,
+    def rule_partials_of_tables(
+        weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+        scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
+        column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
     ) -> Tensor:  # fmt: skip
         op = "rule_partials"
-        part = None
-        if grads.dtype == torch.float32 and _served(grads, [weight]):
-            part = _describe_rows(op, [weight], slots, rule, hyper, [step], [0, 0], [0], [column_offset])
-        if part is None:
-            return rule_partials_reference(
-                weight, slots, rows, grads, scalars, phase, dim, exact, column_offset, rule, hyper, step
+        described = None
+        if _served_parts(weights, grads):
+            zeros = [0] * len(weights)
+            described = _describe_rows(
+                op, weights, slots, rule, hyper, steps, zeros + zeros, zeros, column_offsets
             )
-        sums = check_part(op, rule, hyper, weight, rows, grads, scalars, phase)
-        rows, grads, scalars = _for_rows(rows, grads, scalars)
-        width = weight.shape[1]
-        blocks = (column_offset + width + 7) // 8 - column_offset // 8 if exact else 1
-        out, report = torch.empty((rows.numel(), sums, blocks), dtype=torch.float32), Report()
+        if described is None:
+            return rule_partials_of_tables_reference(
+                weights,
+                slots,
+                rows,
+                grads,
+                scalars,
+                phase,
+                dims,
+                exact,
+                finite,
+                column_offsets,
+                rule,
+                hyper,
+                steps,
+            )
+        made = make_rule(rule, hyper)
+        check_parts(op, made, rule, weights, rows, grads, scalars, dims, phase)
+        parts, kept, counts = _describe_parts(rows, grads, scalars, dims)
+        kinds = made.sums(phase) + int(finite)
+        sizes = [kinds * distinct for distinct in counts]
+        if exact:
+            sizes = [
+                size * block_count(offset, weight.shape[1])
+                for size, offset, weight in zip(sizes, column_offsets, weights, strict=True)
+            ]
+        out, report = torch.empty(sum(sizes), dtype=torch.float32), Report()
+        at = out.data_ptr()
+        outs = array("q", [at + 4 * before for before in itertools.accumulate(sizes[:-1], initial=0)])
         call_partials(
-            ctypes.byref(part[0]), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim, phase,
-            exact, torch.get_num_threads(), out.data_ptr(), ctypes.byref(report),
+            ctypes.byref(described[0]), ctypes.byref(parts), phase, exact, finite, torch.get_num_threads(),
+            outs.buffer_info()[0], ctypes.byref(report),
         )  # fmt: skip
         if report.status:
-            _raise(op, report, [weight.shape[0]], [0], 0)
-        del part
+            _raise(op, report, [w.shape[0] for w in weights], range(len(weights)), 0)
+        del described, kept, outs
         return out
 
-    def rule_apply_(
-        weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, scalars: Tensor, dim: int, rule: str,
-        hyper: Sequence[float], step: int, seed: Sequence[int], row_offset: int, column_offset: int,
+    def rule_apply_to_tables_(
+        weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+        scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
+        seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
     ) -> None:  # fmt: skip
         op = "rule_apply_"
-        part = None
-        if grads.dtype == torch.float32 and _served(grads, [weight]):
-            part = _describe_rows(
-                op, [weight], slots, rule, hyper, [step], seed, [row_offset], [column_offset]
+        described = None
+        if _served_parts(weights, grads):
+            described = _describe_rows(
+                op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets
             )
-        if part is None:
-            return rule_apply_reference_(
-                weight, slots, rows, grads, scalars, dim, rule, hyper, step, seed, row_offset, column_offset
+        if described is None:
+            return rule_apply_to_tables_reference_(
+                weights,
+                slots,
+                rows,
+                grads,
+                scalars,
+                dims,
+                rule,
+                hyper,
+                steps,
+                seeds,
+                row_offsets,
+                column_offsets,
             )
-        check_part(op, rule, hyper, weight, rows, grads, scalars, None)
-        rows, grads, scalars = _for_rows(rows, grads, scalars)
+        check_parts(op, make_rule(rule, hyper), rule, weights, rows, grads, scalars, dims, None)
+        parts, kept, _ = _describe_parts(rows, grads, scalars, dims)
         report = Report()
         call_apply(
-            ctypes.byref(part[0]), rows.data_ptr(), grads.data_ptr(), scalars.data_ptr(), rows.numel(), dim,
-            torch.get_num_threads(), ctypes.byref(report),
-        )  # fmt: skip
+            ctypes.byref(described[0]), ctypes.byref(parts), torch.get_num_threads(), ctypes.byref(report)
+        )
         if report.status:
-            _raise(op, report, [weight.shape[0]], [0], 0)
-        del part
+            _raise(op, report, [w.shape[0] for w in weights], range(len(weights)), 0)
+        del described, kept
         return None
 
-    for kernel in (update_rows_, sum_row_gradients, rule_partials, rule_apply_):
+    for kernel in (
+        update_rows_,
+        sum_row_gradients_of_tables,
+        rule_partials_of_tables,
+        rule_apply_to_tables_,
+    ):
         LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
-def _for_rows(rows: Tensor, grads: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays of a phase as the library reads them."""
-    return rows.to(torch.int64).contiguous(), grads.contiguous(), scalars.to(torch.float32).contiguous()
+def _served_parts(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    return {g.dtype for g in grads} <= _FP32 and bool(grads) and _served(grads[0], weights)
+
+
+def _describe_parts(
+    rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], dims: Sequence[int]
+) -> tuple[Parts, object, list[int]]:
+    """The parts as the library reads them, what must stay alive as long, and how many rows each has."""
+    rows = [
+        r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous() for r in rows
+    ]
+    grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
+    strided = []
+    for s in scalars:  # sums may lie apart (of several tables, one after the other), a sum's rows may not
+        if s.dtype != torch.float32 or (s.shape[1] > 1 and s.stride(1) != 1):
+            s = s.to(torch.float32).contiguous()
+        strided.append(s)
+    counts = [r.numel() for r in rows]
+    numbers = array(
+        "q",
+        [
+            *[r.data_ptr() for r in rows], *[g.data_ptr() for g in grads], *[s.data_ptr() for s in strided], *counts,
+            *[s.stride(0) for s in strided], *dims,
+        ],
+    )  # fmt: skip
+    at, each = numbers.buffer_info()[0], 8 * len(counts)
+    return Parts(*[at + each * k for k in range(6)]), (numbers, rows, grads, strided), counts
 
 
 def _function(
