@@ -6,8 +6,8 @@ Sets of tables and plans are drawn at random with a fixed seed: dims 8 to 256, 1
 400,000 rows, SGD, row-wise Adagrad or Adam; a third of the plans have one sharding type for all tables, the others mix
 them. Each is run for some steps on 2 ranks with one thread each over gloo, in several passes over all plans so that a
 slow minute does not fall on one of them. A measured time is the median step (the slower rank counts), the least over
-passes. Predicted times come from `planner/price.py` with the speeds that `tilerec calibrate` measured just before (or
-those of --topology). Printed: every plan, Spearman's rank correlation, and the median and the 90th percentile of
+passes. Predicted times come from `planner/cost/price.py` with the speeds that `tilerec calibrate` measured just before
+(or those of --topology). Printed: every plan, Spearman's rank correlation, and the median and the 90th percentile of
 |predicted / measured - 1|.
 
 --stages: sums over plans of the least seconds of each part, predicted and measured (clocks around ops cost a little).
@@ -33,10 +33,10 @@ from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
-from tilerec.planner.calibrate import calibrate  # noqa: E402
-from tilerec.planner.cost import Model  # noqa: E402
-from tilerec.planner.price import price  # noqa: E402
-from tilerec.planner.workload import Reads, TableWork, Workload  # noqa: E402
+from tilerec.planner.cost.calibrate import calibrate  # noqa: E402
+from tilerec.planner.cost.model import Model  # noqa: E402
+from tilerec.planner.cost.price import price  # noqa: E402
+from tilerec.planner.cost.workload import Reads, TableWork, Workload  # noqa: E402
 from tilerec.sharding.strategies import complete  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad  # noqa: E402

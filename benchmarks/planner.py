@@ -34,12 +34,12 @@ from planner_cases import CASES, Case, lognormal
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
+from tilerec.planner.cost.options import build
+from tilerec.planner.cost.ways import Way
 from tilerec.planner.decision import Decision, decide
 from tilerec.planner.infeasible import PlannerError
-from tilerec.planner.options import build
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search import solve
-from tilerec.planner.ways import Way
+from tilerec.planner.search.solve import solve
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

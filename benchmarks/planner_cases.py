@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tilerec.planner.options import Problem, build
-from tilerec.planner.workload import Reads, TableWork
+from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.workload import Reads, TableWork
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.topology import Topology
 

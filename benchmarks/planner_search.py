@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from planner_cases import CASES, CRITEO, Case, lognormal
 
-from tilerec.planner.instance import Instance, Ints
-from tilerec.planner.options import build
-from tilerec.planner.search import solve
+from tilerec.planner.cost.options import build
+from tilerec.planner.search.instance import Instance, Ints
+from tilerec.planner.search.solve import solve
 
 Array = np.ndarray
 

@@ -30,7 +30,7 @@ from tilerec.data.ids import BatchIds, IdSource, open_ids
 from tilerec.data.statistics import Statistics, gather
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.plan_cli import plan_app
-from tilerec.planner.calibrate import calibrate_to
+from tilerec.planner.cost.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.launch import RankFailed, end, joined, launch, under_torchrun

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tilerec.planner.instance import Instance
+from tilerec.planner.search.instance import Instance
 
 
 def _small_instance(seed: int, divisible: bool = False) -> Instance:

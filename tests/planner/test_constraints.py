@@ -7,7 +7,7 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.workload import Skew
+from tilerec.planner.cost.workload import Skew
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
 from tilerec.spec.tile import Tiling
 

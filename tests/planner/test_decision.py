@@ -10,11 +10,11 @@ from tests.planner.asked import asked, table
 from tilerec.errors import ConfigError
 from tilerec.parallel.read_plan import _gives
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.workload import Skew
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.tile import Tiling

@@ -11,8 +11,8 @@ import pytest
 from tests.planner.asked import ADAGRAD, asked, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.workload import Skew
 from tilerec.planner.request import PlanRequest, read_tables
-from tilerec.planner.workload import Skew
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology

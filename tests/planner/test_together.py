@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.planner.asked import asked
 from tilerec.planner.decision import decide
-from tilerec.planner.instance import evaluate
+from tilerec.planner.search.instance import evaluate
 from tilerec.planner.together import together
 from tilerec.spec.topology import Topology
 

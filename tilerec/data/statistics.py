@@ -28,7 +28,7 @@ from tilerec.data.rows import hash_values
 from tilerec.data.zipf import fit
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.workload import Skew
+from tilerec.planner.cost.workload import Skew
 
 VERSION = 1
 SHOWN = 32  # heavy hitters in the file

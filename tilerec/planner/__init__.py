@@ -1,6 +1,7 @@
 """Choosing who holds what: a search, and helpers for plans by hand."""
 
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
+from tilerec.planner.cost.workload import Skew as Skew
 from tilerec.planner.helpers import apply_to_all as apply_to_all
 from tilerec.planner.helpers import column_wise as column_wise
 from tilerec.planner.helpers import construct_module_sharding_plan as construct_module_sharding_plan
@@ -38,7 +39,6 @@ from tilerec.planner.reservation import FixedPercentageStorageReservation as Fix
 from tilerec.planner.reservation import HeuristicalStorageReservation as HeuristicalStorageReservation
 from tilerec.planner.reservation import InferenceStorageReservation as InferenceStorageReservation
 from tilerec.planner.reservation import StorageReservation as StorageReservation
-from tilerec.planner.workload import Skew as Skew
 from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
 from tilerec.spec.plan import EmbeddingModuleShardingPlan as EmbeddingModuleShardingPlan
 from tilerec.spec.plan import ParameterSharding as ParameterSharding

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.planner.workload import Skew
+from tilerec.planner.cost.workload import Skew
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
 from tilerec.spec.ranks import ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType

@@ -17,10 +17,10 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
-from tilerec.planner.options import Problem, build
+from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search import solve
+from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
+from tilerec.planner.search.solve import solve
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
 from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise

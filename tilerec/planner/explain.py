@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.errors import ConfigError
+from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.ways import Option
 from tilerec.planner.decision import Decision, decide
 from tilerec.planner.infeasible import no_plan
-from tilerec.planner.instance import Instance, Ints, evaluate, fits
-from tilerec.planner.options import Problem, build
 from tilerec.planner.report_text import aligned, time_text
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.ways import Option
+from tilerec.planner.search.instance import Instance, Ints, evaluate, fits
 from tilerec.spec.plan_table import bytes_text
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import Decision, decide
-from tilerec.planner.instance import Status
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.search.instance import Status
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology

@@ -19,9 +19,9 @@ from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.planner.cache import PlanCache
 from tilerec.planner.constraints import USED, ParameterConstraints
+from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.infeasible import no_plan
-from tilerec.planner.reads import BATCH_SIZE
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation

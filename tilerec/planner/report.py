@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.instance import Ints
 from tilerec.planner.report_text import report_text
+from tilerec.planner.search.instance import Ints
 from tilerec.spec.tile import Tile, Tiling, rectangles
 from tilerec.spec.topology import Topology
 

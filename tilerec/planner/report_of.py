@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilerec.planner.cost import Model
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.options import PICO
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.decision import Decision
-from tilerec.planner.instance import Ints, portion
-from tilerec.planner.options import PICO
-from tilerec.planner.price import price
 from tilerec.planner.report import PlanReport, TableEntry
-from tilerec.planner.workload import TableWork, Workload
+from tilerec.planner.search.instance import Ints, portion
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import rectangles

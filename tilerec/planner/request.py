@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.reads import BATCH_SIZE, reads_of
+from tilerec.planner.cost.reads import BATCH_SIZE, reads_of
+from tilerec.planner.cost.ways import COLUMN_SPLITS, GRIDS, MIN_PARTITION, Limits
+from tilerec.planner.cost.workload import Reads, TableWork
 from tilerec.planner.tables import PlannedTable
-from tilerec.planner.ways import COLUMN_SPLITS, GRIDS, MIN_PARTITION, Limits
-from tilerec.planner.workload import Reads, TableWork
 from tilerec.sharding.strategies import complete
 from tilerec.spec.optimizer import SGD, OptimizerSpec
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire

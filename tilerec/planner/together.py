@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.instance import Instance, Ints
+from tilerec.planner.search.instance import Instance, Ints
 
 
 def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Instance, Ints]:

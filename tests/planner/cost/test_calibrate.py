@@ -1,0 +1,60 @@
+"""Measuring a machine: every rank gets the same speeds, and a planner can use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilerec.comms.group import Group
+from tilerec.planner.cost import calibrate as module
+from tilerec.planner.cost.calibrate import calibrate, calibrate_to, machine
+from tilerec.spec.speeds import PER_WIDTH, SINGLE
+from tilerec.spec.topology import Topology
+from tilerec.testing.virtual import run_virtual_ranks
+
+SMALL = {
+    "_FAR_BYTES": 2**20,
+    "_NEAR_BYTES": 2**16,
+    "_FLUSH": 2**12,
+    "_IDS": 480,
+    "_REPEATS": 2,
+    "_ROUNDS": 1,
+    "_PASSES": 1,
+    "WIDTHS": (16, 64),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tables and few repeats: tests read no times."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def test_ranks_measure_together_and_write_what_they_found(tmp_path: Path) -> None:
+    path = tmp_path / "topology.json"
+
+    first, second = run_virtual_ranks(2, calibrate_to, str(path))
+    assert first == second == Topology.from_json(json.loads(path.read_text()))
+    assert first.world_size == 2
+    measured = first.speeds
+    assert measured.origin.startswith("measured, 2 cpu ranks")
+    assert all(rate >= 0 for name in PER_WIDTH for rate in getattr(measured, name))
+    assert all(getattr(measured, name) >= 0 for name in SINGLE)
+    assert all(rate > 0 for rate in (*measured.lookup_near, *measured.place))
+    assert measured.link_in == measured.link_out > 0
+
+
+def test_a_rank_alone_has_no_links_to_measure() -> None:
+    def run(group: Group) -> None:
+        measured = calibrate(group, machine(1)).speeds
+        assert measured is not None
+        assert measured.row_sum == measured.replica == 0
+
+    run_virtual_ranks(1, run)
+
+
+def test_a_machines_memory_is_shared_out() -> None:
+    assert machine(4).memory_cap == machine(1).memory_cap // 4 > 0

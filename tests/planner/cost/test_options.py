@@ -1,0 +1,255 @@
+"""An instance's numbers are those of the tilings that its options stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilerec.errors import ConfigError
+from tilerec.planner.cost.cuts import even_pieces, row_cuts, sizes_of_shares
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.ways import Limits, Way, enumerate_options
+from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
+from tilerec.planner.search.instance import SHARE, evaluate
+from tilerec.spec import optimizer as specs
+from tilerec.spec.plan import ShardingType
+from tilerec.spec.tile import ceil_chunks
+from tilerec.spec.topology import Topology
+
+PLAIN = specs.SGD(0.1)
+
+
+def works(count: int = 24, seed: int = 0, optimizer: Any = PLAIN) -> list[TableWork]:
+    draw = random.Random(seed)
+    return [
+        TableWork(
+            f"t{i:02d}", int(10 ** draw.uniform(3, 6)), draw.choice([16, 32, 64, 128]), optimizer=optimizer,
+            reads=[Reads(512, draw.choice([1, 2, 5, 20])) for _ in range(draw.choice([1, 1, 2]))],
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def drawn(problem: Problem, topology: Topology, ways: tuple[Way, ...] | None, seed: int = 1) -> Any:
+    """A random plan of some ways: options, places, tilings."""
+    draw, instance = random.Random(seed), problem.instance
+    option, places = [], []
+    for t in range(instance.tables):
+        o = draw.choice(
+            [
+                o
+                for o in np.flatnonzero(instance.there[t]).tolist()
+                if ways is None or problem.options[o].way in ways
+            ]
+        )
+        width, pieces = int(instance.width[t, o]), int(instance.pieces[t, o])
+        among = topology.world_size if width == 1 else topology.host_count
+        option.append(o)
+        places.append(() if width == topology.world_size else tuple(draw.sample(range(among), pieces)))
+    tilings = [problem.sharding(t, o, places[t]).tiling for t, o in enumerate(option)]
+    return np.array(option), places, tilings
+
+
+WAYS: list[tuple[Way, ...] | None] = [
+    (Way.WHOLE,),
+    (Way.COLUMNS, Way.WHOLE),
+    (Way.ROWS,),
+    (Way.COPIES,),
+    (Way.GRID, Way.WHOLE),
+    None,
+]
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize(
+    "topology", [Topology(2, "cpu"), Topology(8), Topology(8, local_world_size=4)], ids=str
+)
+def test_an_arrangement_costs_what_its_tilings_cost(topology: Topology, ways: tuple[Way, ...] | None) -> None:
+    problem = build(works(), topology)
+    option, places, tilings = drawn(problem, topology, ways)
+    solution = evaluate(problem.instance, option, places)
+    priced = price(tilings, problem.model)
+    assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=0.06)
+    # On average over ranks memory is the same; where pieces meet, rows that homes receive are spread otherwise.
+    assert solution.memory.mean(0) == pytest.approx(priced.memory.mean(0), rel=0.01)
+    assert solution.memory.max(0) == pytest.approx(priced.memory.max(0), rel=0.02)
+    stages = priced.stages
+    for name in ("lookup and rows", "update"):
+        own = solution.load[:, problem.stages.index(name)] / 1e12
+        # On several hosts it matters which owners share one: pieces that happen to meet add up their rows there.
+        assert own.mean() == pytest.approx(
+            stages[name].mean(), rel=0.06 if topology.host_count == 1 else 0.15
+        )
+        if topology.host_count == 1:
+            assert own == pytest.approx(stages[name], rel=0.06), name
+
+
+def test_rules_over_whole_rows_pay_for_columns() -> None:
+    topology = Topology(4, "cpu")
+    for optimizer in (specs.SGD(0.1), specs.RowWiseAdagrad(0.1)):
+        problem = build(works(6, optimizer=optimizer), topology)
+        option, places, tilings = drawn(problem, topology, (Way.COLUMNS, Way.WHOLE))
+        cost = evaluate(problem.instance, option, places).cost / 1e12
+        assert cost == pytest.approx(price(tilings, problem.model).seconds, rel=0.06)
+        assert ("row sums" in problem.charges) == (optimizer.phases > 0)
+
+
+def test_every_option_is_a_tiling_of_the_type_it_is_called() -> None:
+    topology = Topology(8, local_world_size=4)
+    problem = build([TableWork("t", 1000, 128, optimizer=specs.SGD(0.1))], topology)
+    found = {}
+    for o, option in enumerate(problem.options):
+        k = int(problem.instance.pieces[0, o])
+        places = () if option.width == 8 else tuple(range(k))
+        sharding = problem.sharding(0, o, places)
+        assert sharding.tiling is not None
+        found[str(option)] = sharding.kind
+        pieces = [t.rectangle.cells for t in sharding.tiling.tiles()]
+        assert len(set(pieces)) == 1
+        assert sum(pieces) == 128_000
+    assert found == {
+        "whole": ShardingType.TABLE_WISE,
+        "copies over 8 ranks": ShardingType.DATA_PARALLEL,
+        "columns x 2": ShardingType.TABLE_COLUMN_WISE,
+        "columns x 4": ShardingType.TABLE_COLUMN_WISE,
+        "rows x 2": ShardingType.TABLE_ROW_WISE,
+        "rows x 4": ShardingType.TABLE_ROW_WISE,
+        "rows over 8 ranks": ShardingType.ROW_WISE,
+        "rows over 4 ranks": ShardingType.TABLE_ROW_WISE,
+        "grid x 2 over 4 ranks": ShardingType.GRID_SHARD,
+    }
+    assert problem.sharding(0, [str(o) for o in problem.options].index("columns x 2"), (5, 2)).kind is (
+        ShardingType.COLUMN_WISE
+    )
+
+
+def test_limits_leave_the_options_of_their_types() -> None:
+    limits = {
+        "t00": Limits((ShardingType.TABLE_WISE,)),
+        "t01": Limits((ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL)),
+        "t02": Limits((ShardingType.COLUMN_WISE,), min_partition=8),
+        "t03": Limits(ranks=(1, 2)),
+        "t04": Limits((ShardingType.TABLE_COLUMN_WISE,), min_partition=4),
+    }
+    topology = Topology(4, local_world_size=2)
+    problem = build(works(6), topology, limits)
+    instance = problem.instance
+    ways = [{problem.options[o].way for o in np.flatnonzero(instance.there[t]).tolist()} for t in range(6)]
+    assert ways[0] == {Way.WHOLE}
+    assert ways[1] == {Way.ROWS, Way.COPIES}
+    assert ways[2] == {Way.COLUMNS}
+    assert Way.COPIES not in ways[3]
+    assert instance.allowed is not None
+    assert instance.allowed[3].tolist() == [False, True, True, False]
+    assert instance.allowed[4].tolist() == [True, True, False, False]  # pieces of one host
+    assert instance.allowed[5].all()
+
+
+def test_pins_are_base_loads_and_the_rest_is_planned() -> None:
+    topology, tables = Topology(4, "cpu"), works(6)
+    whole = build(tables, topology)
+    option, places, tilings = drawn(whole, topology, (Way.WHOLE,))
+    pins = {w.name: t for w, t in zip(tables[:3], tilings[:3], strict=True)}
+    rest = build(tables, topology, pinned=pins)
+    assert rest.instance.names == tuple(w.name for w in tables[3:])
+    columns = [whole.options.index(option) for option in rest.options]
+    assert np.array_equal(rest.instance.width, whole.instance.width[3:, columns])
+    here = [rest.options.index(whole.options[o]) for o in option[3:]]
+    both = evaluate(rest.instance, np.array(here), places[3:])
+    alone = evaluate(whole.instance, option, places)
+    assert both.memory == pytest.approx(alone.memory, rel=1e-4)
+    assert both.cost == pytest.approx(alone.cost, rel=0.02)
+    assert "exchange" not in rest.charges  # the pinned tables pay for it
+
+
+def test_where_all_is_pinned_nothing_is_left_to_choose() -> None:
+    topology, tables = Topology(2, "cpu"), works(3)
+    _, _, tilings = drawn(build(tables, topology), topology, None)
+    problem = build(tables, topology, pinned={w.name: t for w, t in zip(tables, tilings, strict=True)})
+    assert problem.instance.tables == 0
+    solution = evaluate(problem.instance, np.zeros(0, np.int64), [])
+    assert solution.cost / 1e12 == pytest.approx(price(tilings, Model(Workload(tables), topology)).seconds)
+
+
+def test_reserved_memory_and_caps_are_kept_in_their_tier() -> None:
+    reserved = np.array([[100, 7]] * 2)
+    problem = build(works(2), Topology(2, hbm_cap=1 << 30, ddr_cap=1 << 31), reserved=reserved)
+    assert problem.instance.cap.tolist() == [[1 << 30, 1 << 31]] * 2
+    assert (problem.instance.base_memory[:, 1] == 7).all()
+    assert (problem.instance.base_memory[:, 0] > 100).all()
+    cpu = build(works(2), Topology(2, "cpu")).instance
+    assert (cpu.memory[:, :, 0] == 0).all()
+    assert (cpu.memory[cpu.there][:, 1] > 0).all()
+
+
+def test_ordered_ids_get_uneven_rows() -> None:
+    table = TableWork("t", 100_000, 16, optimizer=specs.SGD(0.1), reads=[Reads(512, 4)],
+                      skew=Skew(100_000, 1.1, ordered=True))  # fmt: skip
+    even = dataclasses.replace(table, name="even", skew=Skew(100_000, 1.1))
+    problem = build([table, even], Topology(4, "cpu"))
+    o = [str(option) for option in problem.options].index("rows over 4 ranks")
+    assert problem.instance.divisible[:, o].tolist() == [False, True]
+    tiling = problem.sharding(0, o, ()).tiling
+    assert tiling is not None
+    sizes = [tile.r1 - tile.r0 for tile in tiling.tiles()]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 10_000
+    assert sizes[-1] <= 50_001  # no piece has more than twice its part of the rows
+    shares = np.array([SHARE // 2, SHARE // 4, SHARE // 8, SHARE // 8])
+    uneven = problem.sharding(1, o, (), shares).tiling
+    assert uneven is not None
+    assert [t.r1 - t.r0 for t in uneven.tiles()] == [50_000, 25_000, 12_500, 12_500]
+
+
+def test_cuts_share_traffic_and_rows() -> None:
+    load = Workload([TableWork("t", 5000, 8, skew=Skew(5000, 1.0, ordered=True))])
+    cuts = row_cuts(load, np.array([0]), 5)[0]
+    both = load.share(0, cuts[:-1], cuts[1:]) + np.diff(cuts) / 5000
+    assert both.tolist() == pytest.approx([0.4] * 5, abs=0.15)
+    for rows in range(1, 40):
+        assert int(even_pieces(rows, 7)) == len(ceil_chunks(rows, 7)) - 1
+    assert sizes_of_shares(10, np.array([SHARE // 3, SHARE - SHARE // 3])) == [3, 7]
+
+
+def test_one_rank_has_one_option() -> None:
+    assert [str(o) for o in enumerate_options(Topology(1, "cpu"), [64])] == ["whole"]
+    problem = build(works(3), Topology(1, "cpu"))
+    solution = evaluate(problem.instance, np.zeros(3, np.int64), [(0,)] * 3)
+    assert solution.cost > 0
+
+
+def test_hosts_of_different_sizes_have_options_of_their_own() -> None:
+    topology = Topology(5, hosts=[[0, 1, 2], [3, 4]])
+    problem = build([TableWork("t", 1000, 64)], topology)
+    assert {"rows over 3 ranks", "rows over 2 ranks", "rows over 5 ranks"} <= {
+        str(o) for o in problem.options
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"limits": {"nobody": Limits()}}, r"limits name \['nobody'\]"),
+        (
+            {"limits": {"t00": Limits((ShardingType.GRID_SHARD,), min_partition=100)}},
+            "Table 't00': nothing that",
+        ),
+        ({"reserved": np.zeros((3, 2), np.int64)}, "reserved has shape"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(works(2), Topology(4, local_world_size=2), **kwargs)
+
+
+def test_numbers_do_not_depend_on_the_order_of_tables() -> None:
+    tables = works(8)
+    forward, backward = build(tables, Topology(4)), build(tables[::-1], Topology(4))
+    assert np.array_equal(forward.instance.cost, backward.instance.cost[::-1])
+    assert np.array_equal(forward.instance.memory, backward.instance.memory[::-1])

@@ -1,0 +1,38 @@
+"""Constraints become reads, feature by feature."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.reads import limits_of, reads_of
+from tilerec.planner.cost.ways import Limits
+from tilerec.planner.cost.workload import Reads
+from tilerec.spec.plan import ShardingType
+
+
+def test_without_constraints_each_feature_reads_one_id_per_sample() -> None:
+    assert reads_of("t", ["a", "b"], 64, None) == (Reads(64.0, 1.0), Reads(64.0, 1.0))
+    assert reads_of("t", ["a"], None, None) == (Reads(512.0, 1.0),)
+    assert reads_of("t", [], 64, None) == ()
+
+
+def test_constraints_say_it_for_each_feature_or_once_for_all() -> None:
+    limits = ParameterConstraints(
+        pooling_factors=[2.5, 10], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True
+    )
+    assert reads_of("t", ["a", "b"], 64, limits) == (Reads(24.0, 2.5, True), Reads(48.0, 10.0, True))
+
+
+def test_numbers_that_do_not_go_with_the_features_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Table 't': pooling_factors has 2 numbers for 3 features"):
+        reads_of("t", ["a", "b", "c"], 8, ParameterConstraints(pooling_factors=[1, 2]))
+    with pytest.raises(ConfigError, match=r"num_poolings is .nan."):
+        reads_of("t", ["a"], 8, ParameterConstraints(num_poolings=[float("nan")]))
+
+
+def test_limits_are_types_and_the_narrowest_column_tile() -> None:
+    assert limits_of(None) == Limits()
+    found = limits_of(ParameterConstraints(["row_wise"], min_partition=8))
+    assert found == Limits((ShardingType.ROW_WISE,), 8)

@@ -1,0 +1,71 @@
+"""Exchanges: never worse, within caps, and out of overfull memory where a way leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tilerec.planner.search.improve import exchange, repair
+from tilerec.planner.search.instance import Instance, evaluate, fits
+from tilerec.planner.search.pack import Packing, Rule, pack
+from tilerec.planner.search.relaxed import Relaxed, least
+
+
+def test_an_exchange_never_makes_a_plan_worse(small_instance: Callable[..., Instance]) -> None:
+    better = 0
+    for seed in range(60):
+        instance = small_instance(seed)
+        relaxed = Relaxed(instance)
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.MEMORY)
+        if found is None:
+            continue
+        before = int(evaluate(instance, found.option, found.places).stage.sum())
+        after, cost = exchange(relaxed, found, 20)
+        now = evaluate(instance, after.option, after.places)
+        assert int(now.stage.sum()) == cost <= before
+        assert fits(instance, now.memory)
+        for t, places in enumerate(after.places):
+            if instance.width[t, after.option[t]] == 1:
+                assert len(set(places)) == len(set(found.places[t]))
+                if instance.allowed is not None:
+                    assert instance.allowed[t, list(places)].all()
+        better += cost < before
+    assert better > 5
+
+
+def on_one_rank(times: list[int], sizes: list[int], ranks: int, cap: int) -> tuple[Relaxed, Packing]:
+    tables = len(times)
+    one = np.ones((tables, 1), np.int64)
+    instance = Instance(
+        [f"t{i}" for i in range(tables)],
+        one,
+        one,
+        np.array(times)[:, None, None],
+        np.zeros((tables, 1, 1), np.int64),
+        np.array(sizes)[:, None, None],
+        np.full((ranks, 1), cap),
+        np.zeros(ranks, np.int64),
+    )
+    option = np.zeros(tables, np.int64)
+    memory = np.zeros((ranks, 1), np.int64)
+    memory[0] = sum(sizes)
+    return Relaxed(instance), Packing(option, [(0,)] * tables, memory)
+
+
+def test_a_heap_on_one_rank_is_levelled_to_the_optimum() -> None:
+    relaxed, heap = on_one_rank([7, 6, 5, 4, 3, 3, 2], [0] * 7, 3, 1)
+    _, cost = exchange(relaxed, heap, 60)
+    assert cost == 10
+
+
+def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
+    relaxed, heap = on_one_rank([1] * 6, [6, 4, 5, 5, 3, 7], 3, 10)
+    found = repair(relaxed, heap, 100)
+    assert found is not None
+    assert found.memory[:, 0].tolist() == [10, 10, 10]
+
+
+def test_what_does_not_fit_is_not_repaired() -> None:
+    relaxed, heap = on_one_rank([1, 1, 1], [6, 6, 6], 2, 10)
+    assert repair(relaxed, heap, 50) is None

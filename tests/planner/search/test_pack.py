@@ -1,0 +1,82 @@
+"""Packing: caps hold, pieces of a table part, and memory rules fit what time alone does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tilerec.planner.search.instance import Instance, evaluate, fits
+from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.relaxed import Relaxed, least
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_what_is_packed_is_within_caps_on_allowed_ranks_and_apart(
+    rule: Rule, small_instance: Callable[..., Instance]
+) -> None:
+    packed = 0
+    for seed in range(80):
+        instance = small_instance(seed)
+        relaxed = Relaxed(instance)
+        option = least(relaxed.totals, relaxed.memory).option
+        found = pack(relaxed, option, rule)
+        if found is None:
+            continue
+        packed += 1
+        now = evaluate(instance, found.option, found.places)
+        assert now.memory.tolist() == found.memory.tolist()
+        assert fits(instance, now.memory)
+        for t, places in enumerate(found.places):
+            width, pieces = int(instance.width[t, option[t]]), int(instance.pieces[t, option[t]])
+            if width == 1 and instance.allowed is not None:
+                assert instance.allowed[t, list(places)].all()
+            if width == 1 and instance.allowed is None:
+                assert len(set(places)) == min(pieces, instance.ranks)
+            assert len(places) == (0 if instance.everywhere(width) else pieces)
+    assert packed > 40
+
+
+def singles(time: list[int], size: list[int], ranks: int, cap: int) -> Instance:
+    tables = len(time)
+    one = np.ones((tables, 1), np.int64)
+    return Instance(
+        [f"t{i}" for i in range(tables)],
+        one,
+        one,
+        np.array(time)[:, None, None],
+        np.zeros((tables, 1, 1), np.int64),
+        np.array(size)[:, None, None],
+        np.full((ranks, 1), cap),
+        np.zeros(ranks, np.int64),
+    )
+
+
+def test_the_largest_piece_comes_first_and_loads_come_out_even() -> None:
+    instance = singles([3, 5, 2, 7, 4], [0] * 5, 3, 1)
+    found = pack(Relaxed(instance), np.zeros(5, np.int64), Rule.TIME)
+    assert found is not None
+    assert evaluate(instance, found.option, found.places).cost == 7
+
+
+def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond() -> None:
+    # 6 + 4 and 5 + 5 fill two ranks of 10; by time a 5 comes first, and the 4 joins the other 5.
+    instance = singles([1, 8, 9, 7], [6, 4, 5, 5], 2, 10)
+    relaxed, option = Relaxed(instance), np.zeros(4, np.int64)
+    assert pack(relaxed, option, Rule.TIME) is None
+    found = pack(relaxed, option, Rule.MEMORY)
+    assert found is not None
+    assert found.memory[:, 0].tolist() == [10, 10]
+    forced = pack(relaxed, option, Rule.TIME, force=True)
+    assert forced is not None
+    assert int(forced.memory.sum()) == 20
+
+
+def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
+    instance = singles([5], [1], 3, 10)
+    five = replace(instance, pieces=instance.pieces * 5)
+    found = pack(Relaxed(five), np.zeros(1, np.int64), Rule.TIME)
+    assert found is not None
+    assert sorted(np.bincount(found.places[0]).tolist()) == [1, 2, 2]

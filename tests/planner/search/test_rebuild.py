@@ -1,0 +1,96 @@
+"""Taking tables out and putting them back: never worse, within caps, and other options where those pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tilerec.planner.search.instance import Instance, evaluate, fits
+from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.rebuild import Dice, _Rebuild, rebuild
+from tilerec.planner.search.relaxed import Relaxed, least
+
+
+def test_a_rebuilt_plan_is_never_worse_and_within_caps(small_instance: Callable[..., Instance]) -> None:
+    better = 0
+    for seed in range(40):
+        instance = small_instance(seed)
+        relaxed = Relaxed(instance)
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.BOTH)
+        if found is None:
+            continue
+        before = int(evaluate(instance, found.option, found.places).stage.sum())
+        after = rebuild(relaxed, relaxed.usable, found, 60)
+        now = evaluate(instance, after.option, after.places)
+        # Loads are floats there: a few ps of rounding.
+        assert int(now.stage.sum()) <= before + 10
+        assert fits(instance, now.memory)
+        assert now.memory.tolist() == after.memory.tolist()
+        assert relaxed.usable[np.arange(instance.tables), after.option].all()
+        if instance.allowed is not None:
+            single = instance.width[np.arange(instance.tables), after.option] == 1
+            for t in np.flatnonzero(single).tolist():
+                assert instance.allowed[t, list(after.places[t])].all()
+        better += int(now.stage.sum()) < before
+    assert better > 5
+
+
+def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Callable[..., Instance]) -> None:
+    repeated = 0
+    for seed in range(40):
+        instance = small_instance(seed)
+        relaxed = Relaxed(instance)
+        # The option with the most pieces: some share a rank or a host.
+        on_host = (instance.width > 1) & (instance.width < instance.ranks)
+        pieces = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0)
+        found = pack(relaxed, pieces.argmax(1), Rule.BOTH)
+        if found is None:
+            continue
+        repeated += any(len(set(where)) < len(where) for where in found.places)
+        state = _Rebuild(relaxed, relaxed.usable, found, 1)
+        assert np.allclose(state.load[:, state.shared], state.link[instance.host_of], rtol=1e-12, atol=1.0), (
+            seed
+        )
+        for t in range(instance.tables):
+            state._shift(t, -1.0)
+            state._hold(t, -1)
+            if not state._put(t):
+                break
+        else:
+            now = evaluate(instance, state.option, state.places)
+            # `evaluate` rounds up for slow ranks, and once more for hosts; the slowest rank's home counts for all.
+            assert np.abs(
+                state.load.max(0) + state.alike - now.stage
+            ).max() <= 1e-9 * now.stage.max() + 20 or (np.any(instance.slow != 1000))
+            assert (instance.cap - now.memory).tolist() == state.room.tolist()
+    assert repeated
+
+
+def test_a_large_piece_is_cut_where_that_is_cheaper() -> None:
+    # One table of 100 on one rank, or two pieces of 55; three small ones.
+    cost = np.array([[100, 55], [20, 20], [20, 20], [20, 20]])[:, :, None]
+    instance = Instance(
+        list("abcd"),
+        np.ones((4, 2), np.int64),
+        np.tile(np.array([1, 2]), (4, 1)),
+        cost,
+        np.zeros_like(cost),
+        np.zeros((4, 2, 1), np.int64),
+        np.full((2, 1), 1),
+        np.zeros(2, np.int64),
+    )
+    relaxed = Relaxed(instance)
+    start = pack(relaxed, np.zeros(4, np.int64), Rule.TIME)
+    assert start is not None
+    found = rebuild(relaxed, relaxed.usable, start, 200)
+    assert found.option[0] == 1
+    assert evaluate(instance, found.option, found.places).cost == 95
+
+
+def test_the_dice_fall_alike_everywhere_and_within_range() -> None:
+    dice = Dice(1)
+    rolls = [dice.below(6) for _ in range(2000)]
+    assert rolls[:8] == [Dice(1).below(6), *rolls[1:8]]
+    assert sorted(set(rolls)) == list(range(6))
+    assert max(np.bincount(rolls)) < 420

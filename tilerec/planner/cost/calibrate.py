@@ -1,0 +1,338 @@
+"""`calibrate`: measure a machine's `Speeds`, on all ranks at once, in well under a minute.
+
+    far    random rows of a table much larger than the caches;  near: of one that fits the fastest
+    rates per row come from differences: rows of memory and of a cache, bags of one id and of ten, many ids of few rows
+
+Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is the
+second least of some, a speed the median of three passes and the mean over ranks. What no table causes (`step`) and what
+each part costs besides its ids and rows (`part`) come from whole steps of tables that have nearly none.
+
+Legend: N ids, P bags, D columns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.strategies import column_wise, data_parallel, table_wise
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD, RowWiseAdagrad
+from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.topology import DDR_CAP, Topology
+
+_FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
+_FLUSH = 48 * 2**20
+_IDS = 20_480
+_LONG = 10  # ids per bag
+_REPEATS, _ROUNDS, _PASSES = 9, 4, 3
+_CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
+
+
+def calibrate(group: Group, topology: Topology, device: torch.device | str = "cpu") -> Topology:
+    """`topology` with measured speeds; every rank of the group calls it, and gets the same.
+
+    Args:
+        group: as many ranks as shall be measured at once, on one host: links between hosts keep their default.
+        device: of the tables.
+    """
+    return replace(topology, speeds=_Bench(group, torch.device(device), topology).speeds())
+
+
+def machine(ranks: int, device: str = "cpu") -> Topology:
+    """So many ranks on this machine, with its memory shared out among them."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # a system that does not say
+        whole = DDR_CAP * ranks
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return Topology(ranks, kind, ddr_cap=whole // ranks)
+    return Topology(ranks, kind, hbm_cap=torch.cuda.mem_get_info()[1], ddr_cap=whole // ranks)
+
+
+def calibrate_to(group: Group, path: str, device: str = "cpu") -> Topology:
+    """`calibrate` this machine; rank 0 writes the topology as a JSON file, every rank returns it."""
+    measured = calibrate(group, machine(group.size, device), _own_device(group, device))
+    if group.rank == 0:
+        Path(path).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+    return measured
+
+
+def _own_device(group: Group, device: str) -> torch.device:
+    if device == "cuda":
+        return torch.device("cuda", group.rank % torch.cuda.device_count())
+    return torch.device(device)
+
+
+class _Bench:
+    def __init__(self, group: Group, device: torch.device, topology: Topology) -> None:
+        self.group, self.device, self.topology = group, device, topology
+        self.generator = torch.Generator().manual_seed(group.rank)
+        self.sinks = torch.empty(0, dtype=torch.int64)
+        self.others = torch.ones(_FLUSH // 4, device=self.device)
+
+    def speeds(self) -> Speeds:
+        default = default_speeds(self.topology)
+        passes = [self._pass(default) for _ in range(_PASSES)]
+        # The median of passes: what disturbs one of them is left out. Then the mean over ranks.
+        mine = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
+        everyone: Any = self.group.all_gather_object(mine)
+        mean = {name: sum(found[name] for found in everyone) / len(everyone) for name in mine}
+        rates = {name: tuple(mean[f"{name} {dim}"] for dim in WIDTHS) for name in PER_WIDTH}
+        numbers = {name: mean[name] for name in SINGLE}
+        origin = f"measured, {self.group.size} {self.device.type} ranks, torch {torch.__version__}"
+        cache = _cache(self.group.size, default.cache) if self.device.type == "cpu" else default.cache
+        return replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
+
+    def _pass(self, default: Speeds) -> dict[str, float]:
+        """Every number once, rates under "name width"."""
+        found = {name: getattr(default, name) for name in SINGLE}
+        for dim in WIDTHS:
+            for measured in (self._lookup(dim), self._update(dim), self._place(dim)):
+                found |= {f"{name} {dim}": seconds for name, seconds in measured.items()}
+        found["route"] = self._route()
+        found["copy"] = self._copy()
+        found |= self._links(default)
+        return found | self._steps(found["call"])
+
+    # ---------------------------------------------------------------------------------------------- timing
+
+    def _seconds(self, work: Callable[[], object], repeats: int = _REPEATS, *, cold: bool = False) -> float:
+        """Of one call, all ranks beginning together. cold: with other data in the caches."""
+        work()
+        taken = []
+        for _ in range(repeats):
+            if cold:
+                self.others.mul_(1.0)
+            self._wait()
+            self.group.barrier()
+            before = time.perf_counter()
+            work()
+            self._wait()
+            taken.append(time.perf_counter() - before)
+        return sorted(taken)[1]
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _ids(self, rows: int, count: int = _IDS) -> Tensor:
+        ids = torch.randint(rows, (count,), generator=self.generator, dtype=torch.int32)
+        return ids.to(self.device)
+
+    def _offsets(self, length: int, count: int = _IDS) -> Tensor:
+        return torch.arange(0, count + 1, length, device=self.device)
+
+    def _tables(self, dim: int) -> tuple[Tensor, Tensor]:
+        """A large and a small one."""
+        # Ones: memory that was never written is one page of zeros, and cached.
+        large, small = (
+            torch.ones(size // (4 * dim), dim, device=self.device) for size in (_FAR_BYTES, _NEAR_BYTES)
+        )
+        return large, small
+
+    # ---------------------------------------------------------------------------------------------- rates per row
+
+    def _lookup(self, dim: int) -> dict[str, float]:
+        large, small = self._tables(dim)
+
+        def run(table: Tensor, length: int, count: int = _IDS) -> float:
+            ids, offsets = self._ids(table.shape[0], count), self._offsets(length, count)
+            bags = count // length
+            return self._seconds(
+                lambda: torch.ops.tilerec.pooled_lookup(
+                    [table], self.sinks, ids, offsets, None, [0], [0], [0], [bags, 0], torch.float32, "f@t"
+                ),
+                cold=table is large,
+            )
+
+        call = run(small, 1, 1)
+        far, near, pooled, far_pooled = (
+            max(run(table, length) - call, 1e-9) / _IDS
+            for table, length in ((large, 1), (small, 1), (small, _LONG), (large, _LONG))
+        )
+        bag = max((near - pooled) / (1 - 1 / _LONG), 0.0)
+        near_id = max(pooled - bag / _LONG, 1e-10)
+        # Long bags overlap their misses better than short ones: the mean of both.
+        far_id = 0.5 * ((far - bag) + (far_pooled - bag / _LONG))
+        return {"lookup_bag": bag, "lookup_near": near_id, "lookup_far": max(far_id, near_id)}
+
+    def _update(self, dim: int) -> dict[str, float]:
+        large, small = self._tables(dim)
+        hyper = SGD(0.0).hyper()
+
+        def run(table: Tensor, ids: Tensor, length: int) -> float:
+            count = ids.numel()
+            bags = count // length
+            offsets = None if length == 1 else self._offsets(length, count)
+            grad = torch.zeros(bags * dim, device=self.device)
+            return self._seconds(
+                lambda: torch.ops.tilerec.update_rows_(
+                    [table], [], grad, ids, offsets, None, [0], [0], [bags], [0], [dim], [0], "sgd", hyper, [1],
+                    [0, 0], [0], [0],
+                ),
+                cold=table is large,
+            )  # fmt: skip
+
+        def different(table: Tensor) -> Tensor:
+            ids = torch.randperm(table.shape[0], generator=self.generator, dtype=torch.int32)
+            return ids[: min(_IDS, table.shape[0])].to(self.device)
+
+        call = run(small, self._ids(8, 1), 1)
+        # Ids of few rows, in bags of one and of ten: n (id + bag), n (id + bag / 10). Then each row once.
+        few = self._ids(16)
+        short, long = (max(run(small, few, length) - call, 1e-9) / _IDS for length in (1, _LONG))
+        bag = max((short - long) / (1 - 1 / _LONG), 0.0)
+        per_id = max(short - bag, 1e-10)
+        near_ids, far_ids = different(small), different(large)
+        near, far = (
+            max((run(table, ids, 1) - call) / ids.numel() - short, 1e-10)
+            for table, ids in ((small, near_ids), (large, far_ids))
+        )
+        return {"update_id": per_id, "update_bag": bag, "update_near": near, "update_far": max(far, near)}
+
+    def _place(self, dim: int) -> dict[str, float]:
+        # An odd number: rows of the output a power of two apart would share cache lines' places.
+        slots = (13 * 2**18 // (2048 * dim)) | 1
+        out = torch.zeros(2048, slots * dim, device=self.device)
+        rows = torch.zeros(2048 * slots * dim, device=self.device)
+        none = torch.empty(0, dtype=torch.int32, device=self.device)
+        segments = (
+            [2048] * slots, [dim] * slots, [-1] * slots, [s * dim for s in range(slots)], [slots * dim] * slots,
+        )  # fmt: skip
+        count = 2048 * slots
+        # Rows that are written, and rows that are added to others: row splits do both.
+        put = torch.ops.tilerec.place_rows_
+        written = self._seconds(lambda: put(out, rows, none, *segments, [0] * slots), 5)
+        added = self._seconds(lambda: put(out, rows, none, *segments, [1] * slots), 5)
+        place = 0.5 * (written + added)
+        pick = self._seconds(lambda: torch.ops.tilerec.pick_rows_(rows, out, none, *segments), 5)
+        return {"place": place / count, "pick": pick / count}
+
+    # ---------------------------------------------------------------------------------------------- ids, copies, links
+
+    def _route(self) -> float:
+        """Tables that stay whole and tables in two ranges of rows, in turns."""
+        features, length = 8, 2
+        bags = _IDS // (features * length)
+        offsets, ids = self._offsets(length), self._ids(10_000).long()
+        ranges = [1, 2] * (features // 2)
+        cuts = [0, 10_000, 0, 5_000, 10_000] * (features // 2)
+        arguments = (
+            list(range(features)), [bags], cuts, ranges, list(range(sum(ranges))), False, torch.int32,
+            ",".join(["f@t"] * features),
+        )  # fmt: skip
+        return self._seconds(lambda: torch.ops.tilerec.route_ids(ids, offsets, *arguments)) / _IDS
+
+    def _copy(self) -> float:
+        source, target = (torch.zeros(2**22, device=self.device) for _ in range(2))
+        return self._seconds(lambda: target.copy_(source)) / (4 * source.numel())
+
+    def _links(self, default: Speeds) -> dict[str, float]:
+        size = self.group.size
+        if size == 1:
+            return {}
+
+        def run(each: int) -> float:
+            output, input = (torch.zeros(each * size, device=self.device) for _ in range(2))
+            splits = [each] * size
+            return self._seconds(
+                lambda: self.group.all_to_all("calibrate", output, input, splits, splits).wait()
+            )
+
+        call = run(16)
+        each = 2**20 // size
+        per_byte = max(run(each) - call, 1e-9) / (4 * each * (size - 1))
+        if default.link_out == 0.0:
+            return {"call": call, "link_in": per_byte}
+        return {"call": call, "link_in": per_byte / 2, "link_out": per_byte / 2}
+
+    def _steps(self, call: float) -> dict[str, float]:
+        """Steps of few and of many tables with one id each."""
+        size = self.group.size
+        few, many = 2 * size, 16 * size
+        each: dict[str, float] = {}
+        step = 0.0
+        for kind in ("whole", "columns", "copies"):
+            small, large = self._both_steps((few, many), kind)
+            each[kind] = max(large - small, 0.0) / (many - few)
+            if kind == "whole":
+                # Each table is a part that every rank addresses, and that its owner reads for every rank.
+                step = max(small - few * each[kind] - 4 * call * (size > 1), 0.0)
+        part = each["whole"] / 2
+        # Columns: a part for each rank, which owners read for every rank. Copies: one part, read at home.
+        row_sum = max(each["columns"] - 2 * size * part, 0.0) if size > 1 else 0.0
+        replica = max(each["copies"] - 2 * part, 0.0) if size > 1 else 0.0
+        return {"part": part, "step": step, "row_sum": row_sum, "replica": replica}
+
+    def _both_steps(self, counts: tuple[int, int], kind: str) -> tuple[float, float]:
+        """Two sizes in turns, so that what slows the machine down slows both."""
+        channels: list[Group] = []
+        steps = [self._step(count, kind, channels) for count in counts]
+        taken: list[list[float]] = [[], []]
+        for _ in range(_ROUNDS):
+            for own, step in zip(taken, steps, strict=True):
+                own.append(self._seconds(step, 4))
+        self.group.barrier()
+        for channel in channels:
+            channel.close()
+        return min(taken[0]), min(taken[1])
+
+    def _step(self, tables: int, kind: str, channels: list[Group]) -> Callable[[], None]:
+        """Tables whole on one rank, in column blocks with a rule over whole rows, or copied to all ranks."""
+        size = self.group.size
+        names = [f"t{i}" for i in range(tables)]
+        dim = 16 * size
+        module = EmbeddingBagCollection(
+            [EmbeddingBagConfig(64, dim, name, feature_names=[name]) for name in names], device=self.device
+        )
+        rule = RowWiseAdagrad(0.0) if kind == "columns" else SGD(0.0)
+        apply_optimizer_in_backward(rule, module.parameters())
+        topology = Topology(size, self.device.type)
+        made = {
+            "whole": lambda name, i: table_wise(name, 64, dim, [i % size], topology),
+            "columns": lambda name, _: column_wise(name, 64, dim, range(size), topology),
+            "copies": lambda name, _: data_parallel(name, 64, dim, None, topology),
+        }[kind]
+        tilings = {name: made(name, i) for i, name in enumerate(names)}
+        group, routes = self.group.split("calibrate"), self.group.split("calibrate, ids")
+        channels += [group, routes]
+        shard_collection(module, tilings, group, routes, topology)
+        ids = torch.zeros(tables, dtype=torch.int64, device=self.device)
+        lengths = torch.ones(tables, dtype=torch.int32, device=self.device)
+
+        def run() -> None:
+            batch = KeyedJaggedTensor(names, ids, lengths=lengths)
+            values = module(batch).values()
+            values.backward(torch.zeros_like(values))
+
+        return run
+
+
+def _cache(ranks: int, default: int) -> int:
+    """Bytes of cache for a rank's rows: its core's own, and its part of what cores share."""
+    sizes = []
+    for level in (2, 3):
+        try:
+            text = Path(_CACHE.format(level)).read_text().strip()
+        except OSError:
+            return default
+        unit = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KM")) * unit)
+    return sizes[0] + sizes[1] // ranks

@@ -1,0 +1,61 @@
+"""Speeds of a machine that nobody has measured: made from a topology's bandwidths. Defaults, not measurements.
+
+    seconds per row = bytes / (memory bandwidth x efficiency at that width)
+
+Random rows reach a part of the bandwidth that large copies reach, less for narrow rows; the efficiencies below are
+round figures. On a CPU, memory bandwidth is that of a rank, and links are copies between processes. `tilerec calibrate`
+replaces all of it.
+"""
+
+from __future__ import annotations
+
+from tilerec.spec.speeds import WIDTHS, Speeds
+from tilerec.spec.topology import Topology
+
+_EFFICIENCY = (0.25, 0.4, 0.6, 0.75, 0.85)  # of random rows of WIDTHS columns
+_MIB = 2**20
+
+
+def default_speeds(topology: Topology) -> Speeds:
+    """Speeds for `topology.compute_device` from its bandwidths (bytes per millisecond)."""
+    cpu = topology.compute_device == "cpu"
+    memory = 1000.0 * (topology.ddr_mem_bw if cpu else topology.hbm_mem_bw)
+    if cpu:
+        memory = memory / 8.0  # one core of a memory that all share
+    cached = memory * (4.0 if cpu else 3.0)
+    # A row of fewer than some bytes takes as long as one of those.
+    far = tuple(4.0 * w / (memory * e) for w, e in zip(WIDTHS, _EFFICIENCY, strict=True))
+    near = tuple(4.0 * w / (cached * e) for w, e in zip(WIDTHS, _EFFICIENCY, strict=True))
+    stream = tuple(4.0 * w / memory for w in WIDTHS)
+    link = 1.0 / (1000.0 * topology.intra_host_bw)
+    network = 1.0 / (1000.0 * topology.inter_host_bw)
+    per_id = 2e-8 if cpu else 2e-10
+    if cpu:
+        # Both ends of a link are cores that copy.
+        link = max(link, 1.0 / memory)
+        network = max(network, 1.0 / memory)
+    return Speeds(
+        lookup_far=far,
+        lookup_near=near,
+        lookup_bag=stream,
+        update_far=tuple(2.0 * s for s in far),
+        update_near=tuple(2.0 * s for s in near),
+        update_id=tuple(per_id + s for s in near),
+        update_bag=stream,
+        place=tuple(2.0 * s for s in stream),
+        pick=tuple(2.0 * s for s in stream),
+        route=per_id,
+        copy=1.0 / memory,
+        link_in=link,
+        link_out=link if cpu else 0.0,
+        network_in=network,
+        network_out=network if cpu else 0.0,
+        call=1e-4 if cpu else 3e-5,
+        call_peer=2e-5 if cpu else 5e-7,
+        step=3e-3 if cpu else 1.5e-3,
+        part=2e-6 if cpu else 1e-6,
+        replica=1e-4 if cpu else 2e-5,
+        row_sum=3e-4 if cpu else 1e-4,
+        cache=(4 if cpu else 32) * _MIB,
+        origin=f"default for {topology.compute_device}, from bandwidths; not measured",
+    )

@@ -1,0 +1,139 @@
+"""`Model`: the formulas that a price and a planner's options have in common (docs/planner-cost.md).
+
+Nouns
+  stage     what a rank does between two collectives; a step takes the sum over stages of the slowest rank
+  piece     one rectangle of a table on one rank
+  far       a row that comes from memory; the others are still in a cache
+  resident  the part of what a step touches that is still in the cache in the next step
+
+Legend: T tables, W ranks, N ids, U distinct rows, D columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.rates import Rates
+from tilerec.planner.cost.workload import Ints, Workload
+from tilerec.spec.topology import Topology
+
+STAGES = ("ids", "lookup and rows", "gradients", "update")
+NETWORK_STAGES = (
+    "ids between hosts",
+    "rows between hosts",
+    "gradients between hosts",
+    "replicas between hosts",
+)
+DEVICE, HOST = 0, 1
+"""Memory tiers."""
+
+ID_BYTES = 4  # on the wire; 8 where a piece has 2^31 rows
+KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twice
+
+
+class Model:
+    """A workload on a topology: what both `price` and the planner's options are computed from."""
+
+    def __init__(self, workload: Workload, topology: Topology, pipeline_depth: int = 1) -> None:
+        self.workload, self.topology, self.depth = workload, topology, pipeline_depth
+        self.speeds = topology.speeds or default_speeds(topology)
+        self.rates = Rates(self.speeds)
+        self.ranks = topology.world_size
+        self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
+        self.tier = HOST if topology.compute_device == "cpu" else DEVICE
+        self.own_distinct = workload.distinct(1)
+        self.all_distinct = workload.distinct(self.ranks)
+        touched = self.all_distinct * (workload.dim * (workload.element + workload.cell_state))
+        per_rank = float(sum(touched.tolist())) / self.ranks
+        # How much of what a step touches is still in the cache in the next.
+        self.resident = min(1.0, self.speeds.cache / per_rank) if per_rank > 0 else 1.0
+        twice = workload.distinct(2 * self.ranks)
+        # Of the rows that a step touches, how many did the one before.
+        self.again = (2.0 * self.all_distinct - twice) / np.maximum(self.all_distinct, 1e-9)
+
+    def lookup_far(self, table: Ints, distinct: Any) -> Floats:
+        """Of the rows that a lookup reads, those that come from memory."""
+        return distinct * (1.0 - self.resident * np.clip(self.again[table], 0.0, 1.0))
+
+    def update_far(self, distinct: Any) -> Floats:
+        """Of the rows that an update changes: the step's own lookup has read them a moment ago."""
+        return distinct * (1.0 - self.resident)
+
+    def replicas(self, table: Ints) -> Replicas:
+        """Tables of which every rank holds a whole copy: how their gradients meet."""
+        return Replicas(self, table)
+
+    def wire(self, table: Ints, width: Any, *, backward: bool) -> Floats:
+        """Bytes of a row on the wire."""
+        formats = self.workload.backward if backward else self.workload.forward
+        cell = np.where(formats[0, table] == 4, self.workload.wide, formats[0, table])
+        return cell * np.asarray(width, np.float64) + formats[1, table]
+
+    def weights(self, table: Ints, rows: Any, width: Any) -> Floats:
+        """Bytes of a piece with its optimizer state, or its dense gradient."""
+        work = self.workload
+        cell = work.element[table] + work.cell_state[table]
+        return rows * (width * cell.astype(np.float64) + work.row_state[table])
+
+
+class Replicas:
+    """The agreement on gradients of whole copies, [n] for the tables given (`sharding/replicas.py`).
+
+    form: 0 bags, 1 rows, 2 dense, 3 a dense gradient of a table without attached optimizer
+    sent: bytes to each other rank;  reduced: bytes of the all-reduce (all ranks' sum)
+    ids, bags: what the update then sorts and reads;  seconds: local work beside links and update
+    """
+
+    def __init__(self, model: Model, table: Ints) -> None:
+        work, rates, ranks = model.workload, model.rates, model.ranks
+        dim, rows = work.dim[table].astype(np.float64), work.rows[table].astype(np.float64)
+        bags_T, ids_T = work.per_table(work.bags * filled(work.ids_per_bag)), work.ids
+        weighted = np.zeros(len(work.names), np.bool_)
+        weighted[work.table[work.weighted]] = True
+        features = work.per_table(np.ones(len(work.bags)))[table]
+        bags, ids = bags_T[table], ids_T[table]
+        own, everyone = model.own_distinct[table], model.all_distinct[table]
+        others = float(ranks - 1)
+        as_bags = others * ranks * (4.0 * dim * bags + 4.0 * ids)
+        as_rows = others * ranks * (4.0 * dim + 4.0) * np.minimum(ids, rows)
+        as_dense = 8.0 * (dim + 1.0) * rows * others
+        self.form = np.where(
+            as_dense < np.minimum(as_rows, as_bags), 2, np.where((as_bags < as_rows) & ~weighted[table], 0, 1)
+        )
+        self.form = np.where(work.attached[table], self.form, 3)
+        word = np.where(rows < 1 << 31, 4.0, 8.0)
+        wide = float(work.wide)
+        self.numbers = np.select(
+            [self.form == 0, self.form == 1], [(2.0 * features + bags + ids) * word, own * word], 0.0
+        )
+        self.gradients = np.select([self.form == 0, self.form == 1], [bags, own], 0.0) * dim * wide
+        self.told = np.where(self.form == 1, 8.0, 0.0)  # "replica rows"
+        self.sent = self.numbers + self.gradients + self.told + np.where(self.form < 3, 24.0, 0.0)
+        self.reduced = np.select(
+            [self.form == 2, self.form == 3],
+            [(dim + 1.0) * rows * wide, dim * rows * work.element[table]],
+            0.0,
+        )
+        self.ids = np.select([self.form == 0, self.form == 1], [ids * ranks, own * ranks], everyone)
+        self.bags = np.select([self.form == 0], [bags * ranks], self.ids)
+        summed = (
+            bags * rates.at("update_bag", dim)
+            + ids * rates.at("update_id", dim)
+            + rates.copied(2.0 * own * dim * wide)
+        )
+        dense = rates.copied(6.0 * self.reduced)
+        self.seconds = (
+            np.select([self.form == 0, self.form == 1], [bags * rates.at("pick", dim), summed], dense)
+            + np.where(self.form == 2, summed, 0.0)
+            + rates.copied(self.numbers * ranks)
+            + model.speeds.replica
+        )
+
+
+def filled(ids_per_bag: Floats) -> Floats:
+    """Share of the bags that have an id."""
+    return np.minimum(ids_per_bag, 1.0)

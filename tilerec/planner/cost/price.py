@@ -1,0 +1,296 @@
+"""`price`: seconds of every part of a step on every rank, and bytes in every memory tier, for any tilings.
+
+Nouns
+  part     what a step is made of ("lookup"); PARTS lists them in the order of a step
+  piece    one rectangle of a table on one rank;  owner: that rank;  home: a rank whose batch it reads for
+
+Amounts come from `Travel` (what the runtime sends) and `Workload` (distinct rows), seconds from `Rates`, formulas with
+units from docs/planner-cost.md.
+
+Legend: T tables, R = W ranks, P present bags, N ids, U distinct rows, q share of a table's traffic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, STAGES, Model
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.travel import Travel
+from tilerec.planner.cost.workload import Ints
+from tilerec.spec.tile import Tile, Tiling
+
+PARTS = (
+    "route", "header", "ids", "lookup", "rows in host", "rows", "combine", "gather", "gradients", "gradients in host",
+    "replicas", "row sums", "update", "overhead",
+)  # fmt: skip
+STAGE_OF_PART = {
+    "route": 0, "header": 0, "ids": 0, "overhead": 0, "lookup": 1, "rows in host": 1, "rows": 1, "combine": 2,
+    "gather": 2, "gradients": 2, "gradients in host": 2, "replicas": 3, "row sums": 3, "update": 3,
+}  # fmt: skip
+NETWORK_OF = {
+    "header": NETWORK_STAGES[0], "ids": NETWORK_STAGES[0], "rows": NETWORK_STAGES[1], "gradients": NETWORK_STAGES[2],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs.
+
+    Args:
+        parts: seconds of each of PARTS on each rank, [R].
+        network: seconds on the host's network card, by stage of NETWORK_STAGES, [R] (ranks of a host alike).
+        calls: seconds of collectives as such, once.
+        memory: bytes, [R, 2] (device, host).
+        sent: bytes that a rank sends to others, by the traffic's names, [R].
+        between_hosts: those of them that leave the host.
+    """
+
+    parts: Mapping[str, Floats]
+    network: Mapping[str, Floats]
+    calls: float
+    memory: Ints
+    sent: Mapping[str, Floats]
+    between_hosts: Mapping[str, Floats]
+
+    @property
+    def stages(self) -> dict[str, Floats]:
+        """Seconds of each stage on each rank."""
+        found: dict[str, Floats] = {name: np.zeros(len(self.memory)) for name in STAGES}
+        for name, seconds in self.parts.items():
+            found[STAGES[STAGE_OF_PART[name]]] = found[STAGES[STAGE_OF_PART[name]]] + seconds
+        return {**found, **self.network}
+
+    @property
+    def seconds(self) -> float:
+        """The step: the sum over stages of the slowest rank, and the collectives as such."""
+        return sum(float(s.max()) for s in self.stages.values()) + self.calls
+
+
+def price(tilings: Sequence[Tiling], model: Model) -> Price:
+    """What tilings of a workload's tables cost, each in the order of `model.workload.names`."""
+    return _Pricing(tilings, model).result()
+
+
+class _Pricing:
+    def __init__(self, tilings: Sequence[Tiling], model: Model) -> None:
+        self.model, self.work, self.rates = model, model.workload, model.rates
+        self.ranks = model.ranks
+        self.travel = Travel(tilings, model)
+        self.parts = {name: np.zeros(self.ranks) for name in PARTS}
+        self.network = {name: np.zeros(self.ranks) for name in NETWORK_STAGES}
+        self.memory = np.zeros(self.ranks)
+        self.calls = self.travel.calls
+        self._links()
+        self._lookups()
+        self._pieces()
+        self._homes()
+        self._proxies()
+        self._replicas(tilings)
+        self._row_sums(tilings)
+
+    def result(self) -> Price:
+        travel = self.travel
+        memory = np.zeros((self.ranks, 2), np.int64)
+        memory[:, self.model.tier] = np.ceil(self.memory).astype(np.int64)
+        far = {name: travel.line(travel.far, name) for name in travel.sent}
+        calls = self.calls * self.model.call * self.work.collections
+        return Price(self.parts, self.network, calls, memory, travel.sent, far)
+
+    # ---------------------------------------------------------------------------------------------- links
+
+    def _links(self) -> None:
+        speeds, travel = self.model.speeds, self.travel
+        for name, sent in travel.sent.items():
+            far, received = travel.line(travel.far, name), travel.line(travel.received, name)
+            far_received = travel.line(travel.far_received, name)
+            self.parts[name] += (sent - far) * speeds.link_out + (received - far_received) * speeds.link_in
+            if name in NETWORK_OF:
+                own = far * speeds.network_out + far_received * speeds.network_in
+                self.network[NETWORK_OF[name]] += self._of_hosts(own)
+
+    def _of_hosts(self, seconds: Floats) -> Floats:
+        """Ranks of a host share its card: their mean, for each of them."""
+        host = self.travel.host
+        mean: Floats = np.bincount(host, seconds)[host] / self.travel.on_host
+        return mean
+
+    # ---------------------------------------------------------------------------------------------- owners
+
+    def _lookups(self) -> None:
+        """Ids and bags that owners read for homes, as if all rows were near; what they keep meanwhile."""
+        travel, model = self.travel, self.model
+        p, layout = travel.e_part, travel.layout
+        homes = travel.e_near + travel.e_far + travel.e_own
+        element = self.work.element[travel.table[p]]
+        seconds = np.zeros(len(p))
+        for u in range(int(travel.units.max()) if len(travel.units) else 0):
+            width = np.array([part.units[u].width if len(part.units) > u else 0 for part in layout.parts])[p]
+            own = self.rates.lookup(homes * travel.N[p], 0.0, homes * travel.P[p], width, element)
+            seconds = seconds + np.where(width > 0, own, 0.0)
+        received = homes * travel.payload[p]
+        np.add.at(self.parts["lookup"], travel.e_owner, seconds + self.rates.copied(received))
+        np.add.at(self.parts["overhead"], travel.e_owner, model.speeds.part * homes)
+        buffers = homes * (travel.P[p] * travel.width[p] * self.work.wide + travel.N[p] * KEY_BYTES)
+        np.add.at(self.memory, travel.e_owner, received * (1 + model.depth) + buffers)
+
+    def _pieces(self) -> None:
+        """Rows that come from memory, updates and weights, of every piece; features of a table share its rows."""
+        travel, work, model, rates = self.travel, self.work, self.model, self.rates
+        parts = travel.layout.parts
+        bags: defaultdict[tuple[int, int, int, tuple[int, ...]], float] = defaultdict(float)
+        marks = [(int(t), p.r0, p.r1, p.owners) for t, p in zip(travel.table, parts, strict=True)]
+        for mark, count in zip(marks, travel.P.tolist(), strict=True):
+            bags[mark] += count
+        # Each piece once: where its table's first feature reads it.
+        first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
+        homes = (travel.e_near + travel.e_far + travel.e_own).tolist()
+        entries = zip(travel.e_part.tolist(), travel.e_owner.tolist(), homes, strict=True)
+        held = [
+            (marks[p][0], owner, unit.width, travel.row_share[p], travel.q[p], reads, bags[marks[p]],
+             len(parts[p].owners))
+            for p, owner, reads in entries
+            if first[marks[p][0]] == parts[p].slot
+            for unit in parts[p].units
+        ]  # fmt: skip
+        columns = np.array(held, np.float64).reshape(len(held), 8).T
+        table, owner = columns[0].astype(np.int64), columns[1].astype(np.int64)
+        width, share, q, reads, present, copies = columns[2:]
+        element = work.element[table]
+        read = np.zeros(len(held))
+        for count in sorted(set(reads.tolist())):
+            if count:
+                read = np.where(reads == count, work.distinct(int(count))[table] * share, read)
+        row = width * element / 4.0
+        dearer = np.maximum(rates.at("lookup_far", row) - rates.at("lookup_near", row), 0.0)
+        np.add.at(self.parts["lookup"], owner, model.lookup_far(table, read) * dearer)
+        # Copies update with what all of them tell each other: see `_replicas`.
+        distinct = model.all_distinct[table] * share
+        update = rates.update(
+            work.ids[table] * q * reads, present * reads, distinct, model.update_far(distinct), width, element,
+            work.cell_state[table] * work.attached[table], work.row_state[table],
+        )  # fmt: skip
+        rows = share * work.rows[table]
+        dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
+        np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
+        np.add.at(self.memory, owner, model.weights(table, rows, width))
+
+    # ---------------------------------------------------------------------------------------------- homes
+
+    def _homes(self) -> None:
+        """Routing one's ids, and rows put into the output; the same on every rank."""
+        travel, work, rates, model = self.travel, self.work, self.rates, self.model
+        routes = np.bincount([route.slot for route in travel.layout.routes], minlength=len(work.bags))
+        ids = float(sum((work.bags * work.ids_per_bag * routes).tolist()))
+        payload = float(sum(travel.payload.tolist()))
+        self.parts["route"] += ids * model.speeds.route + rates.copied(2.0 * payload)
+        bookkeeping = model.speeds.part * len(travel.layout.parts) + model.speeds.step * work.collections
+        self.parts["overhead"] += bookkeeping
+        rows = np.where(travel.merged, 0.0, travel.P)
+        for name, rate in (("combine", "place"), ("gather", "pick")):
+            self.parts[name] += float(sum((rows * rates.at(rate, travel.width)).tolist()))
+        output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
+        if np.any(travel.q < 1.0) or np.any(work.ids_per_bag < 1.0):
+            # A bag may have no row: the output begins as zeros.
+            self.parts["combine"] += rates.copied(0.5 * output)
+        self.memory += 2.0 * output + float(sum((travel.P * travel.width).tolist())) * work.wide
+        self.memory += payload * (1 + model.depth)
+
+    def _proxies(self) -> None:
+        """Sums inside hosts, and where they end."""
+        travel, rates = self.travel, self.rates
+        if not travel.proxied:
+            return
+        own = np.where(travel.merged, travel.P, 0.0)
+        on_host = travel.host[travel.first_owner]
+        hosts = int(travel.host.max()) + 1
+        turns = (("combine", "rows in host", "place"), ("gather", "gradients in host", "pick"))
+        for at_home, at_proxy, rate in turns:
+            near: Floats = np.bincount(on_host, own * rates.at(rate, travel.width), hosts).astype(np.float64)
+            self.parts[at_home] += near[travel.host]
+            for group in travel.proxied:
+                seconds = float(rates.at(rate, group.width))
+                self.parts[at_proxy] += group.turns * group.members * seconds
+                self.parts[at_home] += np.where(group.homes, group.union * seconds, 0.0)
+
+    # ---------------------------------------------------------------------------------------------- peers
+
+    def _replicas(self, tilings: Sequence[Tiling]) -> None:
+        """Copies of a tile agree on its gradients; all of them apply those of all."""
+        which = [t for t, tiling in enumerate(tilings) if tiling.replicated]
+        for t in which:
+            for tile in tilings[t].tiles():
+                if len(tile.owners) > 1:
+                    self._copies(t, tilings[t], tile)
+        if which:
+            forms = self.model.replicas(np.array(which)).form
+            self.calls += int(np.any(forms < 3)) + 2 * int(np.any(forms < 2))
+            self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
+
+    def _copies(self, t: int, tiling: Tiling, tile: Tile) -> None:
+        work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
+        form = model.replicas(np.array([t]))
+        row_share = (tile.r1 - tile.r0) / tiling.rows
+        width = float(tile.c1 - tile.c0)
+        share = row_share * width / tiling.dim
+        owners = np.array(tile.owners)
+        others = len(owners) - 1.0
+        reduced = float(form.reduced[0]) * share
+        ring = 2.0 * reduced * others / (others + 1.0)
+        sent = float(form.sent[0]) * others * share + ring
+        near = np.bincount(travel.host[owners])[travel.host[owners]] - 1.0
+        close = near / others
+        link = sent * close * (speeds.link_in + speeds.link_out)
+        self.parts["replicas"][owners] += link + float(form.seconds[0]) * share
+        away = np.zeros(self.ranks)
+        away[owners] = sent * (1.0 - close) * (speeds.network_in + speeds.network_out)
+        self.network[NETWORK_STAGES[3]] += self._of_hosts(away)
+        # `form` counts all ranks as replicas; fewer have each a larger part of the batches.
+        part = row_share if form.form[0] != 2 else row_share * others / (self.ranks - 1.0)
+        distinct = float(model.all_distinct[t]) * row_share
+        update = self.rates.update(
+            float(form.ids[0]) * part, float(form.bags[0]) * part, distinct, model.update_far(distinct), width,
+            work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
+        )  # fmt: skip
+        self.parts["update"][owners] += float(update)
+        self.memory[owners] += 2.0 * (sent - ring + reduced)
+        bytes_of = {
+            "replica counts": 24.0,
+            "replica rows": float(form.told[0]),
+            "replica ids": float(form.numbers[0]) * share,
+            "replica gradients": float(form.gradients[0]) * share,
+        }
+        lines = {name: value * others for name, value in bytes_of.items()}
+        if form.form[0] == 3:
+            lines = {"dense gradients": ring}
+        elif form.form[0] == 2:
+            lines["replica gradients, dense"] = ring
+        for name, value in lines.items():
+            travel.line(travel.sent, name)[owners] += value
+            travel.line(travel.far, name)[owners] += value * (1.0 - close)
+
+    def _row_sums(self, tilings: Sequence[Tiling]) -> None:
+        """Column blocks of rules that need sums over whole rows tell each other theirs."""
+        work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
+        talks = 0
+        for t in np.flatnonzero(work.talks).tolist():
+            tiling = tilings[t]
+            others = len({block.owners for block in tiling.blocks}) - 1
+            if not others:
+                continue
+            talks = max(talks, int(work.talks[t]))
+            for tile in tiling.tiles():
+                distinct = float(model.all_distinct[t]) * (tile.r1 - tile.r0) / tiling.rows
+                sums = (
+                    distinct * 4.0 * others * (float(work.sums[t]) + 1.0)
+                )  # the one: whether a row is finite
+                owners = list(tile.owners)
+                cells = distinct * (tile.c1 - tile.c0) * work.wide
+                own = sums * (speeds.link_in + speeds.link_out) + speeds.row_sum
+                self.parts["row sums"][owners] += own + float(self.rates.copied(6.0 * cells))
+                travel.line(travel.sent, "row sums")[owners] += sums
+        self.calls += talks

@@ -1,0 +1,72 @@
+"""From an option and where its pieces lie to a sharding: type, ranks and tiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilerec.planner.cost.cuts import row_cuts, sizes_of_shares
+from tilerec.planner.cost.ways import Option, Way
+from tilerec.planner.cost.workload import Ints, TableWork, Workload
+from tilerec.sharding.strategies import column_wise, data_parallel, grid, row_wise, table_wise
+from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+
+def sharding_of(
+    workload: Workload, table: int, option: Option, places: Sequence[int], shares: Ints | None, topology: Topology,
+) -> ParameterSharding:  # fmt: skip
+    """What a table's part of a solution is in the plan.
+
+    Args:
+        table: its number in the workload.
+        places: ranks, or hosts, of the pieces; () for all ranks.
+        shares: of an uneven split by rows, in units of 1 / SHARE.
+    """
+    work = workload.tables[table]
+    name, rows, dim = work.name, work.rows, work.dim
+    kind, sizes = ShardingType, None
+    ranks: tuple[int, ...]
+    if option.way is Way.COPIES:
+        ranks = tuple(range(topology.world_size))
+    elif option.width == 1:
+        ranks = tuple(places)
+    elif len(places):
+        ranks = tuple(r for host in places for r in sorted(topology.ranks_of(host)))
+    else:
+        ranks = tuple(range(topology.world_size))
+    if option.way is Way.COPIES:
+        return _made(kind.DATA_PARALLEL, data_parallel(name, rows, dim, ranks, topology), ranks, work)
+    if option.way is Way.WHOLE:
+        return _made(kind.TABLE_WISE, table_wise(name, rows, dim, ranks, topology), ranks, work)
+    one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
+    if option.way is Way.COLUMNS:
+        # Blocks that share a rank lie side by side, and are one tile.
+        ranks = tuple(sorted(ranks))
+        found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
+        return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
+    if option.way is Way.GRID:
+        return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
+    if shares is not None:
+        sizes = sizes_of_shares(rows, np.asarray(shares))
+    elif work.skew is not None and work.skew.ordered:
+        sizes = np.diff(row_cuts(workload, np.array([table]), len(ranks))[0]).tolist()
+    elif len(set(ranks)) < len(ranks):
+        sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
+    if sizes is not None and 0 in sizes:
+        # A rank that gets no row takes no part.
+        kept = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
+        ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
+        one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
+    found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
+    return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
+
+
+def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
+    # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
+    wire = None if work.wire == Wire() else work.wire
+    return ParameterSharding(
+        kind, ranks=ranks, tiling=tiling, wire=wire, data_type=work.data_type, ids_per_bag=work.ids_per_bag
+    )

@@ -1,0 +1,248 @@
+"""What travels in a step of given tilings: present bags and ids of every part, bytes between every rank and the others.
+
+Nouns
+  home     the rank whose batch it is;  owner: a rank that reads a part for homes
+  near     home and owner are on one host;  far: on two
+  entry    (part of the layout, owner) with the homes that it reads for
+  proxied  row parts of one host, whose rows are added there before they travel to homes on others
+
+Everything is read off the layout that the runtime compiles (`sharding/layout.py`), so predicted bytes bear the names
+that `comms/traffic.py` counts. Formulas: docs/planner-cost.md.
+
+Legend: R ranks, K parts, P present bags, N ids, q share of a table's traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.portable import Floats, missed
+from tilerec.planner.cost.workload import Bools, Ints
+from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, reader
+from tilerec.spec.tile import Tiling
+
+
+class Proxied(NamedTuple):
+    """Rows of one group of parts: `members` bags of all of them, `union` of their sums, for `homes` [R] elsewhere.
+
+    turns: [R] for how many homes each rank adds them up.
+    """
+
+    homes: Bools
+    turns: Floats
+    width: float
+    members: float
+    union: float
+
+
+class Travel:
+    """Counts and bytes. sent, far, received, far_received: by name, [R]; far ones leave (come from another) host."""
+
+    def __init__(self, tilings: Sequence[Tiling], model: Model) -> None:
+        self.model, self.work = model, model.workload
+        work, topology = self.work, model.topology
+        self.ranks = model.ranks
+        self.sent: dict[str, Floats] = {}
+        self.far: dict[str, Floats] = {}
+        self.received: dict[str, Floats] = {}
+        self.far_received: dict[str, Floats] = {}
+        self.proxied: list[Proxied] = []
+        self.calls = 1
+        host = np.empty(self.ranks, np.int64)
+        for h, ranks in enumerate(topology.host_ranks):
+            host[list(ranks)] = h
+        self.host = host
+        self.on_host = np.bincount(host)[host].astype(np.float64)
+        tables = [
+            ShardedTable(t.name, tiling, t.ids_per_bag, t.wire)
+            for t, tiling in zip(work.tables, tilings, strict=True)
+        ]
+        slots = [SlotRead(int(t), "") for t in work.table]
+        self.layout = Layout(tables, slots, topology, 0)
+        self._count_parts(self.layout)
+        self._count_merges(self.layout)
+        self._exchange()
+
+    # ---------------------------------------------------------------------------------------------- who reads what
+
+    def _count_parts(self, layout: Layout) -> None:
+        """Arrays over parts, and over (part, owner) entries with the homes that it reads for."""
+        work, ranks, topology = self.work, self.ranks, self.model.topology
+        parts = layout.parts
+        self.slot = np.array([p.slot for p in parts], np.int64)
+        self.table = work.table[self.slot] if len(parts) else np.zeros(0, np.int64)
+        r0 = np.array([p.r0 for p in parts], np.int64)
+        r1 = np.array([p.r1 for p in parts], np.int64)
+        self.q = work.share(self.table, r0, r1)
+        self.row_share = (r1 - r0) / work.rows[self.table]
+        length, bags = work.ids_per_bag[self.slot], work.bags[self.slot]
+        self.P = bags * (1.0 - missed(self.q, length))
+        self.N = bags * length * self.q
+        self.lengths = np.where(self.N - self.P > 0.5, self.P, 0.0)
+        self.weighted = work.weighted[self.slot]
+        self.id_bytes = 8.0 if np.any(r1 - r0 >= 1 << 31) else 4.0
+        self.payload = self.N * (self.id_bytes + work.wide * self.weighted) + 4.0 * self.lengths
+        entries: list[tuple[int, int, int, int, int]] = []  # part, owner, near homes, far homes, own
+        everyone = tuple(range(ranks))
+        for p, part in enumerate(parts):
+            if len(part.owners) == 1:
+                o = part.owners[0]
+                near = int(self.on_host[o]) - 1
+                entries.append((p, o, near, ranks - 1 - near, 1))
+            elif part.owners == everyone:
+                entries.extend((p, o, 0, 0, 1) for o in everyone)
+            else:
+                homes: dict[int, list[int]] = {o: [] for o in part.owners}
+                for home in everyone:
+                    homes[reader(part.owners, home, topology)].append(home)
+                for o, own in homes.items():
+                    near = sum(h != o and self.host[h] == self.host[o] for h in own)
+                    entries.append((p, o, near, len(own) - near - (o in own), int(o in own)))
+        table = np.array(entries, np.int64).reshape(len(entries), 5)
+        self.e_part, self.e_owner = table[:, 0], table[:, 1]
+        self.e_near, self.e_far, self.e_own = (table[:, i].astype(np.float64) for i in (2, 3, 4))
+        self.single = np.array([len(p.owners) == 1 for p in parts], np.bool_)
+        self.first_owner = np.array([part.owners[0] for part in parts], np.int64)
+        self.width = np.array([sum(u.width for u in p.units) for p in parts], np.float64)
+        self.units = np.array([len(p.units) for p in parts], np.int64)
+
+    def _count_merges(self, layout: Layout) -> None:
+        """(members' parts, host) of the sums inside hosts."""
+        self.merges: list[tuple[int, tuple[int, ...]]] = []
+        if layout.hierarchical:
+            seen = set()
+            for home in {host[0] for host in self.model.topology.host_ranks}:
+                for merge in layout.merges(home):
+                    if merge.parts not in seen:
+                        seen.add(merge.parts)
+                        owner = layout.parts[merge.parts[0]].owners[0]
+                        self.merges.append((int(self.host[owner]), merge.parts))
+        self.merged = np.zeros(len(layout.parts), np.bool_)
+        for _, parts in self.merges:
+            self.merged[list(parts)] = True
+
+    # ---------------------------------------------------------------------------------------------- what travels
+
+    def line(self, lines: dict[str, Floats], name: str) -> Floats:
+        """A name's bytes, to be added to."""
+        return lines.setdefault(name, np.zeros(self.ranks))
+
+    def _from_homes(self, name: str, owner: Ints, near: Floats, far: Floats, count: Floats) -> None:
+        """`count` bytes from each of an owner's homes to it."""
+        received, far_received = self.line(self.received, name), self.line(self.far_received, name)
+        np.add.at(received, owner, (near + far) * count)
+        np.add.at(far_received, owner, far * count)
+
+    def _by_homes(self, name: str, mask: Any, count: Floats) -> None:
+        """What homes send (or get): every home has `count` of each part, but where it reads the part itself."""
+        sent, far = self.line(self.sent, name), self.line(self.far, name)
+        own, away = self._home_side(mask, count)
+        sent += own
+        far += away
+
+    def _home_side(self, mask: Any, count: Floats) -> tuple[Floats, Floats]:
+        """Per home: of all parts in `mask`, what goes between it and other ranks, and other hosts."""
+        single = mask & self.single
+        owner = self.first_owner
+        weights = np.where(single, count, 0.0)
+        by_owner: Floats = np.bincount(owner, weights, self.ranks).astype(np.float64)
+        by_host: Floats = np.bincount(self.host[owner], weights, int(self.host.max()) + 1).astype(np.float64)
+        total = float(sum(by_owner.tolist()))
+        others, away = total - by_owner, total - by_host[self.host]
+        for p in np.flatnonzero(mask & ~self.single).tolist():
+            owners = self.layout.parts[p].owners
+            if len(owners) == self.ranks:
+                continue
+            for home in range(self.ranks):
+                o = reader(owners, home, self.model.topology)
+                others[home] += count[p] * (o != home)
+                away[home] += count[p] * (self.host[o] != self.host[home])
+        return others, away
+
+    def _exchange(self) -> None:
+        """Bytes of header, ids, rows and gradients."""
+        every = np.ones(len(self.single), np.bool_)
+        words = np.full(len(self.single), 8.0)
+        self._by_homes("header", every, words)
+        self.sent["header"] += 4.0 * (self.ranks - 1)
+        self.far["header"] += 4.0 * (self.ranks - self.on_host)
+        self._from_homes("header", self.e_owner, self.e_near, self.e_far, np.full(len(self.e_part), 8.0))
+        if self.layout.alone:
+            return
+        self.calls += 3
+        self._by_homes("ids", every, self.payload)
+        self._from_homes("ids", self.e_owner, self.e_near, self.e_far, self.payload[self.e_part])
+        for name, backward in (("rows", False), ("gradients", True)):
+            bytes_p = self._row_bytes(backward=backward) * self.P
+            far = np.where(self.merged[self.e_part], 0.0, self.e_far)
+            owner = np.zeros(self.ranks)
+            away = np.zeros(self.ranks)
+            np.add.at(owner, self.e_owner, (self.e_near + far) * bytes_p[self.e_part])
+            np.add.at(away, self.e_owner, far * bytes_p[self.e_part])
+            home, home_away = self._home_side(every & ~self.merged, bytes_p)
+            near, near_away = self._home_side(self.merged, bytes_p)
+            home, home_away = home + near - near_away, home_away
+            ends = (self.sent, self.far, self.received, self.far_received)
+            own = (owner, away, home, home_away) if not backward else (home, home_away, owner, away)
+            for lines, value in zip(ends, own, strict=True):
+                lines[name] = value
+        self._merge_bytes()
+
+    def _row_bytes(self, *, backward: bool) -> Floats:
+        """[K] bytes of one bag's rows of a part, all its units together."""
+        formats = self.work.backward if backward else self.work.forward
+        cell = np.where(formats[0] == 4, self.work.wide, formats[0])[self.table]
+        return cell * self.width + formats[1][self.table] * self.units
+
+    def _merge_bytes(self) -> None:
+        """Sums inside hosts: members to the proxy, the union's rows to the home, and back."""
+        if not self.merges:
+            return
+        self.calls += 2
+        topology, wide = self.model.topology, float(self.work.wide)
+        names = ("rows in host", "gradients in host")
+        lines = {name: (self.line(self.sent, name), self.line(self.received, name)) for name in names}
+        row_bytes = [self._row_bytes(backward=backward) for backward in (False, True)]
+        local = np.array([topology.local_rank(r) for r in range(self.ranks)])
+        for host, parts in self.merges:
+            members = list(parts)
+            slot = self.layout.parts[members[0]].slot
+            q = min(1.0, float(sum(self.q[members].tolist())))
+            union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
+            forward, backward = (float(row[members[0]]) * union for row in row_bytes)
+            owners = sorted({self.layout.parts[p].owners[0] for p in members})
+            homes = self.host != host
+            width = self.width[members[0]]
+            proxies = np.array(owners)[local % len(owners)]
+            count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)
+            inner = self.P[members] * width * wide
+            # Positions of members' bags in the union, where they are not all of it.
+            positions = 4.0 * float(sum(p for p in self.P[members].tolist() if union - p > 0.5))
+            head = 4.0 * (1 + len(members))
+            for name, value in (("ids", positions), ("header", head)):
+                self.sent[name][homes] += value
+                self.far[name][homes] += value
+                self.received[name] += value * count
+                self.far_received[name] += value * count
+            self.sent["rows"] += forward * count
+            self.far["rows"] += forward * count
+            self.received["rows"][homes] += forward
+            self.far_received["rows"][homes] += forward
+            self.sent["gradients"][homes] += backward
+            self.far["gradients"][homes] += backward
+            self.received["gradients"] += backward * count
+            self.far_received["gradients"] += backward * count
+            for proxy in owners:
+                for p, size in zip(members, inner.tolist(), strict=True):
+                    o = self.layout.parts[p].owners[0]
+                    if o != proxy:
+                        lines[names[0]][0][o] += size * count[proxy]
+                        lines[names[0]][1][proxy] += size * count[proxy]
+                        lines[names[1]][0][proxy] += size * count[proxy]
+                        lines[names[1]][1][o] += size * count[proxy]
+            bags = float(sum(self.P[members].tolist()))
+            self.proxied.append(Proxied(homes, count, float(width), bags, union))

@@ -1,0 +1,1 @@
+"""Options of tables onto ranks: packing, exchange, a bound, enumeration. Numbers only."""

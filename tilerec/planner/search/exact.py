@@ -1,0 +1,228 @@
+"""Every arrangement of a few tables on a few ranks: the optimum, or a proof that there is no plan.
+
+Nouns
+  way      one option of a table with the places of its pieces
+  part     ways of the first tables, and the loads they make; a batch of parts grows by one table at a time
+  rest     the least that the tables still to come can add
+
+Depth first, the most promising batches first; parts that cannot get below the best cost known are dropped. Rows are
+split evenly here.
+
+Legend: T tables, W ways of a table, N parts, R ranks, S stages, M tiers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from tilerec.planner.search.instance import PER_MILLE, Ints
+from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, least
+
+BATCH = 4096  # parts that grow together
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """Of one table. Args: option: [W]. places: W tuples. work: [W, R, S]. memory: [W, R, M]. charges: [W] bits."""
+
+    option: Ints
+    places: list[tuple[int, ...]]
+    work: Ints
+    memory: Ints
+    charges: Ints
+
+
+def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
+    """All ways of a table, or None if there are more than `at_most`."""
+    instance = relaxed.instance
+    options, work, memory, bits = [], [], [], []
+    places: list[tuple[int, ...]] = []
+    for o in np.flatnonzero(relaxed.usable[table]).tolist():
+        width, pieces = int(instance.width[table, o]), int(instance.pieces[table, o])
+        where: list[tuple[int, ...]] = [()]
+        ranks_of = [np.arange(instance.ranks)]
+        if not instance.everywhere(width):
+            if width == 1:
+                ranks_of = [np.array([r]) for r in range(instance.ranks)]
+                bins = list(range(instance.ranks))
+            else:
+                ranks_of = list(instance.host_ranks)
+                bins = np.flatnonzero(instance.host_sizes == width).tolist()
+            if instance.allowed is not None:
+                bins = [b for b in bins if instance.allowed[table, ranks_of[b]].all()]
+            repeat, once = divmod(pieces, len(bins))
+            where = [tuple(sorted([*bins * repeat, *more])) for more in combinations(bins, once)]
+        if len(places) + len(where) > at_most:
+            return None
+        for place in where:
+            w = np.zeros((instance.ranks, instance.stages), np.int64) + instance.home[table, o]
+            b = np.zeros((instance.ranks, instance.tiers), np.int64)
+            for i in place or (0,):
+                w[ranks_of[i]] += instance.cost[table, o]
+                b[ranks_of[i]] += instance.memory[table, o]
+            options.append(o)
+            places.append(place)
+            work.append(w)
+            memory.append(b)
+            bits.append(sum(1 << f for f in np.flatnonzero(instance.uses[table, o]).tolist()))
+    return Ways(np.array(options), places, np.stack(work), np.stack(memory), np.array(bits, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The best arrangement below the cost that was known; option is None if none was seen.
+
+    `complete`: every arrangement was seen or known to be no better.
+    """
+
+    option: Ints | None
+    places: list[tuple[int, ...]]
+    cost: int
+    complete: bool
+
+
+def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Optimum | None:
+    """The least cost below `below`, ps, within so many parts. None if a table has more ways than `ways_at_most`."""
+    found = _Enumeration.of(relaxed, below, steps, ways_at_most)
+    if found is None:
+        return None
+    complete = found.grow()
+    return Optimum(found.option, found.places, found.best, complete)
+
+
+class _Enumeration:
+    def __init__(self, relaxed: Relaxed, ways: list[Ways], below: int, steps: int) -> None:
+        self.relaxed, self.instance = relaxed, relaxed.instance
+        # Tables that weigh most come first: their parts are dropped soonest.
+        size = [int(w.work.sum((1, 2)).max()) for w in ways]
+        self.order = sorted(range(len(ways)), key=lambda t: (-size[t], t))
+        self.ways = [ways[t] for t in self.order]
+        self.best, self.steps = below, steps
+        self.option: Ints | None = None
+        self.places: list[tuple[int, ...]] = []
+        instance = self.instance
+        bits = range(len(instance.charge))
+        self.charge = np.array(
+            [sum(int(instance.charge[f]) for f in bits if b >> f & 1) for b in range(1 << len(bits))],
+            np.int64,
+        )
+        self._rests()
+
+    @staticmethod
+    def of(relaxed: Relaxed, below: int, steps: int, ways_at_most: int) -> _Enumeration | None:
+        if len(relaxed.instance.charge) > 10:
+            return None
+        ways = []
+        for t in range(relaxed.instance.tables):
+            some = ways_of(relaxed, t, ways_at_most)
+            if some is None:
+                return None
+            ways.append(some)
+        return _Enumeration(relaxed, ways, below, steps)
+
+    def _rests(self) -> None:
+        """Of each way, its priced totals (two sets of prices); of each depth, the least of what comes after."""
+        relaxed, instance = self.relaxed, self.instance
+        dual = least(relaxed.totals, relaxed.memory)
+        priced = np.where(relaxed.usable, relaxed.totals, NEVER)
+        paid, gone = priced.copy(), 0
+        for resource, price in zip(relaxed.memory, dual.prices, strict=True):
+            paid = paid + (price * resource.used >> PRICE_BITS)
+            gone += (price * resource.limit >> PRICE_BITS) + 1
+        self.gone = gone
+        self.plain = [priced[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
+        self.priced = [paid[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
+        homes = [instance.home[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
+        bytes_ = [w.memory.sum(1) for w in self.ways]
+        self.rest = []
+        for d in range(len(self.ways) + 1):
+            self.rest.append(
+                (
+                    sum(int(p.min()) for p in self.plain[d:]),
+                    sum(int(p.min()) for p in self.priced[d:]),
+                    sum((h.min(0) for h in homes[d:]), np.zeros(instance.stages, np.int64)),
+                    sum((b.min(0) for b in bytes_[d:]), np.zeros(instance.tiers, np.int64)),
+                )
+            )
+
+    def grow(self) -> bool:
+        """Whether all was seen within the steps."""
+        instance = self.instance
+        work = np.zeros((1, instance.ranks, instance.stages), np.int64)
+        memory = instance.base_memory[None].copy()
+        none = np.zeros((1, 2), np.int64)
+        return self._grow(0, work, memory, none[:, 0], none, none[:, :0])
+
+    def _grow(self, depth: int, work: Ints, memory: Ints, bits: Ints, sums: Ints, chosen: Ints) -> bool:
+        if depth == len(self.ways):
+            cost = self._cost(work).sum(1) + self.charge[bits]
+            i = int(cost.argmin())
+            if cost[i] < self.best:
+                self.best = int(cost[i])
+                self._keep(chosen[i])
+            return True
+        ways = self.ways[depth]
+        count = len(ways.option)
+        for start in range(0, len(work), max(BATCH // count, 1)):
+            part = slice(start, start + max(BATCH // count, 1))
+            n = len(work[part])
+            self.steps -= n * count
+            if self.steps < 0:
+                return False
+            new_memory = (memory[part, None] + ways.memory[None]).reshape(n * count, *memory.shape[1:])
+            keep = (new_memory <= self.instance.cap).all((1, 2))
+            rest_plain, rest_priced, rest_home, rest_bytes = self.rest[depth + 1]
+            free = np.minimum(self.relaxed.limits, NEVER) - (new_memory - self.instance.base_memory).sum(1)
+            keep &= (free >= rest_bytes).all(1)
+            if np.any(self.instance.host_cap < NEVER):
+                together = np.zeros((n * count, *self.instance.host_cap.shape), np.int64)
+                for r, h in enumerate(self.instance.host_of.tolist()):
+                    together[:, h] += new_memory[:, r]
+                keep &= (together <= self.instance.host_cap).all((1, 2))
+            new_work = (work[part, None] + ways.work[None]).reshape(n * count, *work.shape[1:])
+            new_bits = (bits[part, None] | ways.charges[None]).reshape(-1)
+            step = np.stack([self.plain[depth], self.priced[depth]], 1)
+            new_sums = (sums[part, None] + step[None]).reshape(-1, 2)
+            charge = self.charge[new_bits]
+            ranks = self.instance.ranks
+            base = self.relaxed.base_total
+            floor = self._cost(new_work + rest_home).sum(1) + charge
+            floor = np.maximum(floor, (new_sums[:, 0] + rest_plain + base + ranks - 1) // ranks + charge)
+            floor = np.maximum(
+                floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge
+            )
+            keep &= floor < self.best
+            index = np.flatnonzero(keep)
+            if not len(index):
+                continue
+            index = index[np.argsort(floor[index], kind="stable")]
+            grown = np.concatenate([chosen[part].repeat(count, 0), np.tile(np.arange(count), n)[:, None]], 1)
+            for first in range(0, len(index), 512):
+                some = index[first : first + 512]
+                some = some[floor[some] < self.best]
+                if len(some) and not self._grow(
+                    depth + 1, new_work[some], new_memory[some], new_bits[some], new_sums[some], grown[some]
+                ):
+                    return False
+        return True
+
+    def _cost(self, work: Ints) -> Ints:
+        """[N, S] the slowest rank of each stage."""
+        instance = self.instance
+        load = instance.base_cost + -(-work * instance.slow // PER_MILLE)
+        for s in np.flatnonzero(instance.shared).tolist():
+            for ranks in instance.host_ranks:
+                load[:, ranks, s] = -(-load[:, ranks, s].sum(1, keepdims=True) // len(ranks))
+        return load.max(1)
+
+    def _keep(self, chosen: Ints) -> None:
+        tables = len(self.ways)
+        self.option = np.zeros(tables, np.int64)
+        places: list[tuple[int, ...]] = [()] * tables
+        for t, ways, i in zip(self.order, self.ways, chosen.tolist(), strict=True):
+            self.option[t] = ways.option[i]
+            places[t] = ways.places[i]
+        self.places = places

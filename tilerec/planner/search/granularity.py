@@ -1,0 +1,91 @@
+"""How fine to cut: options for all tables at once, by price, under a limit on the size of pieces per stage.
+
+Nouns
+  limit     of each stage, the largest piece that is allowed
+  head      how much room a largest piece needs for packing to come out level: its size times this
+  level     of a stage, what packing is expected to reach: the average, or what all ranks bear plus the largest piece
+            times the head, if that is more
+
+The cheapest options on average have pieces too large to lie level. Lowering the limit of the stage where that costs
+most, again and again, trades averages for evenness; the least sum of levels wins.
+
+Legend: T tables, O options, S stages, M tiers, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilerec.planner.search.bound import Kinds, averages
+from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.relaxed import NEVER, Relaxed, Resource, least
+
+STALE = 8  # limits lowered without a gain
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Args: option: [T]. average: ps, of all stages. expected: ps, the sum of levels."""
+
+    option: Ints
+    average: int
+    expected: int
+
+
+def choose(
+    relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int = 0, steps: int = 24
+) -> Choice | None:
+    """Options of the least expected cost.
+
+    Args:
+        head: in 1 / 4. thrift: pieces of at most 1 / thrift of a rank's free memory, where a table has any so small.
+        slack: 64ths of every tier's memory that options must leave free, where they can.
+    """
+    instance = relaxed.instance
+    rows = np.arange(instance.tables)
+    own = relaxed.piece_times
+    small = _thrifty(relaxed, kinds.usable, thrift)
+    memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
+    best: Choice | None = None
+    base = instance.base_cost.min(0)
+    stale, stuck = 0, np.zeros(instance.stages, np.bool_)
+    for _ in range(steps):
+        dual = least(np.where(small, relaxed.totals, NEVER), memory)
+        if dual.short >= 0:
+            break
+        option = dual.option
+        average = averages(relaxed, option)
+        alone = ~relaxed.everywhere[rows, option]
+        largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
+        alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
+        level = np.maximum(average, alike + largest * head // 4)
+        expected = int(level.sum())
+        if best is None or expected < best.expected:
+            best, stale = Choice(option, int(average.sum()), expected), 0
+        else:
+            stale += 1
+        if stale == STALE or int(average.sum()) >= best.expected:
+            break
+        excess = np.where(stuck, 0, level - average)
+        s = int(excess.argmax())
+        if excess[s] * 500 <= level.sum():
+            break
+        limit = min(int(largest[s]) * 7 // 8, int(largest[s]) - 1)
+        less = small & ((own[s] <= limit) | relaxed.everywhere)
+        left = np.logical_or.reduce(less, 1)
+        # Tables that have nothing smaller keep what they have; then this stage's largest piece is one of theirs.
+        stuck[s] |= not left.all()
+        small = np.where(left[:, None], less, small)
+    return best
+
+
+def _thrifty(relaxed: Relaxed, usable: Bools, thrift: int) -> Bools:
+    instance = relaxed.instance
+    small = usable.copy()
+    if thrift > 1:
+        for m in range(instance.tiers):
+            room = int(relaxed.room[:, m].max())
+            small &= (instance.memory[:, :, m] * thrift <= room) | relaxed.everywhere
+    return np.where(small.any(1, keepdims=True), small, usable)

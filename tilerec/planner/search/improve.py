@@ -1,0 +1,378 @@
+"""Exchanging pieces between pairs of ranks, all pairs at once, until loads are level.
+
+Nouns
+  pair      a rank that bears much of something and one that bears little of it
+  swap      a piece of either against a piece of the other; one of the two may be nothing, then it is a move
+  potential what a swap has to lower: sum over stages of level * (load / level) ** p, over the ranks of the pair.
+            With the largest loads as levels and p = 8, 16, 32 it comes ever closer to the objective
+
+Only numbers that float64 holds exactly, and sums in a fixed order: every machine takes the same swaps.
+
+Legend: T tables, S stages, M tiers, R ranks, H hosts, P single pieces, Q pairs of a chunk, n pieces looked at per rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, evaluate, fits
+from tilerec.planner.search.pack import Packing
+from tilerec.planner.search.relaxed import Relaxed
+
+Floats = npt.NDArray[np.float64]
+
+WINDOW = 24  # pieces looked at per rank in a round of swaps
+NARROW = 8  # where ranks are MANY: more rounds of fewer swaps come further in the same time
+MANY = 1024
+HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
+CHUNK = 400_000  # swaps judged at once
+
+
+def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int = 0) -> tuple[Packing, int]:
+    """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
+    return _Exchange(relaxed, packing).run(rounds, enough)
+
+
+def repair(relaxed: Relaxed, packing: Packing, rounds: int) -> Packing | None:
+    """A packing within all caps, from one that may not be; None if exchanges do not lead there."""
+    return _Exchange(relaxed, packing).repair(rounds)
+
+
+class _Exchange:
+    def __init__(self, relaxed: Relaxed, packing: Packing) -> None:
+        instance = self.instance = relaxed.instance
+        self.option = packing.option
+        every = np.arange(instance.tables)
+        self.width = instance.width[every, packing.option]
+        self.places = packing.places
+        single = np.flatnonzero(self.width == 1)
+        counts = np.fromiter((len(packing.places[t]) for t in single.tolist()), np.int64, len(single))
+        self.table = np.repeat(single, counts)
+        self.rank = np.fromiter(
+            (r for t in single.tolist() for r in packing.places[t]), np.int64, int(counts.sum())
+        )
+        # A last row of nothing: what moves are swapped against.
+        cost = instance.cost[self.table, packing.option[self.table]]
+        self.cost = np.concatenate([cost, np.zeros((1, instance.stages), np.int64)]).astype(np.float64)
+        memory = instance.memory[self.table, packing.option[self.table]]
+        self.memory = np.concatenate([memory, np.zeros((1, instance.tiers), np.int64)])
+        self.several = np.repeat(counts > 1, counts)
+        self.tiers = [m for m in range(instance.tiers) if memory[:, m].any()]
+        self.slow = instance.slow / PER_MILLE
+        self.sizes = instance.host_sizes.astype(np.float64)
+        self.hosts_capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
+        self.even = not np.any(instance.slow != PER_MILLE)
+        self.repairing = False
+        self.linked = bool(instance.shared.any()) and instance.hosts > 1
+        self.splitting = instance.ranks <= 16
+        self.used: Bools | None = None
+
+    def run(self, rounds: int, enough: int) -> tuple[Packing, int]:
+        instance = self.instance
+        best_rank = self.rank.copy()
+        if len(self.table) and instance.ranks > 1:
+            self._reload()
+            found = self._objective()
+            idle = 0
+            cycle = (1 + self.splitting) * (1 + self.linked) * (instance.stages + 1)
+            for turn in range(rounds):
+                if found <= enough:
+                    break
+                power = 3 + min(turn // cycle, 2)
+                gained = self._round(turn, power)
+                if not gained:
+                    idle += 1
+                    if idle >= cycle:
+                        break
+                    continue
+                idle = 0
+                self._reload()
+                now = self._objective()
+                if now < found:
+                    found, best_rank = now, self.rank.copy()
+        self.rank = best_rank
+        after = evaluate(instance, self.option, self._placed())
+        assert fits(instance, after.memory), "an exchange left a cap behind"
+        return Packing(self.option, list(after.places), after.memory), int(after.stage.sum())
+
+    def repair(self, rounds: int) -> Packing | None:
+        """Exchanges until every cap holds; None if that does not come about."""
+        self.repairing, self.linked, self.splitting = True, False, True
+        if not len(self.table) or self.instance.ranks == 1:
+            return None
+        self._reload()
+        idle = 0
+        for turn in range(rounds):
+            if self.room.min() >= 0:
+                places = self._placed()
+                after = evaluate(self.instance, self.option, places)
+                return (
+                    Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
+                )
+            idle = 0 if self._round(turn, 3) else idle + 1
+            if idle >= 16:
+                break
+            self._reload()
+        return None
+
+    def _placed(self) -> list[tuple[int, ...]]:
+        """Places, from where the single pieces are now."""
+        places = list(self.places)
+        starts = np.flatnonzero(np.diff(self.table, prepend=-1))
+        ranks, ends = self.rank.tolist(), [*starts[1:].tolist(), len(self.table)]
+        for t, start, end in zip(self.table[starts].tolist(), starts.tolist(), ends, strict=False):
+            places[t] = tuple(sorted(ranks[start:end]))
+        return places
+
+    def _reload(self) -> None:
+        """Loads and bytes, from where the pieces are."""
+        instance = self.instance
+        if not hasattr(self, "fixed"):
+            # What stays: everything that is no single piece.
+            spread: list[tuple[int, ...]] = [
+                () if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)
+            ]
+            still = _work(instance, self.option, spread)
+            self.fixed, self.fixed_memory = still
+        work = self.fixed.copy()
+        memory = self.fixed_memory.copy()
+        np.add.at(work, self.rank, self.cost[:-1].astype(np.int64))
+        np.add.at(memory, self.rank, self.memory[:-1])
+        self.time = instance.base_cost + -(-work * instance.slow // PER_MILLE)
+        self.bytes = memory
+        link = np.zeros((instance.hosts, instance.stages), np.int64)
+        np.add.at(link, instance.host_of, self.time)
+        self.load = self.time.astype(np.float64)
+        for s in np.flatnonzero(instance.shared).tolist():
+            self.load[:, s] = np.floor(link[:, s] / self.sizes)[instance.host_of]
+        self.room = instance.cap - memory
+        self.there = np.sort(self.rank * instance.tables + self.table)
+        if self.hosts_capped:
+            # Swaps are decided for all pairs at once: each rank may take its part of what its host has left.
+            used = np.zeros_like(instance.host_cap)
+            np.add.at(used, instance.host_of, memory)
+            left = (instance.host_cap - used) // instance.host_sizes[:, None]
+            self.room = np.minimum(self.room, left[instance.host_of])
+
+    def _objective(self) -> int:
+        return int(self.load.max(0).astype(np.int64).sum())
+
+    def _round(self, turn: int, power: int) -> bool:
+        """One swap for each pair that gains by one; whether any did."""
+        instance = self.instance
+        ranks = instance.ranks
+        top = np.maximum(self.load.max(0), 1.0)
+        # What all ranks have alike says nothing about their differences.
+        floor = self.load.min(0)
+        level = np.maximum(top - floor, 1.0)
+        mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
+        level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
+        floor = top - level
+        # Every second round within hosts, where their links bear the same before and after.
+        inside = self.linked and turn % 2 == 0
+        heavy, light = self._pairs(turn, inside, top - mean, floor)
+        # Between hosts: one exchange of each host, or several at once would overshoot on its link.
+        self.used = np.zeros(instance.hosts, np.bool_) if self.linked and not inside else None
+        if not len(heavy):
+            return False
+        judge = _Judge(self, level, floor, power)
+        # Splits of pairs pay where ranks hold few pieces.
+        split = self.splitting and turn // (1 + self.linked) % 2 == 1
+        slots = self._slots(turn, HALF if split else (NARROW if instance.ranks >= MANY else WINDOW))
+        n = slots.shape[1]
+        if split:
+            # Both ranks' pieces share the budget of HALF each.
+            n = 2 ** min(2 * (n - 1), 2 * HALF)
+        chunk = max(CHUNK // (n if split else n * n), 1)
+        moved, to = [], []
+        for start in range(0, len(heavy), chunk):
+            a, b = heavy[start : start + chunk], light[start : start + chunk]
+            pieces, where = self._splits(a, b, slots, judge) if split else self._swaps(a, b, slots, judge)
+            moved.append(pieces)
+            to.append(where)
+        pieces = np.concatenate(moved)
+        self.rank[pieces] = np.concatenate(to)
+        return bool(len(pieces))
+
+    def _pairs(self, turn: int, inside: bool, spread: Floats, floor: Floats) -> tuple[Ints, Ints]:
+        """Heavy ranks and as many light ones: by each stage in turn, the least level one first, then by all.
+
+        `inside`: of the same host each.
+        """
+        instance = self.instance
+        stages, ranks = instance.stages, instance.ranks
+        step = turn // ((1 + self.splitting) * (1 + self.linked))
+        phase = step % (stages + 1)
+        key = np.zeros(ranks)
+        if self.repairing:
+            for m in self.tiers:
+                key = np.maximum(key, self.bytes[:, m] / np.maximum(instance.cap[:, m], 1))
+        elif phase < stages:
+            s = int(np.argsort(-spread, kind="stable")[phase])
+            key = self.load[:, s] - floor[s]
+        else:
+            for s in range(stages):
+                key = key + self.load[:, s]
+        order = np.argsort(-key, kind="stable")
+        if inside:
+            # The first of a host with its last, the second with the last but one …
+            order = order[np.argsort(instance.host_of[order], kind="stable")]
+            sizes = instance.host_sizes
+            starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+            at = np.arange(ranks) - starts
+            size = np.repeat(sizes, sizes)
+            first = at < size // 2
+            other = starts + size - 1 - at
+            if (step // (stages + 1)) % 2:
+                other = starts + (size + 1) // 2 + at
+            return order[first], order[other[first]]
+        half = ranks // 2
+        shift = step if self.repairing else step // (stages + 1)
+        return order[:half], np.roll(order[::-1][: ranks - half], shift * max(half // 7, 1))[:half]
+
+    def _slots(self, turn: int, window: int) -> Ints:
+        """[R, n] pieces of each rank, the last one nothing; a window where there are many."""
+        ranks, pieces = self.instance.ranks, len(self.table)
+        order = np.argsort(self.rank, kind="stable")
+        counts = np.bincount(self.rank, minlength=ranks)
+        starts = np.cumsum(counts) - counts
+        n = min(int(counts.max()), window)
+        # A window moves on by its length each round, and wraps.
+        at = (np.arange(n)[None, :] + (turn * n) * (counts > n)[:, None]) % np.maximum(counts, 1)[:, None]
+        slots = order[np.minimum(starts[:, None] + at, max(pieces - 1, 0))]
+        slots[np.arange(n)[None, :] >= counts[:, None]] = pieces
+        return np.concatenate([slots, np.full((ranks, 1), pieces)], 1)
+
+    def _swaps(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
+        """For each pair the best swap, where one gains: pieces, and where they go."""
+        give, take = slots[a], slots[b]
+        q, n = give.shape
+        off = self.cost[give][:, :, None] - self.cost[take][:, None, :]
+        bytes_off = self.memory[give][:, :, None] - self.memory[take][:, None, :]
+        total = judge.pair(a, b, off.reshape(q, n * n, -1), bytes_off.reshape(q, n * n, -1)).reshape(q, n, n)
+        total[np.broadcast_to(self._stuck(give, b)[:, :, None], total.shape)] = np.inf
+        total[np.broadcast_to(self._stuck(take, a)[:, None, :], total.shape)] = np.inf
+        flat = total.reshape(q, -1)
+        best = flat.argmin(1)
+        gains = flat[np.arange(q), best] < flat[:, -1] * (1.0 - 1e-9)
+        if self.used is not None:
+            gains = self._one_per_host(a, b, gains, flat[:, -1] - flat[np.arange(q), best])
+        give = give[np.arange(q), best // n][gains]
+        take = take[np.arange(q), best % n][gains]
+        real_give, real_take = give < len(self.table), take < len(self.table)
+        pieces = np.concatenate([give[real_give], take[real_take]])
+        return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
+
+    def _one_per_host(self, a: Ints, b: Ints, gains: Bools, gain: Floats) -> Bools:
+        """Of the pairs that gain, those that gain most, no two of which share a host."""
+        assert self.used is not None
+        kept = np.zeros(len(gains), np.bool_)
+        host_of = self.instance.host_of
+        for i in np.argsort(-gain, kind="stable").tolist():
+            if gains[i]:
+                pair = host_of[[a[i], b[i]]]
+                if not self.used[pair].any():
+                    kept[i] = True
+                    self.used[pair] = True
+        return kept
+
+    def _splits(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
+        """For each pair the best split of their pieces between the two, where one gains: pieces, and where they go."""
+        nothing = len(self.table)
+        on_a, on_b = slots[a][:, :-1], slots[b][:, :-1]
+        on_a = np.where(self._stuck(on_a, b), nothing, on_a)
+        on_b = np.where(self._stuck(on_b, a), nothing, on_b)
+        both = np.concatenate([on_a, on_b], 1)
+        q, n = both.shape
+        sets = (np.arange(1 << n)[:, None] >> np.arange(n)[None, :] & 1).astype(np.float64)
+        # Sums of whole numbers below 2 ** 53: exact in any order.
+        was = np.arange(n) < on_a.shape[1]
+        cost, memory = self.cost[both], self.memory[both].astype(np.float64)
+        off = cost[:, was].sum(1)[:, None] - sets @ cost
+        bytes_off = memory[:, was].sum(1)[:, None] - sets @ memory
+        total = judge.pair(a, b, off, bytes_off)
+        best = total.argmin(1)
+        still = (1 << on_a.shape[1]) - 1
+        gains = total[np.arange(q), best] < total[:, still] * (1.0 - 1e-9)
+        if self.used is not None:
+            gains = self._one_per_host(a, b, gains, total[:, still] - total[np.arange(q), best])
+        to = np.where(sets[best] > 0, a[:, None], b[:, None])
+        change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
+        return both[change], to[change]
+
+    def _stuck(self, given: Ints, to: Ints) -> npt.NDArray[np.bool_]:
+        """[Q, n] pieces that may not go to the other rank: not allowed there, or another of the table is there."""
+        instance, pieces = self.instance, len(self.table)
+        table = self.table[np.minimum(given, pieces - 1)]
+        bad = np.zeros(given.shape, np.bool_)
+        if self.several.any():
+            asked = to[:, None] * instance.tables + table
+            at = np.minimum(np.searchsorted(self.there, asked), len(self.there) - 1)
+            bad |= self.there[at] == asked
+        if instance.allowed is not None:
+            bad |= ~instance.allowed[table, to[:, None]]
+        return bad & (given < pieces)
+
+
+class _Judge:
+    """The potential of a pair of ranks after an exchange."""
+
+    def __init__(self, state: _Exchange, level: Floats, floor: Floats, power: int) -> None:
+        self.state, self.level, self.floor, self.power = state, level, floor, power
+
+    def pair(self, a: Ints, b: Ints, off: Floats, bytes_off: Floats) -> Floats:
+        """[Q, X] after [Q, X, S] ps and [Q, X, M] bytes went from a to b."""
+        state = self.state
+        instance = state.instance
+        total = np.zeros(off.shape[:2])
+        if state.repairing:
+            for m in state.tiers:
+                for rank, sign in ((a, 1.0), (b, -1.0)):
+                    cap = np.maximum(state.bytes[rank, m] + state.room[rank, m], 1)[:, None]
+                    y = (state.bytes[rank, m][:, None] - sign * bytes_off[:, :, m]) / cap
+                    total += np.maximum(y - 1.0, 0.0) * 1000.0 + _power(y, 3)
+            return total
+        same_host = instance.host_of[a] == instance.host_of[b]
+        for s in range(instance.stages):
+            if not off[:, :, s].any():
+                continue
+            for rank, sign in ((a, 1.0), (b, -1.0)):
+                less = off[:, :, s] * sign
+                if not state.even:
+                    less = less * state.slow[rank, s][:, None]
+                if instance.shared[s]:
+                    # Within a host nothing changes; else each rank of it bears its part.
+                    part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
+                    less = less * part[:, None]
+                y = ((state.load[rank, s] - self.floor[s])[:, None] - less) / self.level[s]
+                total += _power(y, self.power) * self.level[s]
+        for m in state.tiers:
+            gone = bytes_off[:, :, m]
+            total[(gone > state.room[b, m][:, None]) | (-gone > state.room[a, m][:, None])] = np.inf
+        return total
+
+
+def _power(y: Floats, doublings: int) -> Floats:
+    """max(y, 0) ** (2 ** doublings), by squaring."""
+    y = np.maximum(y, 0.0)
+    for _ in range(doublings):
+        y = y * y
+    return y
+
+
+def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
+    """[R, S] work and [R, M] bytes of all but the single pieces."""
+    every = np.arange(instance.tables)
+    width = instance.width[every, option]
+    work = np.zeros((instance.ranks, instance.stages), np.int64) + instance.home[every, option].sum(0)
+    memory = instance.base_memory.copy()
+    uniform = instance.everywhere(width)
+    work += instance.cost[every, option][uniform].sum(0)
+    memory += instance.memory[every, option][uniform].sum(0)
+    for t in np.flatnonzero((width > 1) & ~uniform).tolist():
+        for h in places[t]:
+            ranks = instance.host_ranks[h]
+            work[ranks] += instance.cost[t, option[t]]
+            memory[ranks] += instance.memory[t, option[t]]
+    return work, memory

@@ -1,0 +1,304 @@
+"""The problem without ranks: what every option costs and holds summed over all of them, and the least sum of it.
+
+Nouns
+  total     rank-ps: an option's work summed over ranks and stages. A plan's totals / R is at most its cost
+  resource  something the sum of which is limited: a memory tier, or (bound.py) the load that all ranks bear alike
+  price     rank-ps per unit of a resource, in 1 / PRICE; any price >= 0 gives a bound, the best one the tightest
+  unit      resources are counted in units so large that price * units stays within int64: rounded down when used,
+            up when available, which can only lower a bound
+
+With slow ranks, an average must weigh them: stage s of rank r by 1 / slow, so that work counts alike wherever it lies.
+
+Legend: T tables, O options, S stages, M tiers, R ranks, H hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, Proof
+
+PRICE_BITS = 10
+FACTOR_BITS = 10
+UNIT_BITS = 32
+# Never chosen, and still far from overflow when a few are added.
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True, eq=False)
+class Resource:
+    """What options use of something limited.
+
+    Args:
+        used: [T, O] units. limit: units.
+    """
+
+    used: Ints
+    limit: int
+
+    @staticmethod
+    def of(used: Ints, limit: int) -> Resource:
+        """Scaled so that the limit has at most UNIT_BITS bits."""
+        shift = max(limit.bit_length() - UNIT_BITS, 0)
+        return Resource(np.minimum(used >> shift, 1 << (UNIT_BITS + 1)), (limit >> shift) + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """A lower bound on the sum of totals.
+
+    Args:
+        value: rank-ps. prices: one per resource. option: [T] what is least at these prices. short: the index of a
+            resource that no choice of options stays within; -1 if there is none.
+    """
+
+    value: int
+    prices: tuple[int, ...]
+    option: Ints
+    short: int = -1
+
+
+def least(totals: Ints, resources: Sequence[Resource], prices: Sequence[int] = (), sweeps: int = 2) -> Dual:
+    """The best bound min_o sum(totals + price * used) - price * limit over prices, one price after the other.
+
+    In one price the bound is concave and piecewise linear; its top lies where the tangents from both sides meet, and
+    about ten of them find it exactly. Values of NEVER mark options that are not allowed.
+    """
+    now = list(prices) if prices else [0] * len(resources)
+    value, option = _at(totals, resources, now)
+    best = Dual(value, tuple(now), option)
+    active = [i for i, r in enumerate(resources) if now[i] or _sum(r.used, option) > r.limit]
+    for sweep in range(sweeps):
+        before = best.value
+        for i in active if sweep else range(len(resources)):
+            best = _climb(totals, resources, best, i)
+            if best.short >= 0:
+                return best
+        if len(resources) == 1 or best.value == before:
+            break
+    return best
+
+
+def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> Dual:
+    """The best price of resource `i`, the others as they are."""
+    resource = resources[i]
+    priced = _priced(
+        totals, [(r, p) for j, (r, p) in enumerate(zip(resources, best.prices, strict=True)) if j != i]
+    )
+    constant = sum((p * r.limit >> PRICE_BITS) + 1 for j, (r, p) in enumerate(zip(resources, best.prices, strict=True))
+                   if j != i and p)  # fmt: skip
+    rows = np.arange(len(totals))
+
+    def seen(price: int) -> tuple[int, int, int, Ints]:
+        """Bound, totals, use and options at a price."""
+        at = priced + (price * resource.used >> PRICE_BITS) if price else priced
+        option = at.argmin(1)
+        bound = int(at[rows, option].sum()) - (price * resource.limit >> PRICE_BITS) - (price > 0)
+        return bound, int(priced[rows, option].sum()), _sum(resource.used, option), option
+
+    low = seen(0)
+    top, price, option = low[0], 0, low[3]
+    if low[2] > resource.limit:
+        frugal = np.where(totals >= NEVER, NEVER, resource.used).argmin(1)
+        high = (0, int(priced[rows, frugal].sum()), _sum(resource.used, frugal), frugal)
+        if high[2] > resource.limit:
+            return Dual(best.value, best.prices, frugal, i)
+        option = frugal
+        for _ in range(40):
+            step = ((high[1] - low[1]) << PRICE_BITS) // max(low[2] - high[2], 1)
+            new = seen(max(step, 0))
+            if new[0] > top:
+                top, price = new[0], max(step, 0)
+            if new[2] > resource.limit:
+                if new[2] == low[2]:
+                    break
+                low = new
+            else:
+                option = new[3]
+                if new[2] == high[2]:
+                    break
+                high = new
+    if top - constant <= best.value:
+        return Dual(best.value, best.prices, option) if len(resources) == 1 else best
+    prices = tuple(price if j == i else p for j, p in enumerate(best.prices))
+    return Dual(top - constant, prices, option)
+
+
+def _at(totals: Ints, resources: Sequence[Resource], prices: Sequence[int]) -> tuple[int, Ints]:
+    priced = _priced(totals, list(zip(resources, prices, strict=True)))
+    option = priced.argmin(1)
+    value = int(priced[np.arange(len(option)), option].sum())
+    value -= sum((p * r.limit >> PRICE_BITS) + 1 for r, p in zip(resources, prices, strict=True) if p)
+    return value, option
+
+
+def _priced(totals: Ints, pairs: Sequence[tuple[Resource, int]]) -> Ints:
+    priced = totals
+    for resource, price in pairs:
+        if price:
+            priced = priced + (price * resource.used >> PRICE_BITS)
+    return priced
+
+
+def _sum(used: Ints, option: Ints) -> int:
+    return int(used[np.arange(len(option)), option].sum())
+
+
+class Relaxed:
+    """An instance's totals, resources and options that may be used at all."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.everywhere: Bools = np.asarray(instance.everywhere(instance.width))
+        self.uniform: Bools = self.everywhere & ~instance.divisible
+        self.copies: Ints = instance.pieces * instance.width
+        self.factor, self.base_totals = _weights(instance)
+
+    @cached_property
+    def stage_totals(self) -> Ints:
+        """[T, O, S] rank-ps of an option in each stage."""
+        mass = self.copies[:, :, None] * self.instance.cost + self.instance.ranks * self.instance.home
+        return mass if np.all(self.factor == 1 << FACTOR_BITS) else mass * self.factor >> FACTOR_BITS
+
+    @cached_property
+    def totals(self) -> Ints:
+        """[T, O] rank-ps; NEVER where the option cannot be used."""
+        return np.where(self.usable, self.stage_totals.sum(2), NEVER)
+
+    @cached_property
+    def piece_times(self) -> list[Ints]:
+        """For each stage, [T, O] ps that a piece adds to a rank at least: its part, where a host's link is shared."""
+        ours = self.instance
+        times = []
+        for s, fastest in enumerate(ours.slow.min(0).tolist()):
+            own = ours.cost[:, :, s] * fastest // PER_MILLE
+            if ours.shared[s]:
+                # Shares of a row split over all ranks may all lie on one rank of a host.
+                alone = (ours.width == 1) | (ours.divisible & self.everywhere)
+                own = np.where(alone, own // int(ours.host_sizes.max()), own)
+            times.append(own)
+        return times
+
+    @cached_property
+    def base_total(self) -> int:
+        """rank-ps of what is there already."""
+        return int(self.base_totals.sum())
+
+    @cached_property
+    def room(self) -> Ints:
+        """[R, M] bytes free; below 0 where what is there already does not fit."""
+        ours = self.instance
+        return np.minimum(ours.cap, (1 << 62) // ours.ranks) - ours.base_memory
+
+    @cached_property
+    def host_room(self) -> Ints:
+        """[H, M] bytes free on a host: its own cap, and those of its ranks."""
+        ours = self.instance
+        together, base = np.zeros_like(ours.host_cap), np.zeros_like(ours.host_cap)
+        np.add.at(together, ours.host_of, self.room)
+        np.add.at(base, ours.host_of, ours.base_memory)
+        return np.minimum(together, ours.host_cap - base)
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """Bytes free in each tier, over all hosts."""
+        return [int(x) for x in self.host_room.sum(0)]
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """[T, O, M] over all ranks."""
+        return self.copies[:, :, None] * self.instance.memory
+
+    @cached_property
+    def memory(self) -> list[Resource]:
+        """The tiers that could run out."""
+        kept = []
+        for m, limit in enumerate(self.limits):
+            most = np.where(self.usable, self.bytes[:, :, m], 0).max(1, initial=0)
+            if int(most.sum()) > limit >= 0:
+                kept.append(Resource.of(self.bytes[:, :, m], limit))
+        return kept
+
+    @cached_property
+    def usable(self) -> Bools:
+        """[T, O] the option exists, and a piece of it fits on some rank (some host, all ranks)."""
+        ours, width = self.instance, self.instance.width
+        per_host = np.stack([self.room[ranks].min(0) for ranks in ours.host_ranks])
+        per_host = np.minimum(per_host, self.host_room // ours.host_sizes[:, None])
+        usable = ours.there.copy()
+        for m in range(ours.tiers):
+            size = ours.memory[:, :, m]
+            single = min(int(self.room[:, m].max()), int(self.host_room[:, m].max()))
+            most = np.full(width.shape, single)
+            for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
+                most[width == n] = per_host[ours.host_sizes == n, m].max()
+            most[self.everywhere] = per_host[:, m].min()
+            # Of uneven shares one is at least an even one, on whichever rank has most room.
+            usable &= size <= np.where(ours.divisible, single, most)
+        if ours.allowed is not None:
+            whole = np.stack([ours.allowed[:, ranks].all(1) for ranks in ours.host_ranks], 1)
+            one, all_ = np.logical_or.reduce(ours.allowed, 1), np.logical_and.reduce(ours.allowed, 1)
+            usable &= ~((width == 1) & ~one[:, None])
+            usable &= ~(self.everywhere & ~all_[:, None])
+            for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
+                here = (width == n) & ~self.everywhere
+                some = np.logical_or.reduce(whole[:, ours.host_sizes == n], 1)
+                usable &= ~(here & ~some[:, None])
+        return usable
+
+    def impossible(self) -> Proof | None:
+        """A proof by memory alone that there is no plan, if this relaxation has one."""
+        ours = self.instance
+        for room in (self.room, self.host_room):
+            if np.any(room < 0):
+                tier = int(room.min(0).argmin())
+                return Proof(tier, -int(room[:, tier].min()))
+        stuck = np.flatnonzero(~self.usable.any(1))
+        if len(stuck):
+            t = int(stuck[0])
+            there = ours.there[t]
+            if not there.any():
+                return Proof(0, 0, ours.names[t])
+            # The option that lacks least, in the tier where it lacks most.
+            lack = ours.memory[t] - self.room.max(0)
+            lack[~there] = NEVER
+            o = int(lack.max(1).argmin())
+            tier = int(lack[o].argmax())
+            return Proof(tier, max(int(lack[o, tier]), 0), ours.names[t])
+        needs = np.where(self.usable[:, :, None], self.bytes, NEVER)
+        for m, limit in enumerate(self.limits):
+            need = int(needs[:, :, m].min(1, initial=NEVER).sum()) if ours.tables else 0
+            if need > limit:
+                return Proof(m, need - limit)
+        if ours.tiers > 1 and ours.tables:
+            need = int(np.where(self.usable, self.bytes.sum(2), NEVER).min(1).sum())
+            if need > sum(self.limits):
+                return Proof(0, need - sum(self.limits))
+        return None
+
+
+def _weights(instance: Instance) -> tuple[Ints, Ints]:
+    """[S] factors on a stage's work, in 1 / 2 ** FACTOR_BITS, and [S] rank-ps of the base load.
+
+    For weights u_rs >= 0 the slowest rank takes at least sum_r u_rs load_rs / sum_r u_rs. With u = 1 / slow, work
+    x counts K x with K = min_r u_rs slow_rs / 1000, wherever it lies; in a shared stage a host's ranks weigh alike.
+    """
+    ranks, scale = instance.ranks, 1 << 20
+    factors, bases = [], []
+    for s in range(instance.stages):
+        slow = instance.slow[:, s]
+        weigh = slow
+        if instance.shared[s]:
+            weigh = np.array([slow[r].min() for r in instance.host_ranks])[instance.host_of]
+        u = scale * PER_MILLE // weigh
+        k = int((u * slow).min()) // PER_MILLE
+        all_u = int(u.sum())
+        factors.append((ranks * k << FACTOR_BITS) // all_u)
+        bases.append(
+            sum(int(a) * int(b) for a, b in zip(u, instance.base_cost[:, s], strict=True)) * ranks // all_u
+        )
+    return np.array(factors, np.int64).reshape(-1), np.array(bases, np.int64).reshape(-1)

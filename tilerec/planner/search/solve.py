@@ -1,0 +1,223 @@
+"""`solve`: a plan for an instance, with a bound on how far it is from the best.
+
+    1  what cannot be: a proof by memory alone (relaxed.py)
+    2  which fixed charges to pay: every set of them, the most promising first (bound.py)
+    3  how fine to cut: options for all tables at once (granularity.py)
+    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks (improve.py)
+    5  few tables: some taken out and put back (rebuild.py); very few: every arrangement (exact.py)
+    6  rows that may be uneven: levelled (level.py)
+    7  the certificate (bound.py)
+
+Budgets are counted in steps, never in seconds, and tables are taken in the order of their names: the same instance
+gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tilerec.planner.search.bound import Kinds, certify, kinds_of, sharpen
+from tilerec.planner.search.exact import enumerate_all
+from tilerec.planner.search.granularity import choose
+from tilerec.planner.search.improve import exchange, repair
+from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
+from tilerec.planner.search.level import level
+from tilerec.planner.search.pack import Packing, Rule, pack
+from tilerec.planner.search.rebuild import rebuild
+from tilerec.planner.search.relaxed import Relaxed
+
+HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
+# How pieces are made to fit where they do not: smaller ones, then options that hold less in all.
+LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
+MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
+LARGE = 1 << 20  # and beyond which it is not polished for long
+REFINED = 120_000  # steps of that times ranks, of middling instances far from their bound
+REBUILT = 64  # tables up to which every granularity is rebuilt from
+SETS = 2  # of charges that are tried
+GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+NEAR = 200  # and one within 1 / NEAR not even polished
+POOR = 20  # a set of charges whose first plan is more than 1 / POOR above the best one is left at that
+FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
+FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
+WORST = 1 << 61
+
+
+def solve(instance: Instance, *, effort: int = 1) -> Solution:
+    """A plan within all caps, its cost, and a bound that no plan's cost is below.
+
+    Args:
+        effort: 1 as fast as it goes; each step doubles the work of steps 3 to 5.
+    """
+    order = np.array(sorted(range(instance.tables), key=instance.names.__getitem__), np.int64)
+    found = _Search(instance.take(order), max(effort, 1)).run()
+    if found.status is not Status.FOUND:
+        return found
+    option = np.empty_like(found.option)
+    option[order] = found.option
+    places: list[tuple[int, ...]] = [()] * instance.tables
+    for i, t in enumerate(order.tolist()):
+        places[t] = found.places[i]
+    rows = {int(order[i]): shares for i, shares in found.rows.items()}
+    return evaluate(instance, option, places, rows, found.bound)
+
+
+class _Search:
+    def __init__(self, instance: Instance, effort: int) -> None:
+        self.instance, self.relaxed, self.effort = instance, Relaxed(instance), effort
+        self.middling = instance.tables * instance.ranks > MIDDLING
+        self.large = instance.tables * instance.ranks > LARGE
+        self.best: Solution | None = None
+        self.least = 0  # ps that no plan is below
+        self.certified: int | None = None  # the same by certificate, once it was asked for
+        self.seen: set[bytes] = set()  # options that were packed, under whatever charges
+        self.starts: list[tuple[int, Packing, Kinds]] = []  # what was made of them, and its cost with charges
+
+    def run(self) -> Solution:
+        proof = self.relaxed.impossible()
+        if proof is not None:
+            return _nothing(Status.NONE_EXISTS, proof)
+        kinds = kinds_of(self.relaxed)
+        self.least = kinds[0].bound(self.relaxed) if kinds else 0
+        complete = self._enumerate(FEW_PARTS // 4)
+        if not complete:
+            for some in self._in_turn(kinds):
+                if some.bound(self.relaxed) < self._hopeless():
+                    self._search(sharpen(self.relaxed, some))
+            if self.middling and not self.large and self.effort == 1 and self.best is not None:
+                self._refine(kinds)
+            complete = self._enumerate(FEW_PARTS * self.effort)
+        if self.best is None:
+            return (
+                _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
+            )
+        best = self.best = level(self.instance, self.best, 16 if self.middling else 64)
+        if complete:
+            bound = best.cost
+        elif self.certified is not None:
+            bound = min(self.certified, best.cost)
+        else:
+            bound = certify(self.relaxed, kinds, best.cost)
+        return evaluate(self.instance, best.option, best.places, best.rows, bound)
+
+    def _in_turn(self, kinds: list[Kinds]) -> list[Kinds]:
+        """The sets of charges to try: all first (what a plan does not use is not paid), then those of least bound."""
+        if not kinds:
+            return []
+        whole = max(kinds, key=lambda some: int(some.usable.sum()))
+        most = 1 + SETS * self.effort
+        if self.middling and self.effort == 1:
+            # What charges could save, and whether that is worth another search.
+            most = 2 if (whole.bound(self.relaxed) - self.least) * GOOD > self.least else 1
+        return list(dict.fromkeys([whole, *kinds]))[:most]
+
+    def _hopeless(self) -> int:
+        """ps: a set of charges whose bound is higher will not lead to a better plan, unless it packs much better."""
+        if self.best is None:
+            return WORST
+        if self.cost <= self.least + self.least // GOOD:
+            return 0
+        return self.least + (self.cost - self.least) // 2
+
+    @property
+    def cost(self) -> int:
+        return WORST if self.best is None else self.best.cost
+
+    def _search(self, kinds: Kinds) -> None:
+        bound = kinds.bound(self.relaxed)
+        good, fair = bound + bound // GOOD, bound + bound // FAIR
+        starts: list[tuple[int, Packing]] = []
+        for head in HEADS[:5] if self.middling and self.effort == 1 else HEADS:
+            for option, average in self._options(kinds, head):
+                if average + kinds.charge >= self.cost:
+                    break
+                if option.tobytes() in self.seen:
+                    continue
+                self.seen.add(option.tobytes())
+                packing = self._pack(option)
+                if packing is None:
+                    continue
+                rounds, near = (36, GOOD) if self.large else (40, NEAR)
+                packing, cost = exchange(
+                    self.relaxed, packing, rounds * self.effort, average + average // near
+                )
+                starts.append((cost, packing))
+                self.starts.append((cost + kinds.charge, packing, kinds))
+                self._offer(packing)
+                break
+            if len(starts) == 1 and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
+                return
+            if self.cost <= good or (self.middling and self.cost <= fair and self.effort == 1):
+                return
+        if (self.middling and self.effort == 1) or not starts:
+            return
+        # From the best of each granularity: from the best one alone, some plans are never reached.
+        steps = 300 * self.effort
+        some = sorted(starts, key=lambda start: start[0])
+        some = some[: (3 if self.instance.tables > REBUILT else 8) * self.effort]
+        for i, (_, packing) in enumerate(some):
+            again = rebuild(self.relaxed, kinds.usable, packing, steps, i)
+            again, _ = exchange(self.relaxed, again, 40)
+            self._offer(again)
+            if self.cost <= good:
+                return
+
+    def _refine(self, kinds: list[Kinds]) -> None:
+        """Rebuilds the best packings of many tables, unless they are close enough to what the certificate says."""
+        bound = self.certified = certify(self.relaxed, kinds, self.cost)
+        for i, (_, packing, some) in enumerate(sorted(self.starts, key=lambda start: start[0])[:2]):
+            if self.cost <= bound + bound // FAIR:
+                return
+            again = rebuild(self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i)
+            again, _ = exchange(self.relaxed, again, 40)
+            self._offer(again)
+
+    def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
+        """Options and their average cost, ever easier to fit."""
+        for thrift, slack in LADDER:
+            choice = choose(self.relaxed, kinds, head, thrift, slack)
+            if choice is not None:
+                yield choice.option, choice.average
+
+    def _pack(self, option: Ints) -> Packing | None:
+        relaxed, instance = self.relaxed, self.instance
+        held = relaxed.bytes[np.arange(instance.tables), option].sum(0)
+        tight = any(int(h) * 2 > limit for h, limit in zip(held, relaxed.limits, strict=True))
+        rules = (Rule.BOTH, Rule.TIME) if tight else (Rule.TIME, Rule.BOTH)
+        for rule in rules:
+            packing = pack(relaxed, option, rule)
+            if packing is not None:
+                return packing
+        if self.large:
+            return None
+        packing = pack(relaxed, option, Rule.MEMORY)
+        for rule in (*rules, Rule.MEMORY):
+            if packing is not None:
+                return packing
+            forced = pack(relaxed, option, rule, force=True)
+            packing = None if forced is None else repair(relaxed, forced, 200 * self.effort)
+        return packing
+
+    def _enumerate(self, parts: int) -> bool:
+        """Whether every arrangement was judged, so that the best one is known to be."""
+        instance = self.instance
+        if instance.tables > FEW_TABLES or instance.ranks > FEW_RANKS:
+            return False
+        found = enumerate_all(self.relaxed, self.cost, parts)
+        if found is None:
+            return False
+        if found.option is not None:
+            self.best = evaluate(instance, found.option, found.places)
+        return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
+
+    def _offer(self, packing: Packing) -> None:
+        new = evaluate(self.instance, packing.option, packing.places)
+        assert fits(self.instance, new.memory), "a packing beyond a cap"
+        if new.cost < self.cost:
+            self.best = new
+
+
+def _nothing(status: Status, proof: Proof | None) -> Solution:
+    none = np.zeros(0, np.int64)
+    return Solution(status, none, (), {}, 0, 0, none, none.reshape(0, 0), none.reshape(0, 0), proof)
