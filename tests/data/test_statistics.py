@@ -12,7 +12,7 @@ from tilerec.data.statistics import FeatureStatistics, Statistics, gather
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.workload import Skew
+from tilerec.planner.cost.workload import Skew
 from tilerec.spec.table import EmbeddingBagConfig
 
 

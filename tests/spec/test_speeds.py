@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.planner.default_speeds import default_speeds
+from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.topology import Topology
 
