@@ -165,7 +165,7 @@ STAGE_OF_OP = {
     "place_rows_": "scatter",
     "pick_rows": "gather",
     "update_rows_": "update",
-    "sum_row_gradients": "sums",
+    "sum_row_gradients_of_tables": "sums",
 }
 STAGE_OF_CALL = {"gradients": "rows'", "rows in host": "rows in host", "gradients in host": "rows' in host"}
 ORDER = [
@@ -266,9 +266,9 @@ def _moved(name: str, args: Any, result: Any) -> int:
         return 2 * _size(result)
     if name == "update_rows_":
         return _size(args[2], args[3], args[4])
-    if name == "sum_row_gradients":
-        # One table's share of gradients and ids: `bags` of `dim` numbers.
-        return sum(args[7]) * args[5] * 4 + _size(*result)
+    if name == "sum_row_gradients_of_tables":
+        # These tables' share of the gradients: each feature's bags of its table's width.
+        return sum(n * args[5][t] for n, t in zip(args[8], args[6], strict=True)) * 4 + _size(*result)
     return _size(args[1], result)  # encode, decode: methods
 
 
