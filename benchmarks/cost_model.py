@@ -231,9 +231,7 @@ def main() -> None:
     )
     middle = statistics.median(row[3] for row in rows)
     left = statistics.median(abs(row[3] / middle - 1) for row in rows)
-    print(
-        f"with one factor for all plans ({1 / middle:.2f}), as on a machine that others load: median {100 * left:.1f} %"
-    )
+    print(f"with one factor for all plans ({1 / middle:.2f}): median {100 * left:.1f} %")
     if given.stages:
         print("\nmeasured, ms over all plans: elapsed, and on the processor (no waits)")
         for stage, several in stages.items():

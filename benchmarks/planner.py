@@ -168,7 +168,7 @@ def plan_of_peer(case: Case, shards: dict[str, Any], topology: Topology) -> Shar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--peer", help="a Python with TorchRec")
     parser.add_argument("--peer-limit", type=float, default=120.0)
