@@ -1,15 +1,13 @@
 """The planner as a user meets it: from a model's configs to the plan's file. How long, how good, how much memory.
 
     python benchmarks/planner.py [--cases NAME ...] [--repeat 3] [--peer PYTHON] [--peer-limit 120] [--curve]
-                                 [--against N]
 
 Times run from the built module (on meta; beyond 2,500 tables from its configs) to the written plan file, each
 case in a fresh process, imports not counted; the least of `--repeat`. Memory is what the process grew by. The gap is to
 the bound on the same objective. `--peer` is a Python with TorchRec 1.8.0: it plans the same tables on the same topology
 with its defaults, in a process of its own that is stopped after `--peer-limit` seconds. Both plans are then priced by
-this library's cost model. `--against N` compares N random table sets (20 to 100 tables, 8 or 16 ranks): this search,
-restricted to tilings that TorchRec can express, against TorchRec's defaults, both priced by this library's cost model
-and both by TorchRec's estimator. `--curve` plots time against tables, 100 to 100,000, and fits the exponent.
+this library's cost model; `planner_against.py` compares the two on random tables. `--curve` plots time against tables,
+100 to 100,000, and fits the exponent.
 """
 
 from __future__ import annotations
@@ -27,19 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from planner_cases import CASES, Case, lognormal
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
-from tilerec.planner.cost.options import build
-from tilerec.planner.cost.ways import Way
-from tilerec.planner.decision import Decision, decide
+from tilerec.planner.decision import decide
 from tilerec.planner.infeasible import PlannerError
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.solve import solve
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
@@ -116,33 +110,38 @@ def in_process(name: str, repeat: int, keep: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def by_peer(python: str, case: Case, limit: float, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """TorchRec's plan of the same tables, and its seconds.
-
-    Args:
-        own: a plan for its estimator to price, beside its own.
-    """
+def told(case: Case) -> dict[str, Any]:
+    """A case as `planner_peer.py` reads it."""
     topology = case.topology()
-    told = {
+    return {
         "tables": [
             {"name": c.name, "rows": c.num_embeddings, "dim": c.embedding_dim, "features": list(c.feature_names),
              "pooling": list(bags)}
             for c, bags in zip(configs_of(case), case.bags, strict=True)
         ],
         "ranks": topology.world_size, "local": topology.local_world_size, "hbm": topology.hbm_cap,
-        "batch": case.batch, "own": own,
+        "batch": case.batch,
     }  # fmt: skip
+
+
+def by_peer(python: str, case: Case, limit: float) -> dict[str, Any]:
+    """TorchRec's plan of the same tables, its seconds and its rating; or an "error"."""
+    return ask_peer(python, [{"case": told(case), "search": True, "plans": {}}], limit)[0]
+
+
+def ask_peer(python: str, asked: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+    """The answers of `planner_peer.py`; or one with an "error"."""
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder) / "case.json", Path(folder) / "plan.json"
-        source.write_text(json.dumps(told))
+        source, out = Path(folder) / "asked.json", Path(folder) / "found.json"
+        source.write_text(json.dumps(asked))
         command = [python, str(HERE / "planner_peer.py"), str(source), str(out)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            return {"error": f"> {limit:.0f} s"}
+            return [{"error": f"> {limit:.0f} s"}]
         if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:100]}
-        return dict(json.loads(out.read_text()))
+            return [{"error": done.stderr.strip().splitlines()[-1][:100]}]
+        return list(json.loads(out.read_text()))
 
 
 def priced(case: Case, plan: ShardingPlan) -> float:
@@ -166,13 +165,24 @@ def plan_of_peer(case: Case, shards: dict[str, Any], topology: Topology) -> Shar
     return ShardingPlan({"": part}, topology.world_size, topology.host_ranks)
 
 
+def as_told(plan: ShardingPlan) -> dict[str, Any]:
+    """A plan as the peer reads it."""
+    rows = {}
+    for _, name, sharding in plan.tables():
+        assert sharding.tiling is not None
+        shards = [
+            [t.r0, t.c0, t.r1 - t.r0, t.c1 - t.c0, rank] for t in sharding.tiling.tiles() for rank in t.owners
+        ]
+        rows[name] = {"type": sharding.kind.value, "shards": shards}
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--peer", help="a Python with TorchRec")
     parser.add_argument("--peer-limit", type=float, default=120.0)
-    parser.add_argument("--against", type=int, default=0)
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
@@ -201,8 +211,6 @@ def main() -> None:
             if given.peer:
                 line += against(given, case, ShardingPlan.load(keep))
             print(line, flush=True)
-    if given.against:
-        compare(given.peer, given.against, given.peer_limit)
     if given.curve:
         curve(given.repeat)
 
@@ -217,61 +225,6 @@ def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
         return line
     plan = plan_of_peer(case, theirs["plan"], case.topology())
     return line + f"  {priced(case, own):.3f} ms, {priced(case, plan):.3f} ms"
-
-
-def expressible(case: Case) -> ShardingPlan:
-    """The search's plan of tilings that TorchRec has: rows over all ranks or a host's, even; no grids."""
-    topology = case.topology()
-    request = planner_of(case, topology).request(configs_of(case), SHARDERS)
-    problem = build(request.works(), topology, request.limits({}), min_partition=128)
-    instance, width = problem.instance, problem.instance.width.copy()
-    for o, option in enumerate(problem.options):
-        if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):
-            width[:, o] = 0
-    instance = replace(instance, width=width, divisible=np.zeros_like(instance.divisible))
-    return Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance)).plan()
-
-
-def as_told(plan: ShardingPlan) -> dict[str, Any]:
-    """A plan as the peer reads it."""
-    told = {}
-    for _, name, sharding in plan.tables():
-        assert sharding.tiling is not None
-        shards = [
-            [t.r0, t.c0, t.r1 - t.r0, t.c1 - t.c0, rank] for t in sharding.tiling.tiles() for rank in t.owners
-        ]
-        told[name] = {"type": sharding.kind.value, "shards": shards}
-    return told
-
-
-def compare(python: str, count: int, limit: float) -> None:
-    """Random table sets, planned by both and priced by both."""
-    rng = np.random.default_rng(7)
-    here, there = [], []
-    for seed in range(count):
-        tables, ranks = int(rng.integers(20, 101)), int(rng.choice([8, 16]))
-        case = lognormal(tables, ranks, seed)
-        began = time.perf_counter()
-        own = expressible(case)
-        seconds = time.perf_counter() - began
-        theirs = by_peer(python, case, limit, as_told(own))
-        if "error" in theirs:
-            print(f"{tables} tables x {ranks}: {theirs['error']}")
-            continue
-        mine, its = priced(case, own), priced(case, plan_of_peer(case, theirs["plan"], case.topology()))
-        here.append(mine / its)
-        there.append(theirs["own rating"] / theirs["rating"])
-        print(
-            f"{tables:>4} tables x {ranks:<3} {seconds:>6.2f} s against {theirs['seconds']:>6.2f} s   this model: "
-            f"{mine:.3f} against {its:.3f} ms   TorchRec's: {theirs['own rating']:.3f} against "
-            f"{theirs['rating']:.3f} ms",
-            flush=True,
-        )
-    if here:
-        print(
-            f"ours / TorchRec's step: by this model mean {sum(here) / len(here):.3f}, worst {max(here):.3f}; by "
-            f"TorchRec's estimator mean {sum(there) / len(there):.3f}, worst {max(there):.3f}"
-        )
 
 
 def curve(repeat: int) -> None:

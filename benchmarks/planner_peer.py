@@ -1,8 +1,13 @@
-"""TorchRec's planner on a case of `planner.py`: run by it, in an environment that has TorchRec.
+"""TorchRec's planner on cases of `planner.py`: run by it, in an environment that has TorchRec.
 
-    python planner_peer.py case.json plan.json
+    python planner_peer.py asked.json found.json
 
-Written from TorchRec's public interface. Seconds run from the built module to the written plan file.
+`asked.json` is a list of {"case": tables and machines, "search": whether to plan, "plans": shards by name}, and
+`found.json` the list of answers: seconds and shards of TorchRec's own plan where it was asked for, and a rating of
+every plan.
+
+Written from TorchRec's public interface. Seconds run from the built module to the written plan. A rating is what its
+search goes by: `NoopPerfModel`, milliseconds of the slowest rank, where a rank's are the sum of its shards'.
 """
 
 from __future__ import annotations
@@ -12,92 +17,112 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
+class Peer:
+    """TorchRec on one case."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.planner import ParameterConstraints, Topology
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        self.case = case
+        self.module = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    num_embeddings=t["rows"],
+                    embedding_dim=t["dim"],
+                    name=t["name"],
+                    feature_names=t["features"],
+                )
+                for t in case["tables"]
+            ],
+            device=torch.device("meta"),
+        )
+        self.topology = Topology(
+            world_size=case["ranks"],
+            local_world_size=case["local"],
+            compute_device="cuda",
+            hbm_cap=case["hbm"],
+        )
+        self.constraints = {
+            t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]
+        }
+        self.sharders: Any = [EmbeddingBagCollectionSharder()]
+
+    def plan(self) -> tuple[float, dict[str, Any]]:
+        """Seconds, and [row, column, rows, columns, rank] of each shard, by table."""
+        from torchrec.distributed.planner import EmbeddingShardingPlanner
+        from torchrec.distributed.planner.stats import NoopEmbeddingStats
+        from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+
+        planner = EmbeddingShardingPlanner(
+            topology=self.topology,
+            batch_size=self.case["batch"],
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            stats=[NoopEmbeddingStats()],
+            constraints=self.constraints,
+        )
+        began = time.perf_counter()
+        plan = planner.plan(self.module, self.sharders)
+        sizes = {t["name"]: (t["rows"], t["dim"]) for t in self.case["tables"]}
+        tables: dict[str, Any] = {}
+        for name, sharding in next(iter(plan.plan.values())).items():
+            row = {"type": sharding.sharding_type, "kernel": sharding.compute_kernel}
+            if sharding.sharding_spec is None:  # a copy on every rank
+                row["shards"] = [[0, 0, *sizes[name], rank] for rank in range(self.case["ranks"])]
+            else:
+                row["shards"] = [
+                    [*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank()]
+                    for shard in sharding.sharding_spec.shards
+                ]
+            tables[name] = row
+        json.dumps(tables)
+        return time.perf_counter() - began, tables
+
+    def rate(self, tables: dict[str, Any]) -> float:
+        """A plan's rating: its shards are set on TorchRec's own options of the same sharding type."""
+        from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+        from torchrec.distributed.planner.perf_models import NoopPerfModel
+        from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+        from torchrec.distributed.planner.types import Shard
+
+        enumerator = EmbeddingEnumerator(
+            topology=self.topology, batch_size=self.case["batch"], constraints=self.constraints
+        )
+        chosen = {}
+        for option in enumerator.enumerate(self.module, self.sharders):
+            row = tables[option.name]
+            kernel = "dense" if row["type"] == "data_parallel" else "fused"
+            if option.sharding_type == row["type"] and option.compute_kernel == kernel:
+                option.shards = [
+                    Shard(size=[rows, columns], offset=[r0, c0], rank=rank)
+                    for r0, c0, rows, columns, rank in row["shards"]
+                ]
+                chosen[option.name] = option
+        assert len(chosen) == len(tables), sorted(set(tables) - set(chosen))[:4]
+        EmbeddingPerfEstimator(topology=self.topology, constraints=self.constraints).estimate(
+            list(chosen.values()), enumerator._sharder_data_map
+        )
+        return float(NoopPerfModel(topology=self.topology).rate(list(chosen.values())))
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-    from torchrec.distributed.planner.stats import NoopEmbeddingStats
-    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-    case = json.loads(Path(sys.argv[1]).read_text())
-    module = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                num_embeddings=t["rows"], embedding_dim=t["dim"], name=t["name"], feature_names=t["features"]
-            )
-            for t in case["tables"]
-        ],
-        device=torch.device("meta"),
-    )
-    topology = Topology(
-        world_size=case["ranks"], local_world_size=case["local"], compute_device="cuda", hbm_cap=case["hbm"]
-    )
-    constraints = {t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]}
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=case["batch"],
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=[NoopEmbeddingStats()],
-        constraints=constraints,
-    )
-    began = time.perf_counter()
-    plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
-    tables = {}
-    for name, sharding in next(iter(plan.plan.values())).items():
-        row = {"type": sharding.sharding_type, "kernel": sharding.compute_kernel}
-        if sharding.sharding_spec is None:  # a copy on every rank
-            table = next(t for t in case["tables"] if t["name"] == name)
-            row["shards"] = [[0, 0, table["rows"], table["dim"], rank] for rank in range(case["ranks"])]
-        else:
-            row["shards"] = [
-                [*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank()]
-                for shard in sharding.sharding_spec.shards
-            ]
-        tables[name] = row
-    written = json.dumps(tables)
-    Path(sys.argv[2]).write_text(written)
-    seconds = time.perf_counter() - began
-    found = {"seconds": seconds, "plan": tables}
-    if case["own"] is not None:
-        constraints = {t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]}
-        found["rating"] = rated(tables, case, module, topology, constraints)
-        found["own rating"] = rated(case["own"], case, module, topology, constraints)
-    Path(sys.argv[2]).write_text(json.dumps(found))
-
-
-def rated(tables: dict, case: dict, module: object, topology: object, constraints: dict) -> float:
-    """Milliseconds of the slowest rank of a plan, by TorchRec's estimator: shards are set on its own options."""
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-    from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-    from torchrec.distributed.planner.types import Shard
-
-    enumerator = EmbeddingEnumerator(topology=topology, batch_size=case["batch"], constraints=constraints)
-    options = enumerator.enumerate(module, [EmbeddingBagCollectionSharder()])
-    chosen = {}
-    for option in options:
-        row = tables[option.name]
-        kernel = "dense" if row["type"] == "data_parallel" else "fused"
-        if option.sharding_type == row["type"] and option.compute_kernel == kernel:
-            option.shards = [
-                Shard(size=[rows, columns], offset=[r0, c0]) for r0, c0, rows, columns, _ in row["shards"]
-            ]
-            chosen[option.name] = option
-    assert len(chosen) == len(tables), sorted(set(tables) - set(chosen))[:4]
-    EmbeddingPerfEstimator(topology=topology, constraints=constraints).estimate(
-        list(chosen.values()), enumerator._sharder_data_map
-    )
-    load = [0.0] * case["ranks"]
-    for name, option in chosen.items():
-        for shard, (*_, rank) in zip(option.shards, tables[name]["shards"], strict=True):
-            load[rank] += shard.perf.total
-    return max(load)
+    found = []
+    for asked in json.loads(Path(sys.argv[1]).read_text()):
+        peer, answer, plans = Peer(asked["case"]), {}, dict(asked["plans"])
+        if asked["search"]:
+            answer["seconds"], answer["plan"] = peer.plan()
+            plans[""] = answer["plan"]
+        answer["ratings"] = {name: peer.rate(tables) for name, tables in plans.items()}
+        found.append(answer)
+        Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""This search against TorchRec's planner on random tables: each plan priced by both cost models.
+
+    python benchmarks/planner_against.py PYTHON [--sets 14] [--tables 10 100] [--limit 300] [--keep FOLDER]
+
+PYTHON has TorchRec 1.8.0. It plans each set with its defaults; this search plans it restricted to tilings that TorchRec
+can express (even rows over all ranks or over a host's, columns no narrower than its 128, no grids), twice:
+
+    own   for this library's runtime, by the cost model as it stands. Both plans are priced by that model ("here"), and
+          both by TorchRec's estimator ("there").
+    its   for the machine and the runtime that TorchRec's estimator describes: bandwidths and no fixed charges, a
+          network card for every rank (here ranks of a host share one), and row splits that send a row for every bag
+          (here only for bags that have an id there). Priced by TorchRec's estimator.
+
+TorchRec's estimator charges its own runtime: a plan that is fast because this library's row splits send less is slow
+there, and says nothing about the search. "its" is the comparison of like with like; none of its numbers are taken over.
+A ratio below 1 is a faster step of ours. `--keep` keeps TorchRec's plans, which take most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner import SHARDERS, as_told, ask_peer, by_peer, configs_of, plan_of_peer, planner_of, priced, told
+from planner_cases import Case, lognormal
+
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.options import _Builder
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.ways import Way
+from tilerec.planner.cost.workload import Ints, Workload
+from tilerec.planner.decision import Decision
+from tilerec.planner.search.solve import solve
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.topology import Topology
+
+NARROWEST = 128
+CHARGES = ("call", "call_peer", "step", "part", "replica", "row_sum")
+
+
+class EveryBag(Workload):
+    """Tables of a runtime whose row splits send a row for each bag, whether or not it has an id there."""
+
+    def present(self, share: Any, tables: Ints | None = None) -> tuple[Floats, Floats, Floats]:
+        _, ids, _ = super().present(share, tables)
+        bags = self.per_table(self.bags)
+        return bags, ids, bags
+
+
+def bare(topology: Topology) -> Topology:
+    """A topology that knows bandwidths only."""
+    return replace(topology, speeds=replace(default_speeds(topology), **dict.fromkeys(CHARGES, 0.0)))
+
+
+def searched(case: Case, *, own: bool) -> ShardingPlan:
+    """The search's plan of tilings that TorchRec has.
+
+    Args:
+        own: for this library's runtime; otherwise for the machine and runtime of TorchRec's estimator.
+    """
+    topology = case.topology() if own else bare(case.topology())
+    request = planner_of(case, topology).request(configs_of(case), SHARDERS)
+    work = (Workload if own else EveryBag)(request.works())
+    problem = _Builder(Model(work, topology), {}, NARROWEST).problem((), {}, None)
+    instance, width = problem.instance, problem.instance.width.copy()
+    for o, option in enumerate(problem.options):
+        if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):
+            width[:, o] = 0
+    shared = instance.shared if own else np.zeros_like(instance.shared)
+    instance = replace(instance, width=width, shared=shared, divisible=np.zeros_like(instance.divisible))
+    return Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance)).plan()
+
+
+def sets(count: int, least: int, most: int) -> list[tuple[int, int, int]]:
+    """Tables, ranks and seed of each random set."""
+    rng = np.random.default_rng(11)
+    sizes = np.exp(rng.uniform(math.log(least), math.log(most), count))
+    return [(round(size), (8, 16)[i % 2], 100 + i) for i, size in enumerate(sizes.tolist())]
+
+
+def peer_plan(python: str, case: Case, limit: float, kept: Path | None) -> dict[str, Any]:
+    """TorchRec's plan, from `kept` if it is there."""
+    if kept is not None and kept.is_file():
+        return dict(json.loads(kept.read_text()))
+    found = by_peer(python, case, limit)
+    if kept is not None and "error" not in found:
+        kept.write_text(json.dumps(found))
+    return found
+
+
+def kinds(tables: dict[str, Any]) -> str:
+    """How many tables are of each sharding type, by initials."""
+    types = [row["type"] for row in tables.values()]
+    short = {kind: "".join(word[0] for word in kind.split("_")).upper() for kind in types}
+    return " ".join(f"{types.count(kind)} {short[kind]}" for kind in sorted(set(types)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("python")
+    parser.add_argument("--sets", type=int, default=14)
+    parser.add_argument("--tables", type=int, nargs=2, default=(10, 100))
+    parser.add_argument("--limit", type=float, default=300.0)
+    parser.add_argument("--keep", type=Path)
+    given = parser.parse_args()
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
+    cases, lines = [], []
+    for tables, ranks, seed in sets(given.sets, *given.tables):
+        case = lognormal(tables, ranks, seed)
+        name = f"{tables}-{ranks}-{seed}.json"
+        theirs = peer_plan(given.python, case, given.limit, given.keep and given.keep / name)
+        line = f"{tables:>6} {ranks:>5} |"
+        if "error" in theirs:
+            print(line, theirs["error"], flush=True)
+            continue
+        began = time.perf_counter()
+        own = searched(case, own=True)
+        line += f" {time.perf_counter() - began:>6.2f} s {theirs['seconds']:>7.2f} s |"
+        plans = {"": theirs["plan"], "own": as_told(own), "its": as_told(searched(case, own=False))}
+        converted = plan_of_peer(case, theirs["plan"], case.topology())
+        lines.append((line, priced(case, own) / priced(case, converted), plans))
+        cases.append({"case": told(case), "search": False, "plans": plans})
+    found = ask_peer(given.python, cases, given.limit)
+    if not lines or "error" in found[0]:
+        raise SystemExit(found[0]["error"] if found else "nothing to compare")
+    print(
+        "tables ranks |     ours  TorchRec |  own: here   there | its: there | tables by type: own | its | TorchRec"
+    )
+    ratios = []
+    for (line, here, plans), answer in zip(lines, found, strict=True):
+        rated = answer["ratings"]
+        row = (here, rated["own"] / rated[""], rated["its"] / rated[""])
+        ratios.append(row)
+        types = " | ".join(kinds(plans[name]) for name in ("own", "its", ""))
+        print(f"{line} {row[0]:>10.3f} {row[1]:>7.3f} | {row[2]:>10.3f} | {types}")
+    for name, of in (("mean", lambda column: sum(column) / len(column)), ("worst", max)):
+        row = tuple(of(column) for column in zip(*ratios, strict=True))
+        print(f"{name:>12} | {'':>8} {'':>9} | {row[0]:>10.3f} {row[1]:>7.3f} | {row[2]:>10.3f} |")
+
+
+if __name__ == "__main__":
+    main()
