@@ -1,13 +1,16 @@
 """The planner as a user meets it: from a model's configs to the plan's file. How long, how good, how much memory.
 
-    python benchmarks/planner.py [--cases NAME ...] [--repeat 3] [--peer PYTHON] [--peer-limit 120] [--curve]
+    python benchmarks/planner.py [--cases NAME ...] [--repeat 3] [--peer PYTHON] [--peer-limit 120] [--curve FILE.svg]
 
 Times run from the built module (on meta; beyond 2,500 tables from its configs) to the written plan file, each
 case in a fresh process, imports not counted; the least of `--repeat`. Memory is what the process grew by. The gap is to
 the bound on the same objective. `--peer` is a Python with TorchRec 1.8.0: it plans the same tables on the same topology
 with its defaults, in a process of its own that is stopped after `--peer-limit` seconds. Both plans are then priced by
-this library's cost model; `planner_against.py` compares the two on random tables. `--curve` plots time against tables,
-100 to 100,000, and fits the exponent.
+this library's cost model; `planner_against.py` compares the two on random tables. `--curve` draws time against tables,
+100 to 100,000, with the exponent, and TorchRec's for up to 50 if `--peer` is given. The
+picture in the documentation is
+
+    python benchmarks/planner.py --cases --repeat 3 --peer PYTHON --curve docs/img/planner-time.svg
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import resource
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loglog import Series, exponent, write
 from planner_cases import CASES, Case, lognormal
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -42,6 +45,7 @@ from tilerec.spec.topology import Topology
 AS_MODULE = 2_500
 PEER_TABLES = 200
 CURVE = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+PEER_CURVE = (12, 25, 50)
 HERE = Path(__file__).parent
 
 
@@ -179,23 +183,22 @@ def as_told(plan: ShardingPlan) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--peer", help="a Python with TorchRec")
     parser.add_argument("--peer-limit", type=float, default=120.0)
-    parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--curve", type=Path, metavar="FILE.svg")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         tables = given.one.removeprefix("curve ")
-        case = CASES[given.one]() if tables == given.one else lognormal(int(tables), 64, fill=0.5)
+        case = CASES[given.one]() if tables == given.one else of_curve(int(tables))
         print(json.dumps(one(case, given.repeat, given.keep)))
         return
-    print(
-        f"{'case':<22} {'tables':>7} {'seconds':>8} {'gap':>7} {'step':>10} {'memory':>9} {'full':>5}", end=""
-    )
-    print(f" {'TorchRec':>10}  priced tiling by tiling: ours, its" if given.peer else "")
+    if given.cases:
+        head = f"{'case':<22} {'tables':>7} {'seconds':>8} {'gap':>7} {'step':>10} {'memory':>9} {'full':>5}"
+        print(head + (f" {'TorchRec':>10}  priced tiling by tiling: ours, its" if given.peer else ""))
     with tempfile.TemporaryDirectory() as folder:
         for name in given.cases:
             case, keep = CASES[name](), Path(folder) / "plan.json"
@@ -212,7 +215,7 @@ def main() -> None:
                 line += against(given, case, ShardingPlan.load(keep))
             print(line, flush=True)
     if given.curve:
-        curve(given.repeat)
+        curve(given)
 
 
 def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
@@ -227,27 +230,39 @@ def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
     return line + f"  {priced(case, own):.3f} ms, {priced(case, plan):.3f} ms"
 
 
-def curve(repeat: int) -> None:
-    """Seconds against tables on 64 ranks, and the exponent of the best power law."""
-    points = []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in CURVE:
-            found = in_process(f"curve {count}", repeat, Path(folder) / "plan.json")
-            if "error" in found:
-                print(f"{count:>8,} tables: {found['error']}")
-                continue
-            points.append((count, found["seconds"]))
-            bar = "#" * max(1, round(8 * (4 + math.log10(found["seconds"]))))
-            print(
-                f"{count:>8,} tables x 64  {found['seconds']:>8.3f} s  gap {100 * found['gap']:>5.2f}%  {bar}",
-                flush=True,
-            )
-    if len(points) > 2:
-        xs, ys = [math.log(n) for n, _ in points], [math.log(s) for _, s in points]
-        mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
-        slope = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
-        last = math.log(points[-1][1] / points[-2][1]) / math.log(points[-1][0] / points[-2][0])
-        print(f"seconds ~ tables ^ {slope:.2f} (all); ^ {last:.2f} (the last two)")
+def curve(given: argparse.Namespace) -> None:
+    """Seconds against tables on 64 ranks, with the exponents of the best power laws, and a picture of it."""
+    own, theirs = [], []
+    for count in CURVE:
+        line = f"{count:>8,} tables x 64 "
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_process(f"curve {count}", given.repeat, Path(folder) / "plan.json")
+        if "error" in found:
+            print(line, found["error"])
+            continue
+        own.append((count, found["seconds"]))
+        print(f"{line} {found['seconds']:>8.3f} s  gap {100 * found['gap']:>5.2f}%", flush=True)
+    for count in PEER_CURVE if given.peer else ():
+        found = by_peer(given.peer, of_curve(count), given.peer_limit)
+        print(f"{count:>8,} tables x 64  TorchRec ", end="")
+        print(found["error"] if "error" in found else f"{found['seconds']:.2f} s", flush=True)
+        if "error" not in found:
+            theirs.append((count, found["seconds"]))
+    named = [
+        (name, points) for name, points in (("tilerec", own), ("TorchRec 1.8.0", theirs)) if len(points) > 1
+    ]
+    series = [Series(f"{name}: tables ^ {exponent(points):.2f}", points) for name, points in named]
+    for one in series:
+        print(one.name)
+    if series:
+        write(
+            given.curve, "Planning on 64 ranks, from configs to the plan's file", "tables", "seconds", series
+        )
+
+
+def of_curve(tables: int) -> Case:
+    """A point of the curve: half of the memory is taken."""
+    return lognormal(tables, 64, fill=0.5)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,8 @@ def test_search_finds_names_cuts_and_ranks(show: Open) -> None:
         ("rank:5", {one.name for one in made.tables if 5 in one.ranks}),
         ("rank:5 wise", {"shop", "user", "brand"}),
         ("nowhere", set()),
+        ("brand rank:", {"brand"}),  # halfway through typing
+        ("brand cut:", {"brand"}),
         ("", {one.name for one in made.tables}),
     ):
         page.type("#search", words)
@@ -167,6 +169,36 @@ def test_names_are_shown_as_text_whatever_is_in_them(show: Open) -> None:
     assert page.text("#notes") == "<i>"
     assert page.count("img, b > b, #notes i") == 0
     assert page.ask("document.title") == "Plan report: 1 table, 2 ranks"
+
+
+def test_a_name_that_turns_the_writing_direction_turns_nothing_beside_it(show: Open) -> None:
+    topology = Topology(2)
+    page = show(report([entry("\u202eflipped", 10, 8, "table_wise", [1], topology, path="")], topology))
+    assert page.text("#rank-says bdi") == "\u202eflipped"
+    assert page.text("#rank-says").endswith("\u202eflipped alone is 97 %.")
+
+
+def test_a_table_without_a_name_can_be_picked(show: Open) -> None:
+    topology = Topology(2)
+    tables = [entry(name, 10, 8, "table_wise", [1], topology, path="") for name in ("", " ", "t")]
+    page = show(report(tables, topology))
+    assert page.texts("#heaviest button") == ["(no name)", "(no name)", "t"]
+    assert sorted(page.texts("#tables .name")) == ["(no name)", "(no name)", "t"]
+    page.click("#heaviest button")
+    assert page.text("#table-name") == "(no name)"
+
+
+def test_one_time_is_written_alike_all_over_the_page(show: Open) -> None:
+    made = small()
+    for cost, text in (
+        (31 * 10**9, "31.0 ms"),
+        (448_200_000, "448 µs"),
+        (4_900_000, "4.90 µs"),
+        (12, "12 ps"),
+    ):
+        page = show(replace(made, cost_ps=cost, bound_ps=cost))
+        assert (page.text("#cost"), page.text("#bound")) == (text, text)
+        assert page.text("#step-axis") == f"no plan is below {text}"
 
 
 def test_colours_follow_the_readers_choice_and_change_with_it(show: Open) -> None:
@@ -225,6 +257,9 @@ def test_a_report_without_tables_costs_or_bound(show: Open) -> None:
     assert page.text("#found") == "0 tables"
     assert page.count("#ranks .line") == 3
     assert page.text("#rank-about") == "the most loaded rank"
+    assert page.text("#tables .empty") == "There are no tables."
+    assert page.count("#rank button") == 0
+    assert page.ask("document.getElementById('table').offsetHeight") == 0
     one = replace(entry("t", 5, 3, "row_wise", None, topology), owner_ps=(), home_ps=())
     page = show(replace(report([], topology), tables=(one,)))
     assert "not known" in page.text("#table")

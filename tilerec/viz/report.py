@@ -22,7 +22,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.planner.report import TIERS, PlanReport, TableEntry
-from tilerec.planner.report_text import gap_text, time_text
+from tilerec.planner.report_text import gap_text
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
@@ -60,7 +60,7 @@ def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
     script, style = _script(), _file("page.css")
     policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
     topology = report.topology
-    bound = f"{time_text(report.bound_ps)}" if report.bound_ps else "no bound"
+    bound = _time(report.bound_ps) if report.bound_ps else "no bound"
     footer = " · ".join(text for text in (report.planner, fingerprint) if text)
     ranks = _count(topology.world_size, f"{topology.compute_device} rank")
     machines = f"{ranks} of {_count(topology.host_count, 'host')}"
@@ -69,11 +69,11 @@ def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
         "policy": policy,
         "title": f"Plan report: {tables}, {_count(topology.world_size, 'rank')}",
         "summary": f"{tables} on {machines}, {_count(report.batch_size, 'sample')} on each rank",
-        "cost": time_text(report.cost_ps),
+        "cost": _time(report.cost_ps),
         "bound": bound,
         "gap": gap_text(report.gap) if report.bound_ps else "unknown",
         "slowest": str(report.slowest_rank),
-        "slowest_of": time_text(int(report.load_ps[report.slowest_rank].sum())) + " in all stages",
+        "slowest_of": _time(int(report.load_ps[report.slowest_rank].sum())) + " in all stages",
         "fullest": bytes_text(int(report.memory[report.fullest_rank, report.tier])),
         "fullest_of": _fullest(report),
         "machines": str(topology) if topology.host_count <= 16 else machines,
@@ -192,6 +192,15 @@ def _topology(report: PlanReport) -> list[tuple[str, str]]:
         else:
             said.append((name, str(value)))
     return said
+
+
+def _time(ps: int) -> str:
+    """As the page's scripts write it (page/model.js): one moment reads alike all over the page."""
+    for size, unit in ((10**12, "s"), (10**9, "ms"), (10**6, "µs"), (10**3, "ns")):
+        if ps >= size:
+            value = ps / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{ps} ps" if ps else "0"
 
 
 def _figure(value: object) -> str:

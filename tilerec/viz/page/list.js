@@ -2,12 +2,13 @@
 
 class List {
   // columns: [{name, class, by(item) -> number or text, down: largest first}]; cells(item) -> elements; pick(item).
-  constructor(root, columns, items, { cells, pick, label, start, visible = 12, many = false }) {
+  constructor(root, columns, items, { cells, pick, label, start, visible = 12, many = false, none = "Nothing matches." }) {
     this.columns = columns;
     this.items = items;
     this.cells = cells;
     this.pick = pick;
     this.most = visible;
+    this.none = none;
     this.chosen = null;
     this.lines = new Map();
     this.heads = columns.map((column) => {
@@ -64,7 +65,7 @@ class List {
     this.view.style.height = `${Math.max(1, Math.min(count, this.most, room)) * row}px`;
     this.frame.setAttribute("aria-rowcount", count);
     if (!count) {
-      this.space.replaceChildren(element("div", { class: "empty" }, "Nothing matches."));
+      this.space.replaceChildren(element("div", { class: "empty" }, this.none));
       return;
     }
     this.space.querySelector(".empty")?.remove();

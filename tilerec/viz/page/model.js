@@ -100,6 +100,7 @@ function ranksOf(t) {
   return ranksKept.get(key);
 }
 const nameOf = (t) => (data.paths[data.path[t]] ? `${data.paths[data.path[t]]}.${data.names[t]}` : data.names[t]);
+const shownName = (t) => (nameOf(t).trim() ? nameOf(t) : "(no name)");
 // Order of equals: by module, then by table.
 function inOrder(a, b) {
   const x = data.paths[data.path[a]], y = data.paths[data.path[b]];

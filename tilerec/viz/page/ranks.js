@@ -144,13 +144,13 @@ function drawRank() {
   const home = sum(homePs), here = sum(held.map((h) => h.ps)), other = Math.max(0, loadOf[rank] - here - home);
   const says = [`${time(loadOf[rank])} of work in all stages`, mean ? `, ${figure(loadOf[rank] / mean)} times the mean` : "", "."];
   if (here || home) says.push(` ${time(here)} serves the pieces of ${whole(held.length)} table${held.length === 1 ? "" : "s"} that lie here, ${time(home)} is work on its own batch, as on every rank`, other > 0.005 * loadOf[rank] ? `, ${time(other)} the rest.` : ".");
-  if (heaviest.length && heaviest[0].ps) says.push(` ${nameOf(heaviest[0].t)} alone is ${percent(heaviest[0].ps / loadOf[rank])}.`);
+  if (heaviest.length && heaviest[0].ps) says.push(" ", element("bdi", {}, shownName(heaviest[0].t)), ` alone is ${percent(heaviest[0].ps / loadOf[rank])}.`);
   const most = heaviest.length ? heaviest[0].ps || 1 : 1;
   const fattest = [...held].sort((a, b) => b.bytes - a.bytes || inOrder(a.t, b.t)).slice(0, 5), fat = fattest.length ? fattest[0].bytes || 1 : 1;
   at("rank").replaceChildren(
     element("h3", { id: "rank-name" }, `Rank ${rank}`),
     element("p", { class: "muted", id: "rank-about" }, about),
-    element("p", { id: "rank-says" }, says.join("")),
+    element("p", { id: "rank-says" }, ...says),
     element("h4", {}, "Stages; the mark is the mean of all ranks"),
     element("ul", { class: "weigh" }, ...data.stages.map((name, s) => {
       const ps = data.load[rank * S + s], top = stageOf[s].most || 1;
@@ -162,9 +162,10 @@ function drawRank() {
       element("span", { class: "n", title: `of ${bytes(capOf(rank, m))}` }, capOf(rank, m) ? percent(memoryOf(rank, m) / capOf(rank, m)) : bytes(memoryOf(rank, m)))))),
     ...(heaviest.length ? [element("h4", {}, "What takes most time here"), element("ul", { class: "weigh", id: "heaviest" }, ...heaviest.map((h) => weighed(h.t, h.ps / most, time(h.ps))))] : []),
     ...(fattest.length ? [element("h4", {}, "What takes most memory here"), element("ul", { class: "weigh", id: "fattest" }, ...fattest.map((h) => weighed(h.t, h.bytes / fat, bytes(h.bytes))))] : []),
-    element("p", {}, element("button", { type: "button", class: "link", onclick: () => searchFor(`rank:${rank}`) }, `all ${whole(held.length)} tables of rank ${rank}`)),
+    ...(held.length ? [element("p", {}, element("button", { type: "button", class: "link", onclick: () => searchFor(`rank:${rank}`) },
+      held.length > 1 ? `all ${whole(held.length)} tables of rank ${rank}` : `the one table of rank ${rank}`))] : []),
   );
 }
 const weighed = (t, share, text) => element("li", {},
-  element("button", { type: "button", class: "link", title: nameOf(t), onclick: () => pickTable(t, true) }, nameOf(t)),
+  element("button", { type: "button", class: "link", title: nameOf(t), onclick: () => pickTable(t, true) }, shownName(t)),
   bar([[share, rest]]), element("span", { class: "n" }, text));

@@ -13,6 +13,7 @@ function makeTables() {
   ];
   tableList = new List(at("tables"), columns, Array.from({ length: T }, (_, t) => t), {
     label: "Tables", start: columns[6], visible: 14, pick: pickTable, many: true,
+    none: T ? "Nothing matches." : "There are no tables.",
     cells: (t) => {
       const picture = element("canvas", { "aria-hidden": "true" });
       picture.draw = () => {
@@ -23,7 +24,7 @@ function makeTables() {
       const path = data.paths[data.path[t]];
       return [
         picture,
-        element("span", {}, element("div", { class: "cut name", title: nameOf(t) }, data.names[t]),
+        element("span", {}, element("div", { class: "cut name", title: nameOf(t) }, data.names[t].trim() ? data.names[t] : "(no name)"),
           element("div", { class: "cut sub" }, element("span", { class: "small" }, `${kindOf(t)}, ${whole(data.rows[t])} × ${data.dims[t]}, ${where} · `), path ? `${path} · ` : "", typeOf(t))),
         element("span", { class: "n shape" }, `${whole(data.rows[t])} × ${data.dims[t]}`),
         element("span", { class: "n bytes" }, bytes(data.bytes[t])),
@@ -39,6 +40,8 @@ let texts;
 function matches(words) {
   texts ||= Array.from({ length: T }, (_, t) => `${nameOf(t)} ${kindOf(t)} ${typeOf(t)} ${optionOf(t)}`.toLowerCase());
   const tests = words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    // Somebody who has typed as far as "rank:" is not looking for a table of that name.
+    if (word === "rank:" || word === "cut:") return () => true;
     const rank = /^rank:(\d+)$/.exec(word);
     if (rank) return (t) => ranksOf(t).has(Number(rank[1]));
     return word.startsWith("cut:") ? (t) => kindOf(t) === word.slice(4) : (t) => texts[t].includes(word);
@@ -65,7 +68,8 @@ function pickTable(t, byHand) {
 }
 function drawTable() {
   const t = chosenTable;
-  if (t == null) return at("table").replaceChildren();
+  at("table").hidden = t == null;
+  if (t == null) return;
   const tiles = tilesOf(t), ranks = ranksOf(t), copies = tiles.map((tile) => tile.who.length), most = copies.reduce((a, b) => Math.max(a, b));
   const held = heldBy(t), fullest = [...held.cells].reduce((a, b) => (b[1] > a[1] ? b : a));
   const facts = [
@@ -84,7 +88,7 @@ function drawTable() {
   const stages = data.stages.map((name, s) => [name, data.own[t][s] || 0, data.home[t][s] || 0, stageColour(s)]).filter(([, own, home]) => own || home);
   const top = Math.max(1, ...stages.map(([, own, home]) => own + home));
   at("table").replaceChildren(
-    element("h3", { id: "table-name" }, nameOf(t)),
+    element("h3", { id: "table-name" }, shownName(t)),
     element("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
     element("h4", {}, "Tiles: columns across, rows down, coloured by rank"),
     picture,
