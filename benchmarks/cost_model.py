@@ -192,7 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--plans", type=int, default=36)
     parser.add_argument("--steps", type=int, default=11)
-    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument(
         "--quantile", type=float, default=0.5, help="of the steps of a pass; 0 on a machine that is not quiet"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from tilerec.comms.group import Group
 from tilerec.planner.cost import calibrate as module
+from tilerec.planner.cost import whole_steps
 from tilerec.planner.cost.calibrate import calibrate, calibrate_to, machine
 from tilerec.spec.speeds import PER_WIDTH, SINGLE
 from tilerec.spec.topology import Topology
@@ -21,6 +22,7 @@ SMALL = {
     "_IDS": 480,
     "_REPEATS": 2,
     "_ROUNDS": 1,
+    "_STEPS": 1,
     "_PASSES": 1,
     "WIDTHS": (16, 64),
 }
@@ -31,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tables and few repeats: tests read no times."""
     for name, value in SMALL.items():
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(whole_steps, "SHAPES", whole_steps.SHAPES[:2])
 
 
 def test_ranks_measure_together_and_write_what_they_found(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
     rates per row come from differences: rows of memory and of a cache, bags of one id and of ten, many ids of few rows
 
 Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is the
-second least of some, a speed the median of three passes and the mean over ranks. What no table causes (`step`) and what
-each part costs besides its ids and rows (`part`) come from whole steps of tables that have nearly none.
+second least of some, a speed the median of three passes and the mean over ranks. Then whole steps of small models say
+how much dearer all that is in a step, and what is beside it (`whole_steps.py`).
 
 Legend: N ids, P bags, D columns.
 """
@@ -25,22 +25,18 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.strategies import column_wise, data_parallel, table_wise
-from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.optimizer import SGD, RowWiseAdagrad
+from tilerec.planner.cost.whole_steps import fitted
+from tilerec.spec.optimizer import SGD
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
-from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.topology import DDR_CAP, Topology
 
 _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
 _FLUSH = 48 * 2**20
 _IDS = 20_480
 _LONG = 10  # ids per bag
-_REPEATS, _ROUNDS, _PASSES = 9, 4, 3
+_REPEATS, _PASSES = 9, 3
+_ROUNDS, _STEPS = 4, 9
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
 
 
@@ -98,7 +94,8 @@ class _Bench:
         numbers = {name: mean[name] for name in SINGLE}
         origin = f"measured, {self.group.size} {self.device.type} ranks, torch {torch.__version__}"
         cache = _cache(self.group.size, default.cache) if self.device.type == "cpu" else default.cache
-        return replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
+        alone: Speeds = replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
+        return fitted(self.group, self.topology, alone, self.device, _ROUNDS, _STEPS)
 
     def _pass(self, default: Speeds) -> dict[str, float]:
         """Every number once, rates under "name width"."""
@@ -109,7 +106,7 @@ class _Bench:
         found["route"] = self._route()
         found["copy"] = self._copy()
         found |= self._links(default)
-        return found | self._steps(found["call"])
+        return found
 
     # ---------------------------------------------------------------------------------------------- timing
 
@@ -262,67 +259,6 @@ class _Bench:
         if default.link_out == 0.0:
             return {"call": call, "link_in": per_byte}
         return {"call": call, "link_in": per_byte / 2, "link_out": per_byte / 2}
-
-    def _steps(self, call: float) -> dict[str, float]:
-        """Steps of few and of many tables with one id each."""
-        size = self.group.size
-        few, many = 2 * size, 16 * size
-        each: dict[str, float] = {}
-        step = 0.0
-        for kind in ("whole", "columns", "copies"):
-            small, large = self._both_steps((few, many), kind)
-            each[kind] = max(large - small, 0.0) / (many - few)
-            if kind == "whole":
-                # Each table is a part that every rank addresses, and that its owner reads for every rank.
-                step = max(small - few * each[kind] - 4 * call * (size > 1), 0.0)
-        part = each["whole"] / 2
-        # Columns: a part for each rank, which owners read for every rank. Copies: one part, read at home.
-        row_sum = max(each["columns"] - 2 * size * part, 0.0) if size > 1 else 0.0
-        replica = max(each["copies"] - 2 * part, 0.0) if size > 1 else 0.0
-        return {"part": part, "step": step, "row_sum": row_sum, "replica": replica}
-
-    def _both_steps(self, counts: tuple[int, int], kind: str) -> tuple[float, float]:
-        """Two sizes in turns, so that what slows the machine down slows both."""
-        channels: list[Group] = []
-        steps = [self._step(count, kind, channels) for count in counts]
-        taken: list[list[float]] = [[], []]
-        for _ in range(_ROUNDS):
-            for own, step in zip(taken, steps, strict=True):
-                own.append(self._seconds(step, 4))
-        self.group.barrier()
-        for channel in channels:
-            channel.close()
-        return min(taken[0]), min(taken[1])
-
-    def _step(self, tables: int, kind: str, channels: list[Group]) -> Callable[[], None]:
-        """Tables whole on one rank, in column blocks with a rule over whole rows, or copied to all ranks."""
-        size = self.group.size
-        names = [f"t{i}" for i in range(tables)]
-        dim = 16 * size
-        module = EmbeddingBagCollection(
-            [EmbeddingBagConfig(64, dim, name, feature_names=[name]) for name in names], device=self.device
-        )
-        rule = RowWiseAdagrad(0.0) if kind == "columns" else SGD(0.0)
-        apply_optimizer_in_backward(rule, module.parameters())
-        topology = Topology(size, self.device.type)
-        made = {
-            "whole": lambda name, i: table_wise(name, 64, dim, [i % size], topology),
-            "columns": lambda name, _: column_wise(name, 64, dim, range(size), topology),
-            "copies": lambda name, _: data_parallel(name, 64, dim, None, topology),
-        }[kind]
-        tilings = {name: made(name, i) for i, name in enumerate(names)}
-        group, routes = self.group.split("calibrate"), self.group.split("calibrate, ids")
-        channels += [group, routes]
-        shard_collection(module, tilings, group, routes, topology)
-        ids = torch.zeros(tables, dtype=torch.int64, device=self.device)
-        lengths = torch.ones(tables, dtype=torch.int32, device=self.device)
-
-        def run() -> None:
-            batch = KeyedJaggedTensor(names, ids, lengths=lengths)
-            values = module(batch).values()
-            values.backward(torch.zeros_like(values))
-
-        return run
 
 
 def _cache(ranks: int, default: int) -> int:
