@@ -150,6 +150,18 @@ def test_a_sharding_spec_is_read_into_the_tiling() -> None:
         ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards[1:]))
 
 
+def test_what_a_strategy_made_is_as_if_it_were_checked() -> None:
+    tiling, wire = halves(1, 0), Wire("bf16", "int8")
+    quick = ParameterSharding.of_strategy(ShardingType.ROW_WISE, (1, 0), tiling, wire, DataType.FP32, 2.0)
+    checked = ParameterSharding(
+        "row_wise", ranks=[1, 0], tiling=tiling, wire=wire, data_type=DataType.FP32, ids_per_bag=2.0
+    )
+    assert quick == checked
+    assert vars(quick) == vars(checked)
+    assert quick.to_json() == checked.to_json()
+    assert pickle.loads(pickle.dumps(quick)) == replace(quick, ids_per_bag=2.0) == checked
+
+
 def test_wires_know_four_formats() -> None:
     assert Wire() == Wire("fp32", "fp32")
     with pytest.raises(ConfigError, match="Wire: backward is 'fp8'; use one of"):

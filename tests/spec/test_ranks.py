@@ -23,6 +23,12 @@ def test_a_thousand_ranks_fit_on_a_line() -> None:
 
 
 @given(RANKS)
+def test_a_tuple_reads_like_a_list(ranks: list[int]) -> None:
+    assert ranks_to_text(tuple(ranks)) == ranks_to_text(ranks)
+    assert owners_to_text([(rank,) for rank in ranks]) == ranks_to_text(ranks)
+
+
+@given(RANKS)
 def test_text_keeps_ranks_and_their_order(ranks: list[int]) -> None:
     assert text_to_ranks(ranks_to_text(ranks), "ranks") == tuple(ranks)
 

@@ -212,6 +212,26 @@ class ParameterSharding:
                     "have it made from sharding_type and ranks."
                 )
 
+    @staticmethod
+    def of_strategy(
+        kind: ShardingType,
+        ranks: tuple[int, ...],
+        tiling: Tiling,
+        wire: Wire | None,
+        data_type: DataType,
+        ids_per_bag: float | None,
+    ) -> ParameterSharding:
+        """What a sharding strategy made of `kind` and `ranks`: right by construction, so that nothing is checked.
+
+        A planner makes a hundred thousand of them, each of thousands of ranks.
+        """
+        made = ParameterSharding.__new__(ParameterSharding)
+        vars(made).update(
+            sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, tiling=tiling, wire=wire,
+            data_type=data_type, ids_per_bag=ids_per_bag,
+        )  # fmt: skip
+        return made
+
     @property
     def kind(self) -> ShardingType:
         """`sharding_type`, as it is stored."""
@@ -231,9 +251,9 @@ class ParameterSharding:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; what is unknown or by default is left out."""
-        out: dict[str, Any] = {"sharding_type": self.kind.value}
+        out: dict[str, Any] = {"sharding_type": self.kind._value_}
         if self.kernel is not None:
-            out["compute_kernel"] = self.kernel.value
+            out["compute_kernel"] = self.kernel._value_
         if self.tiling is not None:
             out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
         if self.data_type is not None:
@@ -508,13 +528,14 @@ class ShardingPlan:
 
     def dumps(self) -> str:
         """The plan as JSON text, one line per table: made to be read, edited and compared line by line."""
-        data = self.to_json()
+        data = replace(self, plan={}).to_json()
         lines = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "plan"]
+        text = json.JSONEncoder().encode
         modules = [
-            f"  {json.dumps(path)}: {{\n"
-            + ",\n".join(f"   {json.dumps(t)}: {json.dumps(item)}" for t, item in part.items())
+            f"  {text(path)}: {{\n"
+            + ",\n".join([f"   {text(t)}: {text(item.to_json())}" for t, item in part.items()])
             + "\n  }"
-            for path, part in data["plan"].items()
+            for path, part in self.plan.items()
         ]
         return "\n".join(["{", *lines, ' "plan": {', ",\n".join(modules), " }", "}", ""])
 

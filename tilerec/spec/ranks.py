@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from tilerec.errors import ConfigError
 
@@ -13,6 +14,18 @@ def _run(first: int, last: int) -> str:
 
 def ranks_to_text(ranks: Iterable[int]) -> str:
     """Ranks in the given order, runs of successors joined: `(0, 1, 2, 5, 4)` -> `"0-2,5,4"`."""
+    if isinstance(ranks, tuple):
+        # Thousands of tables lie on the same thousands of ranks.
+        return _joined(ranks) if len(ranks) != 1 or ranks[0] < 0 else str(ranks[0])
+    return _runs(ranks)
+
+
+@lru_cache(maxsize=64)
+def _joined(ranks: tuple[int, ...]) -> str:
+    return _runs(ranks)
+
+
+def _runs(ranks: Iterable[int]) -> str:
     parts: list[str] = []
     first = last = -2
     for rank in ranks:
@@ -56,6 +69,8 @@ def text_to_ranks(text: object, what: str) -> tuple[int, ...]:
 
 def owners_to_text(owners: Sequence[tuple[int, ...]]) -> str:
     """Owners of successive row ranges, replicas in braces: `((0,), (1,), (2, 6))` -> `"0-1,{2,6}"`."""
+    if len(owners) == 1 and len(owners[0]) == 1:
+        return str(owners[0][0])
     parts: list[str] = []
     run: list[int] = []
     for replicas in owners:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from tilerec.planner.cost.cuts import row_cuts, sizes_of_shares
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Ints, TableWork, Workload
-from tilerec.sharding.strategies import column_wise, data_parallel, grid, row_wise, table_wise
+from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
-from tilerec.spec.tile import Tiling
+from tilerec.spec.tile import Block, Tiling
 from tilerec.spec.topology import Topology
+
+_PLAIN = Wire()
 
 
 def sharding_of(
@@ -30,17 +33,17 @@ def sharding_of(
     kind, sizes = ShardingType, None
     ranks: tuple[int, ...]
     if option.way is Way.COPIES:
-        ranks = tuple(range(topology.world_size))
-    elif option.width == 1:
+        ranks = _everyone(topology.world_size)
+        return _made(kind.DATA_PARALLEL, _one_tile(rows, dim, ranks), ranks, work)
+    if option.way is Way.WHOLE:
+        ranks = tuple(places)
+        return _made(kind.TABLE_WISE, _one_tile(rows, dim, ranks), ranks, work)
+    if option.width == 1:
         ranks = tuple(places)
     elif len(places):
         ranks = tuple(r for host in places for r in sorted(topology.ranks_of(host)))
     else:
-        ranks = tuple(range(topology.world_size))
-    if option.way is Way.COPIES:
-        return _made(kind.DATA_PARALLEL, data_parallel(name, rows, dim, ranks, topology), ranks, work)
-    if option.way is Way.WHOLE:
-        return _made(kind.TABLE_WISE, table_wise(name, rows, dim, ranks, topology), ranks, work)
+        ranks = _everyone(topology.world_size)
     one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     if option.way is Way.COLUMNS:
         # Blocks that share a rank lie side by side, and are one tile.
@@ -64,9 +67,18 @@ def sharding_of(
     return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
 
 
+@lru_cache(maxsize=8)
+def _everyone(world_size: int) -> tuple[int, ...]:
+    """All ranks: one tuple, for as many tables as there are."""
+    return tuple(range(world_size))
+
+
+def _one_tile(rows: int, dim: int, ranks: tuple[int, ...]) -> Tiling:
+    """A whole table on one rank or with a copy on each; what `table_wise` and `data_parallel` make."""
+    return Tiling(rows, dim, (Block(0, dim, (0, rows), (ranks,)),))
+
+
 def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
     # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
-    wire = None if work.wire == Wire() else work.wire
-    return ParameterSharding(
-        kind, ranks=ranks, tiling=tiling, wire=wire, data_type=work.data_type, ids_per_bag=work.ids_per_bag
-    )
+    wire = None if work.wire == _PLAIN else work.wire
+    return ParameterSharding.of_strategy(kind, ranks, tiling, wire, work.data_type, work.ids_per_bag)

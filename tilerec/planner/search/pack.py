@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, fits
+from tilerec.planner.search.layers import MANY, lay, split
 from tilerec.planner.search.relaxed import Relaxed
 
 Floats = npt.NDArray[np.float64]
@@ -216,42 +217,52 @@ def _fill(
     has_memory = [m for m in range(memory.shape[1]) if memory[:, m].any()]
     first = has_memory[0] if has_memory else 0
     plain = bins.allowed is None and bins.host_room is None
-    for i in order.tolist():
-        t, k = int(tables[i]), int(pieces[i])
-        size = memory[i]
-        if rule is Rule.MEMORY:
-            m = int((size / roomy).argmax())
-            score = bins.room[:, m].astype(np.float64)
-        else:
-            score = state.slope @ vector[i]
-        closed = bins.room[:, first] < size[first]
-        for m in has_memory[1:]:
-            closed |= bins.room[:, m] < size[m]
-        if not plain:
-            if bins.allowed is not None:
-                closed |= ~bins.allowed[t]
-            if bins.host_room is not None:
-                closed |= (bins.host_room < size).any(1)[bins.host]
-        np.putmask(score, closed, np.inf)
-        if k == 1:
-            b = int(score.argmin())
-            if score[b] == np.inf:
-                if not force:
-                    return False
-                m = int((size / roomy).argmax())
-                free = bins.room[:, m]
-                if bins.allowed is not None:
-                    free = np.where(bins.allowed[t], free, np.iinfo(np.int64).min)
-                b = int(free.argmax())
-            chosen = [b]
-        else:
-            found = _several(score, k, bins, t, size)
-            if found is None:
+    head, middle, tail = order, order[:0], order[:0]
+    if plain and count >= MANY and rule is not Rule.MEMORY and state.slow is None:
+        head, middle, tail = split(order, pieces, count)
+    for some in (head, tail):
+        if some is tail and len(middle):
+            where = state.lay(cost[middle], memory[middle], vector[middle])
+            if where is None:
                 return False
-            chosen = found
-        for b in chosen:
-            state.add(b, cost_list[i], size)
-        places[t] = tuple(chosen)
+            for t, b in zip(tables[middle].tolist(), where.tolist(), strict=True):
+                places[t] = (b,)
+        for i in some.tolist():
+            t, k = int(tables[i]), int(pieces[i])
+            size = memory[i]
+            if rule is Rule.MEMORY:
+                m = int((size / roomy).argmax())
+                score = bins.room[:, m].astype(np.float64)
+            else:
+                score = state.slope @ vector[i]
+            closed = bins.room[:, first] < size[first]
+            for m in has_memory[1:]:
+                closed |= bins.room[:, m] < size[m]
+            if not plain:
+                if bins.allowed is not None:
+                    closed |= ~bins.allowed[t]
+                if bins.host_room is not None:
+                    closed |= (bins.host_room < size).any(1)[bins.host]
+            np.putmask(score, closed, np.inf)
+            if k == 1:
+                b = int(score.argmin())
+                if score[b] == np.inf:
+                    if not force:
+                        return False
+                    m = int((size / roomy).argmax())
+                    free = bins.room[:, m]
+                    if bins.allowed is not None:
+                        free = np.where(bins.allowed[t], free, np.iinfo(np.int64).min)
+                    b = int(free.argmax())
+                chosen = [b]
+            else:
+                found = _several(score, k, bins, t, size)
+                if found is None:
+                    return False
+                chosen = found
+            for b in chosen:
+                state.add(b, cost_list[i], size)
+            places[t] = tuple(chosen)
     return True
 
 
@@ -311,7 +322,10 @@ class _Slopes:
         link_time = np.zeros((len(bins.size), len(self.links)))
         np.add.at(link_time, bins.host, bins.time[:, self.links])
         self.link_time = link_time.tolist()
-        for b in range(count):
+        self._refresh_all()
+
+    def _refresh_all(self) -> None:
+        for b in range(len(self.time)):
             self._refresh(b)
         if self.links:
             for h in range(len(self.size)):
@@ -332,6 +346,17 @@ class _Slopes:
                 link[i] += cost[s] if slow is None else float(int(cost[s] * slow[s]))
             self._refresh_link(self.host[b])
         self._refresh(b)
+
+    def lay(self, cost: Ints, size: Ints, vector: Floats) -> Ints | None:
+        """The bin of each of many small pieces, [n, S] ps and [n, M] bytes; None if some find none."""
+        bins, time, link = self.bins, np.array(self.time), np.array(self.link_time)
+        level, roomy = np.array(self.level), np.array(self.roomy) if self.tiers else None
+        where = lay(
+            time, link, bins.room, bins.host, bins.size, bins.shared, level, roomy, cost, size, vector
+        )
+        self.time, self.link_time = time.tolist(), link.tolist()
+        self._refresh_all()
+        return where
 
     def _refresh(self, b: int) -> None:
         time, level = self.time[b], self.level
