@@ -92,6 +92,46 @@ def test_parquet_columns_of_numbers_texts_and_lists(tmp_path: Path) -> None:
         open_ids(tmp_path, features=["price"])
 
 
+def test_columns_that_hold_no_ids_are_left_out_or_named(tmp_path: Path) -> None:
+    nested = pa.array([[[1]], [[2], []]], pa.list_(pa.list_(pa.int64())))
+    table = pa.table({"nested": nested, "id": pa.array([1, 2]), "nothing": pa.nulls(2)})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    assert _read(open_ids(tmp_path / "x.parquet")) == {"id": ([1, 2], [1, 1])}
+    with pytest.raises(ConfigError, match="'nested' is list"):
+        open_ids(tmp_path / "x.parquet", features=["nested"])
+
+
+def test_lists_of_any_kind_give_their_ids(tmp_path: Path) -> None:
+    words = pa.array(["x", "y", "x"]).dictionary_encode()
+    table = pa.table(
+        {
+            "fixed": pa.array([[1, -2], None, [3, None]], pa.list_(pa.int64(), 2)),
+            "words": pa.ListArray.from_arrays([0, 2, 2, 3], words),
+            "large": pa.array([["a"], [], None], pa.large_list(pa.large_string())),
+        }
+    )
+    parquet.write_table(table, tmp_path / "x.parquet")
+    assert _read(open_ids(tmp_path / "x.parquet")) == {
+        "fixed": ([1, -2, 3], [2, 0, 1]),
+        "words": ([b"x", b"y", b"x"], [2, 0, 1]),
+        "large": ([b"a"], [1, 0, 0]),
+    }
+
+
+def test_a_row_group_of_any_size_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(-(2**62), 2**62, 2_000_000)
+    path = tmp_path / "x.parquet"
+    parquet.write_table(
+        pa.table({"id": ids}), path, row_group_size=len(ids), compression="none", use_dictionary=False
+    )
+    del ids
+    before, most = pa.total_allocated_bytes(), 0
+    for block in open_ids(path).blocks():
+        assert len(block["id"].values) <= 1 << 15
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert 0 < most < path.stat().st_size / 3
+
+
 def test_batches_give_table_rows() -> None:
     batch = Batch(
         torch.zeros(2, 0),
@@ -121,6 +161,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         open_ids(path)
     with pytest.raises(ConfigError, match="did you mean 'item'"):
         open_ids(path, features=["itm"])
+    with pytest.raises(ConfigError, match="'user' more than once"):
+        open_ids(path, features=["user", "item", "user"])
     with pytest.raises(ConfigError, match="format is 'csv'"):
         open_ids(path, format="csv")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="cannot be opened"):
@@ -137,3 +179,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("nothing")
     with pytest.raises(InputError, match="cannot be read as Parquet"):
         open_ids(tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="separator is for the fields of delimited text"):
+        open_ids(tmp_path / "x.parquet", separator="|")

@@ -133,6 +133,52 @@ def test_tables_get_what_is_known_of_their_features() -> None:
     assert (found["t"].skew, found["said"].skew) == (Skew(30, 1.0, True), Skew(5, 1.0, True))
 
 
+def test_a_table_without_feature_names_is_read_by_its_own() -> None:
+    seen = Statistics("x", 10, 0, True, {"a": _feature(), "b": _feature()})
+    found = seen.constraints([EmbeddingBagConfig(100, 8, "a")])
+    assert (found["a"].pooling_factors, found["a"].skew) == ((2.5,), Skew(30, 1.0, True))
+
+
+def test_statistics_of_other_features_than_the_tables_say_that_they_have_no_effect() -> None:
+    seen = Statistics("ratings.csv", 10, 0, False, {f"f{i}": _feature() for i in range(9)})
+    with pytest.warns(
+        UserWarning, match=r"ratings\.csv have no effect.*'f0', .*'f7' and 1 more.*tables read 'user'"
+    ):
+        assert seen.constraints([EmbeddingBagConfig(100, 8, "t", feature_names=["user"])]) == {}
+    assert seen.constraints([]) == {}
+
+
+@pytest.mark.parametrize(("exponent", "abs_error"), [(0.0, 0.1), (0.8, 0.02), (1.05, 0.02), (1.5, 0.02)])
+def test_exponents_are_recovered_through_the_sketches(exponent: float, abs_error: float) -> None:
+    draws = 500_000
+    # Ids as hashes are: any 64 bits, negative ones too.
+    stream = (_zipf(exponent, 50_000, draws).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    assert stream.min() < 0
+    one = np.ones(10_000, np.int64)
+    found = gather(_Blocks([{"f": Ids(part, one)} for part in stream.reshape(-1, 10_000)])).features["f"]
+    true = Counter(stream.tolist())
+    assert found.exponent == pytest.approx(exponent, abs=abs_error)
+    assert abs(found.distinct - len(true)) <= 4 * found.distinct_error * len(true)
+    assert not found.ordered
+    for key, count in found.heavy:
+        assert count <= true[int(key)] <= count + found.heavy_error
+
+
+def test_a_feature_without_ids_is_counted_as_one(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,\n2,\n")
+    found = gather(open_ids(tmp_path / "x.csv", features=["a", "b"]))
+    empty = found.features["b"]
+    assert (empty.samples, empty.ids, empty.empty, empty.distinct, empty.population) == (2, 0, 2, 0, 0)
+    assert (empty.heavy, empty.exponent, empty.ids_per_sample) == ((), 0.0, 0.0)
+    said = found.constraints([EmbeddingBagConfig(10, 8, "t", feature_names=["b"])])["t"]
+    assert (said.pooling_factors, said.skew) == ((0.0,), None)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Statistics("x", 1, 0, False, {"a": _feature()}).save(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -55,8 +55,14 @@ def test_streams_of_nothing_and_of_one_id() -> None:
     assert fit(np.zeros(0, np.int64), 0, 0.0).population == 1
     one = fit(np.array([500]), 500, 1.0)
     assert (one.exponent, one.population) == (0.0, 1)
-    # Every id once: nothing tells how many more there are.
-    assert fit(np.ones(100, np.int64), 100, 100.0).population == 100
+
+
+@pytest.mark.parametrize("distinct", [99_200.0, 99_900.0, 100_000.0])
+def test_ids_that_never_repeat_do_not_repeat_in_batches_either(distinct: float) -> None:
+    # A sketch may say a little less than 100,000 for ids that all differ: that must not change the answer.
+    found = fit(np.zeros(0, np.int64), 100_000, distinct)
+    assert found.population > 0.9 * EXTRAPOLATED * 100_000
+    assert expected_distinct(found.exponent, found.population, 50_000) > 0.99 * 50_000
 
 
 def test_the_population_is_never_below_what_was_seen_nor_beyond_its_limit() -> None:

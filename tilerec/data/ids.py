@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from tilerec.errors import ConfigError, InputError
 Format = Literal["auto", "criteo", "movielens", "delimited", "parquet"]
 FORMATS = ("auto", "criteo", "movielens", "delimited", "parquet")
 _PARQUET_ROWS = 1 << 15
+_PARQUET_BYTES = 1 << 20  # of a column's compressed pages at a time: row groups may be of any size
 _HEADLESS = ("Label", *(f"I{i}" for i in range(1, 14)), *SPARSE)
 
 
@@ -99,11 +101,14 @@ def open_ids(
         block_bytes: text held at a time.
 
     Raises:
-        ConfigError: a word or a column there is not.
+        ConfigError: a word or a column there is not, a column named twice, a separator for Parquet.
         InputError: no such file, or one of another format.
     """
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; use one of {list(FORMATS)}.")
+    twice = sorted(name for name, count in Counter(features).items() if count > 1)
+    if twice:
+        raise ConfigError(f"features name {twice[0]!r} more than once; name each column once.")
     place = Path(path)
     files = [place]
     if place.is_dir():
@@ -113,6 +118,11 @@ def open_ids(
         if not files:
             raise InputError(f"{place}: a folder without ratings.csv or *.parquet files; name a file in it.")
     if format == "parquet" or (format == "auto" and files[0].suffix == ".parquet"):
+        if separator:
+            raise ConfigError(
+                f"{files[0]}: separator is for the fields of delimited text, and this is Parquet, where a column of "
+                "lists holds several ids; leave it out."
+            )
         return _ParquetIds(files, features)
     file = files[0]
     layout = _header(file)
@@ -231,7 +241,7 @@ class _ParquetIds(IdSource):
     @staticmethod
     def _open(path: Path) -> parquet.ParquetFile:
         try:
-            return parquet.ParquetFile(path)
+            return parquet.ParquetFile(path, buffer_size=_PARQUET_BYTES, pre_buffer=False)
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
 
@@ -271,7 +281,9 @@ def _of_column(column: pa.Array) -> Ids:
 
 
 def _readable(kind: pa.DataType) -> bool:
-    if _is_list(kind) or pa.types.is_dictionary(kind):
+    if _is_list(kind):
+        return not _is_list(kind.value_type) and _readable(kind.value_type)
+    if pa.types.is_dictionary(kind):
         return _readable(kind.value_type)
     return bool(
         pa.types.is_integer(kind)

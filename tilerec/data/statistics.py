@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,29 +118,41 @@ class Statistics:
         """What is known about each table's ids, for `EmbeddingShardingPlanner(constraints=…)`.
 
         A table gets the pooling factors of its features and the skew of the one with the most ids. What `like` says
-        of a table stays; a table none of whose features was seen gets nothing.
+        of a table stays; a table none of whose features was seen gets nothing. A table that names no features is read
+        by one of its own name, as the planner has it. Warns if no table reads any of the features.
 
         Args:
             tables: configs with `name`, `num_embeddings` and `feature_names`.
             like: constraints to add to.
         """
         found = dict(like or {})
+        unknown: list[str] = []
+        matched = False
         for table in tables:
-            seen = [self.features[name] for name in table.feature_names if name in self.features]
+            names = tuple(table.feature_names) or (table.name,)
+            seen = [self.features[name] for name in names if name in self.features]
             if not seen:
+                unknown += names
                 continue
+            matched = True
             said = found.get(table.name, ParameterConstraints())
             factors, skew = said.pooling_factors, said.skew
             if factors is None:
                 # A feature that was not seen counts one id per bag, as it does unsaid.
                 factors = [
                     round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0
-                    for name in table.feature_names
+                    for name in names
                 ]
             if skew is None:
                 most = max(seen, key=lambda s: s.ids)
                 skew = most.skew(table.num_embeddings, table_rows=self.table_rows)
             found[table.name] = replace(said, pooling_factors=factors, skew=skew)
+        if unknown and not matched:
+            warnings.warn(
+                f"Statistics of {self.source} have no effect: they know the features {_some(self.features)}, and the "
+                f"tables read {_some(unknown)}; name features alike (feature_names of the tables).",
+                stacklevel=2,
+            )
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -174,12 +187,21 @@ class Statistics:
             raise ConfigError(f"Statistics JSON: it cannot be read ({error!r}); count again.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, one line per feature."""
+        """Write a JSON file, one line per feature.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         data = self.to_json()
         head = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "features"]
         body = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in data["features"].items()]
         text = "\n".join(["{", *head, ' "features": {', ",\n".join(body), " }", "}", ""])
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"Statistics: {path} cannot be written ({error.strerror}); check the path."
+            ) from error
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
@@ -282,6 +304,12 @@ class _Counter:
             heavy=tuple(zip(names, counts.tolist(), strict=True)),
             heavy_error=self._heavy.error,
         )
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(repr(name) for name in listed[:most]) + more
 
 
 def _ordered(most_frequent: Any) -> bool:

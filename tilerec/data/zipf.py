@@ -13,7 +13,8 @@ different ids as were seen, at the exponent that belongs to it.
 Limits. Ranks are given by the counts themselves, so counts that differ by chance look steeper than they are: only
 counts from 30 are used, and an even stream still gets an exponent up to about 0.1. Streams that follow no power law get
 the one that has the right head mass: `distance` says how far off its shares are. The population is an extrapolation, at
-most 64 times what was seen; above exponents of about 1.5 it is hardly told by the data, and hardly matters.
+most 64 times what was seen; above exponents of about 1.5 it is hardly told by the data, and hardly matters. Where
+(nearly) every id occurs once it is those 64 times: nothing tells how many there are, but batches will not repeat ids.
 
 Legend: m known counts, B buckets of ranks.
 """
@@ -136,9 +137,7 @@ def _population(head_m: Floats, total: int, seen: int, fixed: float | None = Non
         return expected_distinct(s, population, total)
 
     low, high = seen, seen * EXTRAPOLATED
-    if seen >= total:
-        return seen  # every id once: nothing tells how many there are
-    if shown(low) >= seen * 0.999:
+    if not total or shown(low) >= seen * 0.999:
         return seen
     for _ in range(24):
         middle = math.isqrt(low * high)
