@@ -47,7 +47,7 @@ class Peer:
         self.topology = Topology(
             world_size=case["ranks"],
             local_world_size=case["local"],
-            compute_device="cuda",
+            compute_device=case.get("device", "cuda"),
             hbm_cap=case["hbm"],
         )
         self.constraints = {
