@@ -1,6 +1,6 @@
 """The planner's cost model against the clock: predicted and measured seconds of a step, over many plans.
 
-    python benchmarks/cost_model.py [--plans 36] [--topology topology.json] [--stages] [--csv FILE]
+    python benchmarks/cost_model.py [--plans 36] [--ranks 2] [--topology topology.json] [--stages] [--csv FILE]
 
 Sets of tables and plans are drawn at random with a fixed seed: dims 8 to 256, 1 to 20 ids per bag, tables of 1,000 to
 400,000 rows, SGD, row-wise Adagrad or Adam; a third of the plans have one sharding type for all tables, the others mix
@@ -9,6 +9,11 @@ slow minute does not fall on one of them. A measured time is the median step (th
 passes. Predicted times come from `planner/cost/price.py` with the speeds that `tilerec calibrate` measured just before
 (or those of --topology). Printed: every plan, Spearman's rank correlation, and the median and the 90th percentile of
 |predicted / measured - 1|.
+
+--ranks 4: more ranks than two cores can run at once. Then a measured time is put together: of every stage, the median
+seconds that each rank's thread is on a processor, the slowest rank's counted; and all-to-alls of the same bytes, timed
+by themselves (four processes on two cores). Speeds of the work are still those of two ranks, which have a core each;
+bytes and calls between ranks cost what bare all-to-alls of the four do.
 
 --stages: sums over plans of the least seconds of each part, predicted and measured (clocks around ops cost a little).
 """
@@ -22,6 +27,7 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,8 @@ from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
-from tilerec.planner.cost.calibrate import calibrate  # noqa: E402
+from tilerec.planner.cost.calibrate import _Bench, calibrate  # noqa: E402
+from tilerec.planner.cost.default_speeds import default_speeds  # noqa: E402
 from tilerec.planner.cost.model import Model  # noqa: E402
 from tilerec.planner.cost.price import price  # noqa: E402
 from tilerec.planner.cost.workload import Reads, TableWork, Workload  # noqa: E402
@@ -54,7 +61,8 @@ OPTIMIZERS: tuple[OptimizerSpec, ...] = (SGD(0.1), SGD(0.1), RowWiseAdagrad(0.1)
 class Plan:
     """One set of tables and where each lies."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: int = RANKS) -> None:
+        world = ranks
         draw = random.Random(seed)
         count = draw.choice([2, 4, 8, 12, 16, 24])
         batch = draw.choice([256, 512, 1024, 2048])
@@ -70,11 +78,11 @@ class Plan:
             kind = uniform or draw.choice(KINDS)
             if kind == "data_parallel":
                 rows = min(rows, 100_000)
-            ranks = {"table_wise": [draw.randrange(RANKS) if uniform is None else t % RANKS]}.get(kind)
+            ranks = {"table_wise": [draw.randrange(world) if uniform is None else t % world]}.get(kind)
             reads = Reads(batch, draw.choice(lengths))
             self.works.append(TableWork(f"t{t}", rows, dim, optimizer=optimizer, reads=[reads]))
             self.kinds.append((kind, ranks))
-        self.batch, self.optimizer = batch, optimizer
+        self.batch, self.optimizer, self.world = batch, optimizer, world
         kinds = sorted({kind for kind, _ in self.kinds})
         self.about = (
             f"{count} tables, dims {'/'.join(map(str, dims))}, ids {'/'.join(map(str, lengths))}, batch {batch}, "
@@ -90,7 +98,8 @@ class Plan:
     def predicted(self, topology: Topology) -> Any:
         tilings = []
         for work, (kind, ranks) in zip(self.works, self.kinds, strict=True):
-            made = complete(ParameterSharding(kind, ranks=ranks), work.name, work.rows, work.dim, topology)
+            own = ParameterSharding(kind, ranks=ranks)
+            made = complete(own, work.name, work.rows, work.dim, topology)
             assert made.tiling is not None
             tilings.append(made.tiling)
         return price(tilings, Model(Workload(self.works), topology))
@@ -104,7 +113,11 @@ class Run:
         module: Any = EmbeddingBagCollection(configs, device=torch.device("meta"))
         apply_optimizer_in_backward(plan.optimizer, module.parameters())
         self.module = shard(
-            module, plan={"": plan.shardings()}, mesh=group, topology=Topology(RANKS, "cpu"), device="cpu"
+            module,
+            plan={"": plan.shardings()},
+            mesh=group,
+            topology=Topology(group.size, "cpu"),
+            device="cpu",
         )
         for parameter in self.module.parameters():
             parameter.data.zero_()
@@ -138,6 +151,13 @@ class Run:
 def measured_speeds() -> dict[str, Any]:
     torch.set_num_threads(1)
     return calibrate(ProcessGroupComms(), Topology(RANKS, "cpu")).to_json()
+
+
+def measured_links() -> dict[str, float]:
+    """Of bare all-to-alls: seconds of one that carries nothing, and of a byte."""
+    torch.set_num_threads(1)
+    topology = Topology(ProcessGroupComms().size, "cpu")
+    return _Bench(ProcessGroupComms(), torch.device("cpu"), topology)._links(default_speeds(topology))
 
 
 def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str, list[float]]]:
@@ -176,6 +196,61 @@ def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str,
     return taken, spent
 
 
+# Stages of the clocks of `sharded_step.py` in the model's; what they leave ("rest") is Python's, before the first wait.
+STAGES_OF = {
+    "lookup": 1, "rows in host": 1, "rows": 1, "scatter": 2, "gather": 2, "rows'": 2, "rows' in host": 2, "sums": 3,
+    "update": 3, "row sums": 3, "replica counts": 3, "replica rows": 3, "replica ids": 3, "replica gradients": 3,
+    "replica gradients, dense": 3,
+}  # fmt: skip
+
+
+def measure_alone(seed: int, steps: int) -> tuple[list[float], float]:
+    """Seconds that this rank works in each stage (on a processor); seconds of the step's exchanges by themselves."""
+    import sharded_step
+
+    torch.set_num_threads(1)
+    if sharded_step.CLOCK is None:
+        sharded_step.CLOCK = sharded_step.Clock()
+    clock: Any = sharded_step.CLOCK
+    group = ProcessGroupComms()
+    run = Run(Plan(seed, group.size), group)
+    for k in range(2):
+        run.step(k)
+    traffic = run.module.exchange.group.traffic
+    lines = []
+    for k in range(steps):
+        traffic.reset()
+        clock.spent.clear()
+        group.barrier()
+        clock.spent.clear()
+        busy = time.thread_time()
+        run.step(k)
+        whole = time.thread_time() - busy
+        line = [0.0] * 4
+        for stage, (_, own, *_) in clock.spent.items():
+            line[STAGES_OF.get(stage, 0)] += own
+            whole -= own
+        line[0] += whole
+        lines.append(line)
+    own_bytes: Any = group.all_gather_object({line.name: sum(line.bytes) for line in traffic})
+    exchange = 0.0
+    for name in own_bytes[0]:
+        each = max(int(line.get(name, 0)) for line in own_bytes) // 4 // max(1, group.size - 1)
+        splits = [each] * group.size
+        out, into = torch.zeros(each * group.size), torch.zeros(each * group.size)
+        taken = []
+        for _ in range(steps):
+            group.barrier()
+            before = time.perf_counter()
+            group.all_to_all("again", out, into, splits, splits).wait()
+            taken.append(time.perf_counter() - before)
+        exchange += statistics.median(taken)
+    group.barrier()
+    for channel in (run.module.exchange.group, run.module.exchange.route_group):
+        channel.close()
+    return [statistics.median(column) for column in zip(*lines, strict=True)], exchange
+
+
 def ranks_of(values: list[float]) -> list[float]:
     """Places in ascending order; equal values share theirs."""
     order = sorted(values)
@@ -191,6 +266,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plans", type=int, default=36)
+    parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument(
@@ -200,7 +276,7 @@ def main() -> None:
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--csv", type=Path, help="write the rows there too")
     given = parser.parse_args()
-    plans = [Plan(seed) for seed in range(given.plans)]
+    plans = [Plan(seed, given.ranks) for seed in range(given.plans)]
     with Ranks(RANKS, timeout_s=600) as ranks:
         if given.topology is not None:
             topology = Topology.from_json(json.loads(given.topology.read_text()))
@@ -208,7 +284,7 @@ def main() -> None:
             topology = Topology.from_json(ranks.run(measured_speeds)[0])
         best = [float("inf")] * len(plans)
         stages: dict[str, list[list[float]]] = {}
-        for _ in range(given.passes):
+        for _ in range(given.passes if given.ranks == RANKS else 0):
             for i in range(len(plans)):
                 results = ranks.run(measure, i, given.steps, given.stages)
                 slowest = [max(step) for step in zip(*(steps for steps, _ in results), strict=True)]
@@ -216,6 +292,19 @@ def main() -> None:
                 for _, spent in results:
                     for stage, seconds in spent.items():
                         stages.setdefault(stage, []).append([s / RANKS / given.passes for s in seconds])
+    if given.ranks != RANKS:
+        with Ranks(RANKS, timeout_s=600) as ranks:
+            two = ranks.run(measured_links)[0]
+        with Ranks(given.ranks, timeout_s=600) as ranks:
+            more, speeds = ranks.run(measured_links)[0], topology.speeds
+            assert speeds is not None
+            dearer = max(0.0, more["call"] - two["call"])
+            more["call"], more["call_peer"] = speeds.call + dearer, 0.0
+            topology = Topology(given.ranks, "cpu", speeds=replace(speeds, **more))
+            for i in range(len(plans)):
+                several = ranks.run(measure_alone, i, given.steps)
+                slowest = [max(stage) for stage in zip(*(stages for stages, _ in several), strict=True)]
+                best[i] = sum(slowest) + max(exchange for _, exchange in several)
     predicted = [plan.predicted(topology) for plan in plans]
     print(f"{'plan':8}  {'measured ms':>11}  {'predicted ms':>12}  {'ratio':>6}  about")
     rows = []

@@ -3,8 +3,8 @@
     python planner_peer.py asked.json found.json
 
 `asked.json` is a list of {"case": tables and machines, "search": whether to plan, "plans": shards by name}, and
-`found.json` the list of answers: seconds and shards of TorchRec's own plan where it was asked for, and a rating of
-every plan.
+`found.json` the list of answers: seconds and shards of TorchRec's own plan where it was asked for, a rating of every
+plan, and where "options" are asked for, what TorchRec could do with each table and what it thinks that costs.
 
 Written from TorchRec's public interface. Seconds run from the built module to the written plan. A rating is what its
 search goes by: `NoopPerfModel`, milliseconds of the slowest rank, where a rank's are the sum of its shards'.
@@ -85,21 +85,41 @@ class Peer:
         json.dumps(tables)
         return time.perf_counter() - began, tables
 
-    def rate(self, tables: dict[str, Any]) -> float:
-        """A plan's rating: its shards are set on TorchRec's own options of the same sharding type."""
+    def _enumerated(self) -> tuple[Any, list[Any]]:
+        """TorchRec's enumerator and its options in device memory: replicas dense, everything else fused."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-        from torchrec.distributed.planner.perf_models import NoopPerfModel
-        from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-        from torchrec.distributed.planner.types import Shard
 
         enumerator = EmbeddingEnumerator(
             topology=self.topology, batch_size=self.case["batch"], constraints=self.constraints
         )
+        options = enumerator.enumerate(self.module, self.sharders)
+        kernels = {True: "dense", False: "fused"}
+        return enumerator, [
+            o for o in options if o.compute_kernel == kernels[o.sharding_type == "data_parallel"]
+        ]
+
+    def options(self) -> list[dict[str, Any]]:
+        """[row, column, rows, columns, milliseconds, bytes] of each shard of each option of each table."""
+        return [
+            {
+                "name": option.name,
+                "type": option.sharding_type,
+                "shards": [[*s.offset, *s.size, s.perf.total, s.storage.hbm] for s in option.shards],
+            }
+            for option in self._enumerated()[1]
+        ]
+
+    def rate(self, tables: dict[str, Any]) -> float:
+        """A plan's rating: its shards are set on TorchRec's own options of the same sharding type."""
+        from torchrec.distributed.planner.perf_models import NoopPerfModel
+        from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+        from torchrec.distributed.planner.types import Shard
+
+        enumerator, options = self._enumerated()
         chosen = {}
-        for option in enumerator.enumerate(self.module, self.sharders):
+        for option in options:
             row = tables[option.name]
-            kernel = "dense" if row["type"] == "data_parallel" else "fused"
-            if option.sharding_type == row["type"] and option.compute_kernel == kernel:
+            if option.sharding_type == row["type"]:
                 option.shards = [
                     Shard(size=[rows, columns], offset=[r0, c0], rank=rank)
                     for r0, c0, rows, columns, rank in row["shards"]
@@ -120,6 +140,8 @@ def main() -> None:
         if asked["search"]:
             answer["seconds"], answer["plan"] = peer.plan()
             plans[""] = answer["plan"]
+        if asked.get("options"):
+            answer["options"] = peer.options()
         answer["ratings"] = {name: peer.rate(tables) for name, tables in plans.items()}
         found.append(answer)
         Path(sys.argv[2]).write_text(json.dumps(found))
