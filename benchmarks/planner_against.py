@@ -3,13 +3,15 @@
     python benchmarks/planner_against.py PYTHON [--sets 14] [--tables 10 100] [--limit 300] [--keep FOLDER]
 
 PYTHON has TorchRec 1.8.0. It plans each set with its defaults; this search plans it restricted to tilings that TorchRec
-can express (even rows over all ranks or over a host's, columns no narrower than its 128, no grids), twice:
+can express (even rows over all ranks or over a host's, columns no narrower than its 128, no grids), three times:
 
     own   for this library's runtime, by the cost model as it stands. Both plans are priced by that model ("here"), and
           both by TorchRec's estimator ("there").
     its   for the machine and the runtime that TorchRec's estimator describes: bandwidths and no fixed charges, a
           network card for every rank (here ranks of a host share one), and row splits that send a row for every bag
           (here only for bags that have an id there). Priced by TorchRec's estimator.
+    prices  by TorchRec's estimator itself: its options at its prices, and its objective, the slowest rank's sum. What
+          the search alone is worth. Priced by TorchRec's estimator.
 
 TorchRec's estimator charges its own runtime: a plan that is fast because this library's row splits send less is slow
 there, and says nothing about the search. "its" is the comparison of like with like; none of its numbers are taken over.
@@ -22,6 +24,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
 from tilerec.planner.decision import Decision
+from tilerec.planner.search.instance import Instance
 from tilerec.planner.search.solve import solve
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
@@ -78,6 +82,54 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     return Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance)).plan()
 
 
+def at_prices(case: Case, options: list[dict[str, Any]]) -> dict[str, Any]:
+    """The search's plan at TorchRec's prices, as the peer reads plans.
+
+    Args:
+        options: of all tables, as the peer lists them.
+    """
+    topology = case.topology()
+    ranks, names = topology.world_size, [c.name for c in configs_of(case)]
+    known = {(o["name"], o["type"]): o["shards"] for o in options}
+    # Sharding types, and on how many ranks each of their pieces lies; 0: as many pieces as there are shards.
+    widths = {"table_wise": 0, "column_wise": 0, "data_parallel": ranks, "row_wise": ranks}
+    if topology.host_count > 1:
+        widths["table_row_wise"] = len(topology.ranks_of(0))
+    shape = (len(names), len(widths))
+    width, pieces = np.zeros(shape, np.int64), np.ones(shape, np.int64)
+    cost, memory = np.zeros((*shape, 1), np.int64), np.zeros((*shape, 1), np.int64)
+    for t, name in enumerate(names):
+        for o, (kind, on) in enumerate(widths.items()):
+            shards = known.get((name, kind))
+            if shards:
+                width[t, o], pieces[t, o] = (on, 1) if on else (1, len(shards))
+                cost[t, o, 0] = max(math.ceil(1e9 * shard[4]) for shard in shards)
+                memory[t, o, 0] = max(shard[5] for shard in shards)
+    found = solve(
+        Instance(
+            names=names,
+            width=width,
+            pieces=pieces,
+            cost=cost,
+            home=np.zeros_like(cost),
+            memory=memory,
+            cap=np.full((ranks, 1), topology.memory_cap),
+            host_of=np.array([topology.host_of(rank) for rank in range(ranks)]),
+        )
+    )
+    rows: dict[str, Any] = {}
+    for t, name in enumerate(names):
+        kind = list(widths)[int(found.option[t])]
+        places: Sequence[int] = found.places[t]
+        if kind == "table_row_wise":
+            places = topology.ranks_of(places[0])
+        elif widths[kind]:
+            places = range(ranks)
+        shards = [[*shard[:4], rank] for shard, rank in zip(known[name, kind], places, strict=True)]
+        rows[name] = {"type": kind, "shards": shards}
+    return rows
+
+
 def sets(count: int, least: int, most: int) -> list[tuple[int, int, int]]:
     """Tables, ranks and seed of each random set."""
     rng = np.random.default_rng(11)
@@ -112,7 +164,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
-    cases, lines = [], []
+    cases: list[Case] = []
+    asked: list[dict[str, Any]] = []
+    lines: list[tuple[str, float]] = []
     for tables, ranks, seed in sets(given.sets, *given.tables):
         case = lognormal(tables, ranks, seed)
         name = f"{tables}-{ranks}-{seed}.json"
@@ -126,24 +180,33 @@ def main() -> None:
         line += f" {time.perf_counter() - began:>6.2f} s {theirs['seconds']:>7.2f} s |"
         plans = {"": theirs["plan"], "own": as_told(own), "its": as_told(searched(case, own=False))}
         converted = plan_of_peer(case, theirs["plan"], case.topology())
-        lines.append((line, priced(case, own) / priced(case, converted), plans))
-        cases.append({"case": told(case), "search": False, "plans": plans})
-    found = ask_peer(given.python, cases, given.limit)
+        lines.append((line, priced(case, own) / priced(case, converted)))
+        asked.append({"case": told(case), "search": False, "plans": plans, "options": True})
+        cases.append(case)
+    found = ask_peer(given.python, [{**one, "plans": {}} for one in asked], given.limit)
     if not lines or "error" in found[0]:
         raise SystemExit(found[0]["error"] if found else "nothing to compare")
+    for case, one, answer in zip(cases, asked, found, strict=True):
+        one["options"] = False
+        one["plans"]["prices"] = at_prices(case, answer["options"])
+    found = ask_peer(given.python, asked, given.limit)
     print(
-        "tables ranks |     ours  TorchRec |  own: here   there | its: there | tables by type: own | its | TorchRec"
+        "tables ranks |     ours  TorchRec |  own: here   there | its: there | prices: there | "
+        "tables by type: own | its | prices | TorchRec"
     )
     ratios = []
-    for (line, here, plans), answer in zip(lines, found, strict=True):
+    for (line, here), one, answer in zip(lines, asked, found, strict=True):
         rated = answer["ratings"]
-        row = (here, rated["own"] / rated[""], rated["its"] / rated[""])
-        ratios.append(row)
-        types = " | ".join(kinds(plans[name]) for name in ("own", "its", ""))
-        print(f"{line} {row[0]:>10.3f} {row[1]:>7.3f} | {row[2]:>10.3f} | {types}")
-    for name, of in (("mean", lambda column: sum(column) / len(column)), ("worst", max)):
-        row = tuple(of(column) for column in zip(*ratios, strict=True))
-        print(f"{name:>12} | {'':>8} {'':>9} | {row[0]:>10.3f} {row[1]:>7.3f} | {row[2]:>10.3f} |")
+        ratios.append((here, *(rated[name] / rated[""] for name in ("own", "its", "prices"))))
+        types = " | ".join(kinds(one["plans"][name]) for name in ("own", "its", "prices", ""))
+        print(f"{line} {as_text(ratios[-1])} | {types}")
+    columns = list(zip(*ratios, strict=True))
+    for name, row in (("mean", [sum(c) / len(c) for c in columns]), ("worst", [max(c) for c in columns])):
+        print(f"{name:>12} | {'':>8} {'':>9} | {as_text(row)} |")
+
+
+def as_text(row: Sequence[float]) -> str:
+    return f"{row[0]:>10.3f} {row[1]:>7.3f} | {row[2]:>10.3f} | {row[3]:>13.3f}"
 
 
 if __name__ == "__main__":
