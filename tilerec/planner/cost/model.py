@@ -36,9 +36,20 @@ KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twic
 
 
 class Model:
-    """A workload on a topology: what both `price` and the planner's options are computed from."""
+    """A workload on a topology: what both `price` and the planner's options are computed from.
 
-    def __init__(self, workload: Workload, topology: Topology, pipeline_depth: int = 1) -> None:
+    Args:
+        beside: tables that share the ranks' caches with the workload's, and are not its own.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        topology: Topology,
+        pipeline_depth: int = 1,
+        *,
+        beside: Workload | None = None,
+    ) -> None:
         self.workload, self.topology, self.depth = workload, topology, pipeline_depth
         self.speeds = topology.speeds or default_speeds(topology)
         self.rates = Rates(self.speeds)
@@ -47,8 +58,9 @@ class Model:
         self.tier = HOST if topology.compute_device == "cpu" else DEVICE
         self.own_distinct = workload.distinct(1)
         self.all_distinct = workload.distinct(self.ranks)
-        touched = self.all_distinct * (workload.dim * (workload.element + workload.cell_state))
-        per_rank = float(sum(touched.tolist())) / self.ranks
+        per_rank = _touched(workload, self.all_distinct) / self.ranks
+        if beside is not None:
+            per_rank += _touched(beside, beside.distinct(self.ranks)) / self.ranks
         # How much of what a step touches is still in the cache in the next.
         self.resident = min(1.0, self.speeds.cache / per_rank) if per_rank > 0 else 1.0
         twice = workload.distinct(2 * self.ranks)
@@ -132,6 +144,11 @@ class Replicas:
             + rates.copied(self.numbers * ranks)
             + model.speeds.replica
         )
+
+
+def _touched(workload: Workload, distinct: Floats) -> float:
+    """Bytes that a step of all ranks touches."""
+    return float(sum((distinct * (workload.dim * (workload.element + workload.cell_state))).tolist()))
 
 
 def filled(ids_per_bag: Floats) -> Floats:

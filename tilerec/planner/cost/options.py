@@ -90,7 +90,7 @@ def build(
             raise ConfigError(f"Planner: {what} name {strange[:8]}, which is no table of the model.")
     free = tuple(t for t in tables if t.name not in pinned)
     fixed = [t for t in tables if t.name in pinned]
-    model = Model(Workload(free), topology, pipeline_depth)
+    model = Model(Workload(free), topology, pipeline_depth, beside=Workload(fixed) if fixed else None)
     builder = _Builder(model, limits, min_partition)
     return builder.problem(fixed, pinned, reserved)
 
@@ -143,7 +143,7 @@ class _Builder:
         paid: frozenset[str] = frozenset()
         if fixed:
             tilings = [pinned[t.name] for t in fixed]
-            priced = price(tilings, Model(Workload(fixed), topology, model.depth))
+            priced = price(tilings, Model(Workload(fixed), topology, model.depth, beside=self.work))
             paid = _paid_by(priced)
             for name, seconds in priced.stages.items():
                 if name in self.stages:
