@@ -234,3 +234,74 @@ def test_bytes_have_units(here: Path, text: str, bytes_: int) -> None:
     (here / "tables.json").write_text(json.dumps({"tables": small, "batch_size": 1}))
     run("tables.json", *WORLD, "--ddr", text, "--out", "b.json")
     assert PlanReport.load("b.report.json").topology.ddr_cap == bytes_
+
+
+def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned: Path) -> None:
+    run("tables.json", *WORLD, "--batch-size", "64", "--out", "other.json")
+    text = Path("plan.json").read_text()
+    moved = json.loads(text)
+    moved["plan"][""]["ad"] = {
+        "sharding_type": "table_wise",
+        "rows": 100,
+        "dim": 16,
+        "ranks": "3",
+        "tiling": [{"ranks": "3"}],
+    }
+    moved["plan"][""]["user"] = {
+        **moved["plan"][""]["user"],
+        "ranks": "3",
+        "tiling": [{"ranks": "3"}],
+        "sharding_type": "table_wise",
+    }
+    Path("plan.json").write_text(json.dumps(moved))
+    code, shown = run("show")
+    assert code == 0
+    assert "plan.report.json is of another plan" in shown
+    assert "no plan takes less" not in shown
+    code, why = run("explain", "user")
+    assert code == 0
+    assert "plan.json has 'user' not where its request gives it" in why
+    code, found = run("diff", "plan.json", "other.json")
+    assert code == 0
+    assert "no reports are compared" in found
+    code, text = run("show", "--html", "r.html")
+    assert code == 1
+    assert "plan.report.json is not this plan's, and --html draws it" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tables.json", *WORLD, "--out", "folder"), "--out folder is a folder"),
+        (("tables.json", *WORLD, "--html", "no/x.html"), "--html no/x.html: there is no folder no"),
+        (("tables.json", *WORLD, "--html", "folder"), "--html folder is a folder"),
+        (("show", "--html", "no/x.html"), "there is no folder no"),
+        (("whatif", "--out", "folder"), "--out folder is a folder"),
+        (("tables.json", "--topology", "tables.json"), "Topology JSON: got"),
+        (("tables.json", *WORLD, "--fixed", "none.json"), "the plan in fixed= cannot be read"),
+        (("tables.json", *WORLD, "--device", "tpu"), "compute_device is 'tpu'"),
+    ],
+)
+def test_wrong_paths_are_refused_before_any_work(
+    planned: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (planned / "folder").mkdir()
+    before = {path.name for path in planned.iterdir()}
+    code, text = run(*arguments)
+    assert code == 1
+    assert message in text
+    assert {path.name for path in planned.iterdir()} == before
+
+
+def test_machines_that_differ_in_memory_come_in_by_a_file(here: Path) -> None:
+    caps = [200 * 2**20, 900 * 2**20]
+    (here / "machines.json").write_text(
+        json.dumps({"world_size": 2, "compute_device": "cuda", "hbm_caps": caps})
+    )
+    code, text = run("tables.json", "--topology", "machines.json")
+    assert code == 0, text
+    report = PlanReport.load("plan.report.json")
+    assert report.cap[:, 0].tolist() == caps
+    assert report.memory[0, 0] <= caps[0] < report.memory[1, 0]
+    assert run("whatif", "--hbm", "1GB")[0] == 0
+    assert run("tables.json", "--topology", "machines.json", "--hbm", "1GB")[0] == 0

@@ -38,7 +38,7 @@ from tilerec.planner.report_text import aligned, gap_text, time_text
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
-from tilerec.planner.variation import varied
+from tilerec.planner.variation import varied, world
 from tilerec.recipes.registry import make_run
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
@@ -113,7 +113,8 @@ def make(
     """Make a plan and write it."""
     with _told():
         began = time.perf_counter()
-        _check_folder("--out", out)
+        _check_written("--out", out)
+        _check_written("--html", html)
         world = _topology(topology, hosts, ranks_per_host, device, hbm, ddr)
         origin = (
             _file(Path(source), optimizer)
@@ -136,9 +137,7 @@ def make(
         request = varied(planner.request(origin.module or origin.tables), data_type=dtype)
         plan = planner.make(request)
         seconds = time.perf_counter() - began
-        plan.save(out)
-        plan.report.save(_beside(out, "report"))
-        _beside(out, "request").write_text(json.dumps(request.to_json()), encoding="utf-8")
+        _save(plan, request, out)
         if html is not None:
             write_report(plan, plan.report, html)
         _say(str(plan.report))
@@ -154,17 +153,24 @@ def show(
 ) -> None:
     """Show a plan: cost, bound, stages, memory, the slowest rank."""
     with _told():
+        _check_written("--html", html)
         found = _load_plan(plan)
         report = _load_report(plan)
+        if report is not None and not report.is_of(found):
+            _warn(
+                f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
+            )
+            report = None
         if html is not None:
             if report is None:
-                raise ConfigError(f"{_beside(plan, 'report')} is not there, and --html draws it; plan again.")
+                why = "not this plan's" if _beside(plan, "report").exists() else "not there"
+                raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
             write_report(found, report, html)
         if tables or report is None:
             _say(str(found))
         if report is not None:
             _say(("\n" if tables else "") + str(report))
-        else:
+        elif not _beside(plan, "report").exists():
             _say(f"\nno report: {_beside(plan, 'report')} is not there")
 
 
@@ -175,7 +181,13 @@ def explain_table(
 ) -> None:
     """Every way to cut a table that was considered, what it costs, and why this one."""
     with _told():
-        _say(str(explain(_load_request(plan), table)))
+        found = explain(_load_request(plan), table)
+        if plan.exists() and not found.is_in(_load_plan(plan)):
+            _warn(
+                f"{plan} has '{found.table}' not where its request gives it (edited since, or of another release): "
+                "this explains what the request gives."
+            )
+        _say(str(found))
 
 
 @plan_app.command()
@@ -185,8 +197,15 @@ def diff(
 ) -> None:
     """What two plans do differently, and how many bytes move from one to the other."""
     with _told():
-        found = plan_diff(_load_plan(first), _load_plan(second))
+        plans = [_load_plan(path) for path in (first, second)]
+        found = plan_diff(*plans)
         reports = [_load_report(path) for path in (first, second)]
+        for path, plan, report in zip((first, second), plans, reports, strict=True):
+            if report is not None and not report.is_of(plan):
+                _warn(
+                    f"{_beside(path, 'report')} is of another plan (edited since, or copied); no reports are compared."
+                )
+                reports = [None, None]
         if reports[0] is not None and reports[1] is not None:
             _say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
         _say(str(found))
@@ -205,6 +224,7 @@ def whatif(
 ) -> None:
     """What the plan would be with other machines, batches or data types."""
     with _told():
+        _check_written("--out", out)
         request = _load_request(plan)
         other = varied(
             request,
@@ -222,10 +242,7 @@ def whatif(
         else:
             _say(_side_by_side(["now", "then"], [now.report, then.report]))
         if out is not None:
-            _check_folder("--out", out)
-            then.save(out)
-            then.report.save(_beside(out, "report"))
-            _beside(out, "request").write_text(json.dumps(other.to_json()), encoding="utf-8")
+            _save(then, other, out)
 
 
 # ------------------------------------------------------------------------------------------------ where tables are from
@@ -316,11 +333,10 @@ def _topology(
             raise ConfigError(
                 f"--device {device}: {path} is of {topology.compute_device}; leave one of them out."
             )
-        topology = replace(topology, **caps)  # type: ignore[arg-type]
+        topology = replace(topology, **caps, **dict.fromkeys((f"{name}s" for name in caps), None))  # type: ignore[arg-type]
         if hosts is None and per_host is None:
             return topology
-        size = per_host or topology.local_world_size or topology.world_size
-        return replace(topology, world_size=(hosts or 1) * size, local_world_size=size, hosts=None)
+        return world(topology, hosts or 1, per_host or topology.local_world_size or topology.world_size)
     if per_host is None:
         raise ConfigError(
             "Which machines? Give --ranks-per-host (and --hosts), or --topology with a file of tilerec calibrate."
@@ -359,7 +375,10 @@ def _load_plan(path: Path) -> ShardingPlan:
 
 def _load_report(plan: Path) -> PlanReport | None:
     path = _beside(plan, "report")
-    return PlanReport.load(path) if path.exists() else None
+    try:
+        return PlanReport.load(path) if path.exists() else None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); plan again.") from error
 
 
 def _load_request(plan: Path) -> PlanRequest:
@@ -372,9 +391,24 @@ def _load_request(plan: Path) -> PlanRequest:
     return PlanRequest.from_json(_read(path))
 
 
-def _check_folder(option: str, path: Path) -> None:
+def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
+    """The plan, and its report and request beside it."""
+    try:
+        plan.save(out)
+        plan.report.save(_beside(out, "report"))
+        _beside(out, "request").write_text(json.dumps(request.to_json()), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: the plan cannot be written ({error}); check the path.") from error
+
+
+def _check_written(option: str, path: Path | None) -> None:
+    """Refuse, before any work, what no file can be written to."""
+    if path is None:
+        return
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first.")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file in it.")
 
 
 # ----------------------------------------------------------------------------------------------------------- printing
@@ -392,8 +426,8 @@ def _side_by_side(names: Sequence[str], reports: Sequence[PlanReport]) -> str:
         row("samples a second", [_rate(r) for r in reports]),
         row("no plan below", [time_text(r.bound_ps) for r in reports]),
         row("gap", [gap_text(r.gap) for r in reports]),
-        row("fullest rank", [bytes_text(max(r.memory_per_rank)) for r in reports]),
-        row("of", [bytes_text(int(r.cap[:, r.tier].max())) for r in reports]),
+        row("fullest rank", [bytes_text(r.memory_per_rank[r.fullest_rank]) for r in reports]),
+        row("of", [bytes_text(int(r.cap[r.fullest_rank, r.tier])) for r in reports]),
     ]  # fmt: skip
     for stage in stages:
         rows.append(
@@ -431,6 +465,10 @@ def _told() -> Iterator[None]:
     except TilerecError as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
 
 
 def _say(text: str) -> None:

@@ -73,7 +73,7 @@ def test_an_entry_under_another_requests_name_is_not_used(tmp_path: Path) -> Non
     cache.store(request(), plan, plan.report)
     other = asked({"a": 1001, "b": 10}, Topology(2))
     cache.path(request()).rename(cache.path(other))
-    with pytest.warns(UserWarning, match="planned with 1000 x 64 cells and has 1001 x 64"):
+    with pytest.warns(UserWarning, match="it is for another request"):
         assert cache.load(other) is None
 
 
@@ -108,3 +108,21 @@ def test_requests_that_differ_have_entries_of_their_own(tmp_path: Path) -> None:
     assert cache.path(request()) == cache.path(request())
     assert cache.path(replace(request(), reserved=1)) != cache.path(request())
     assert cache.load(request()) is None
+
+
+def test_an_entry_of_the_same_tables_under_another_requests_name_is_not_used(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    plan = make_plan(request())
+    cache.store(request(), plan, plan.report)
+    other = request().with_constraint("ebc.a", ranks=[1])
+    cache.path(request()).rename(cache.path(other))
+    with pytest.warns(UserWarning, match="it is for another request"):
+        assert cache.load(other) is None
+
+
+def test_entries_have_the_permissions_that_files_have_there(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    plan = make_plan(request())
+    cache.store(request(), plan, plan.report)
+    (tmp_path / "usual").write_text("")
+    assert cache.path(request()).stat().st_mode == (tmp_path / "usual").stat().st_mode

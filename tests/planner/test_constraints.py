@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
@@ -132,3 +135,31 @@ def test_strange_words_in_json_are_refused_with_the_table() -> None:
         ParameterConstraints.from_json("t", {"rows": 3})
     with pytest.raises(ConfigError, match="Table 't': ParameterConstraints: min_partition is 0"):
         ParameterConstraints.from_json("t", {"min_partition": 0})
+
+
+def test_numbers_of_arrays_and_tensors_are_taken() -> None:
+    limits = ParameterConstraints(
+        pooling_factors=np.array([1.5, 2]),  # type: ignore[arg-type]
+        num_poolings=[np.float32(2.0)],
+        batch_sizes=torch.tensor([64]),  # type: ignore[arg-type]
+        ranks=np.arange(3),  # type: ignore[arg-type]
+        is_weighted=np.True_,  # type: ignore[arg-type]
+    )
+    assert (limits.pooling_factors, limits.num_poolings, limits.batch_sizes) == ((1.5, 2.0), (2.0,), (64,))
+    assert limits.ranks == (0, 1, 2)
+    assert json.loads(json.dumps(limits.to_json()))["is_weighted"] is True
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"skew": 1.1}, r"skew is 1.1 \(float\); wanted a Skew"),
+        ({"is_weighted": "yes"}, "is_weighted is 'yes'"),
+        ({"with_table": 3}, "with_table is 3"),
+        ({"device_group": 0}, "device_group is 0"),
+        ({"batch_sizes": [1.5]}, r"batch_sizes is \[1.5\]; give whole samples per batch"),
+    ],
+)
+def test_things_of_another_kind_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="ParameterConstraints: " + message):
+        ParameterConstraints(**kwargs)

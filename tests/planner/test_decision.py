@@ -16,7 +16,8 @@ from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.optimizer import Adam
-from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType, Wire
+from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -196,3 +197,66 @@ def test_ranks_lie_on_hosts_of_the_launchers_size(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert topology_of_ranks(4, "cpu").host_ranks == ((0, 1), (2, 3))
     assert topology_of_ranks(3, "cpu").host_ranks == ((0, 1, 2),)
+
+
+def test_a_table_that_lies_with_a_pinned_one_is_cut_as_that_is() -> None:
+    limits = {
+        "a": ParameterConstraints(with_table="b"),
+        "b": ParameterConstraints(sharding=ParameterSharding("row_wise", ranks=[1, 3, 0])),
+        "c": ParameterConstraints(with_table="a"),
+    }
+    part = placed(asked({"a": 10, "b": 1000, "c": 7, "d": 100}, Topology(4), limits)).plan["ebc"]
+    for name in "ac":
+        assert (part[name].kind, part[name].ranks) == (part["b"].kind, (1, 3, 0))
+        assert part[name].compute_kernel is not None
+    limits["a"] = ParameterConstraints(["table_wise"], with_table="b")
+    with pytest.raises(
+        ConfigError, match=r"Table 'ebc.a': with_table='b' makes it row_wise, which its constraints do"
+    ):
+        decide(asked({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
+    limits["a"] = ParameterConstraints(with_table="b", max_ranks=2)
+    with pytest.raises(ConfigError, match=r"with_table='ebc.b' puts it on ranks \[0, 1, 3\]"):
+        decide(asked({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
+
+
+def test_a_pin_has_its_tables_type_and_travels_in_its_own_format() -> None:
+    def report(wire: Wire | None) -> PlanReport:
+        pin = ParameterSharding("table_wise", ranks=[0], wire=wire, data_type=DataType.FP16)
+        limits = {"a": ParameterConstraints(sharding=pin)}
+        plan = placed(asked({"a": 1000, "b": 10}, Topology(2, local_world_size=1), limits))
+        assert plan.plan["ebc"]["a"].data_type is DataType.FP32
+        return plan.report
+
+    assert report(Wire("bf16", "bf16")).cost_ps < report(None).cost_ps
+
+
+def test_every_rank_is_filled_to_its_own_cap_at_most() -> None:
+    topology = Topology(4, hbm_caps=[64 * 2**20, 32 * 2**20, 64 * 2**20, 24 * 2**20], local_world_size=2)
+    report = placed(asked({f"t{i}": 20_000 for i in range(24)}, topology)).report
+    assert report.cap[:, 0].tolist() == list(topology.memory_caps)
+    assert (report.memory <= report.cap).all()
+    assert report.fullest_rank in (1, 3)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
+def test_tables_weigh_no_more_on_a_rank_than_it_has_to_do(kind: str) -> None:
+    topology = Topology(8, local_world_size=4, inter_host_bw=1e5)
+    rows = {f"t{i}": 20_000 for i in range(9)}
+    report = placed(
+        asked(rows, topology, {name: ParameterConstraints([kind]) for name in rows}, batch_size=4096)
+    ).report
+    for rank in range(8):
+        weighed = sum(seconds for _, seconds in report.weighs_most(rank, 99))
+        assert weighed <= report.load_ps[rank].sum() / 1e12
+    assert sum(seconds for _, seconds in report.weighs_most(report.slowest_rank, 99)) > 0
+
+
+def test_the_order_of_tables_does_not_matter_to_those_that_get_a_host_by_turns() -> None:
+    rows = {f"t{i}": 1000 * (i + 1) for i in range(7)}
+    limits = {name: ParameterConstraints(["table_column_wise"]) for name in ("t2", "t5", "t6")}
+    topology = Topology(8, local_world_size=4)
+    one = placed(asked(rows, topology, limits))
+    for turn in range(1, 7):
+        names = [*rows][turn:] + [*rows][:turn]
+        other = placed(asked({name: rows[name] for name in names}, topology, limits))
+        assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}

@@ -8,10 +8,13 @@ from tests.planner.asked import asked, table
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.infeasible import PlannerError, least_that, no_plan
-from tilerec.planner.planner import make_plan
+from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.reservation import FixedPercentageStorageReservation
+from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
-from tilerec.spec.table import DataType
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.topology import Topology
 
 MIB = 2**20
@@ -54,7 +57,7 @@ def test_a_table_that_may_not_be_split_is_named_with_what_forbids_it() -> None:
     error = refused(asked({"a": 400_000, "b": 10}, Topology(4, hbm_cap=64 * MIB), limits))
     assert error.proved
     assert "no piece of table 'ebc.a' that its constraints and sizes allow fits a rank" in str(error)
-    assert any("a split by rows of 'ebc.a', which sharding_types rule out" in r.text for r in error.remedies)
+    assert any(r.text == "'ebc.a' as row_wise, without its sharding_types" for r in error.remedies)
 
 
 def test_a_hand_made_part_beyond_a_cap_is_named_with_rank_and_bytes() -> None:
@@ -106,3 +109,55 @@ def test_the_least_number_that_fits_is_found() -> None:
     assert least_that(100, fits, 10) == 37
     assert len(asked_for) <= 7
     assert least_that(100, fits, 1) in range(37, 101)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.15, 0.6])
+def test_a_larger_cap_that_is_named_fits_with_what_is_reserved_of_it(part: float) -> None:
+    constraints = {"a": ParameterConstraints(["table_wise"])}
+    config = [EmbeddingBagConfig(400_000, 64, "a", feature_names=["a"])]
+
+    def planner(cap: int) -> EmbeddingShardingPlanner:
+        reserved = FixedPercentageStorageReservation(part)
+        return EmbeddingShardingPlanner(
+            Topology(2, hbm_cap=cap), 64, storage_reservation=reserved, constraints=constraints
+        )
+
+    with pytest.raises(PlannerError) as caught:
+        planner(64 * MIB).plan(config)
+    (remedy,) = [r for r in caught.value.remedies if r.text.startswith("hbm_cap of ")]
+    words = remedy.text.split()
+    cap = int(float(words[2]) * {"MiB": 2**20, "GiB": 2**30}[words[3]])
+    assert cap == remedy.request.topology.hbm_cap
+    planner(cap).plan(config)
+    with pytest.raises(PlannerError):
+        planner(cap * 24 // 25).plan(config)
+
+
+def test_gradients_as_large_as_tables_are_named_where_they_are_too_much() -> None:
+    limits = {"b": ParameterConstraints(compute_kernels=["dense"])}
+    tables = [table("a", 400_000, optimizer=None), table("b", 10, optimizer=None)]
+    error = refused(asked(tables, Topology(2, hbm_cap=90 * MIB), limits))
+    (text,) = [r.text for r in error.remedies if "updates in the backward pass" in r.text]
+    assert "such as RowWiseAdagrad, for 'ebc.a': without one" in text
+    fused = refused(asked({"a": 4_000_000}, Topology(2, hbm_cap=90 * MIB)))
+    assert not any("updates in the backward pass" in r.text for r in fused.remedies)
+
+
+def test_bytes_of_a_hand_made_part_are_those_of_state_and_gradients_too() -> None:
+    pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[1]))
+    for optimizer, size in ((RowWiseAdagrad(), 4 * 65), (None, 8 * 64)):
+        tables = [table("a", 400_000, optimizer=optimizer)]
+        error = refused(asked(tables, Topology(2, hbm_cap=64 * MIB), {"a": pin}))
+        assert f"tables given by hand take 'ebc.a' {bytes_text(400_000 * size)}" in str(error)
+
+
+def test_ranks_that_differ_in_memory_are_said_to() -> None:
+    topology = Topology(2, hbm_caps=[64 * MIB, 32 * MIB])
+    error = refused(asked({"a": 900_000}, topology))
+    assert "2 x 32.0 MiB to 64.0 MiB of device memory" in str(error)
+    (text,) = [r.text for r in error.remedies if r.text.startswith("hbm_cap of ")]
+    assert text.endswith("at least on every rank; they have 32.0 MiB to 64.0 MiB")
+    assert any("ranks instead of 2" in r.text for r in error.remedies)
+    full = refused(asked({"a": 10}, topology, reserved=40 * MIB))
+    assert "rank 1 has" in str(full)
+    assert "beyond its cap of 32.0 MiB" in str(full)

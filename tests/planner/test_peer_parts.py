@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tilerec.errors import ConfigError
 from tilerec.planner import (
+    BasicCommsBandwidths,
+    CustomTopologyData,
     DynamicProgrammingProposer,
     EmbeddingEnumerator,
     EmbeddingOffloadScaleupProposer,
@@ -71,3 +74,26 @@ def test_parts_keep_what_they_were_made_with() -> None:
     }  # fmt: skip
     assert NoopStorageModel(3).arguments == {"topology": 3}
     assert NoopEmbeddingStats().arguments == {}
+
+
+def test_topologies_are_set_up_as_for_torchrec() -> None:
+    with pytest.warns(UserWarning, match="Topology: without effect here: bwd_compute_multiplier") as caught:
+        topology = Topology(
+            world_size=2,
+            compute_device="cuda",
+            bwd_compute_multiplier=2.0,
+            custom_topology_data=CustomTopologyData({"hbm_cap": [10, 20], "ddr_cap": [5, 5]}, world_size=2),
+            weighted_feature_bwd_compute_multiplier=1.0,
+            uneven_sharding_perf_multiplier=1.0,
+            generalized_comms_bandwidths=BasicCommsBandwidths(inter_host_bw=3.0, intra_host_bw=4.0),
+            created_by_factory=True,
+        )
+    assert len(caught) == 1
+    assert (topology.hbm_caps, topology.ddr_caps, topology.ddr_cap) == ((10, 20), None, 5)
+    assert (topology.inter_host_bw, topology.intra_host_bw) == (3.0, 4.0)
+    with pytest.raises(ConfigError, match="CustomTopologyData: 'disk' is none of"):
+        CustomTopologyData({"disk": [1, 2]}, 2)
+    with pytest.raises(ConfigError, match="hbm_cap has 1 numbers for 2 ranks"):
+        CustomTopologyData({"hbm_cap": [1]}, 2)
+    with pytest.raises(ConfigError, match="it has no 'ddr_cap'"):
+        CustomTopologyData({"hbm_cap": [1]}, 1).get_data("ddr_cap")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilerec.planner.plan_diff import moved_cells, plan_diff
-from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 
@@ -47,3 +47,22 @@ def test_changes_are_named_with_the_bytes_that_move() -> None:
     text = str(found)
     assert text.startswith("3 of 4 tables differ; 16 B of weights move from the first plan to the second")
     assert "not there" in text
+
+
+def test_tables_of_other_sizes_are_no_move_but_a_question() -> None:
+    other = Tiling.of("t", 8, 2, [(0, 8, 0, 2, 1)])
+    found = plan_diff(plan(a=WHOLE_0, b=ROWS), plan(a=other, b=WHOLE_1))
+    assert (found.moved_bytes, found.others) == (8, 1)
+    assert "1 are not in both plans, or have other sizes: are they plans of one model?" in str(found)
+    assert "explicit on 0, 4 x 2  explicit on 1, 8 x 2" in str(found)
+
+
+def test_another_wire_or_type_is_a_difference() -> None:
+    def made(wire: Wire | None, kind: DataType) -> ShardingPlan:
+        sharding = ParameterSharding("explicit", tiling=ROWS, wire=wire, data_type=kind)
+        return ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"a": sharding})}, 2)
+
+    found = plan_diff(made(None, DataType.FP32), made(Wire("bf16", "int8"), DataType.BF16))
+    assert len(found.changes) == 1
+    assert found.moved_bytes == 0
+    assert "explicit on 0-1, fp32, wire unsaid  explicit on 0-1, bf16, wire bf16 and int8" in str(found)

@@ -24,6 +24,7 @@ from tilerec.planner import (
     GreedyProposer,
     ParameterConstraints,
     PlannerError,
+    StorageReservation,
     construct_module_sharding_plan,
     row_wise,
 )
@@ -458,3 +459,47 @@ def test_ten_billion_rows_are_planned_without_memory() -> None:
         for r in held.rectangles
     )
     assert cells == 10**10 * 64
+
+
+def test_other_inputs_are_named_even_where_they_leave_a_rank_no_plan() -> None:
+    def plan(group: Group) -> str:
+        limits = {"user": ParameterConstraints(["table_wise"])} if group.rank else {}
+        planner = EmbeddingShardingPlanner(Topology(2, "cpu", ddr_cap=1000), constraints=limits)
+        with pytest.raises(ConfigError) as caught:
+            planner.collective_plan(model(), pg=group)
+        return str(caught.value)
+
+    for text in run_virtual_ranks(2, plan):
+        assert "The plan differs between ranks: ['inputs']['tables']" in text
+        assert "['constraints'] is missing on rank 0 and there on rank 1" in text
+
+
+def test_a_rank_with_a_broken_part_of_its_own_leaves_nobody_waiting() -> None:
+    class Broken(StorageReservation):
+        def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
+            raise RuntimeError("no such figure")
+
+    def plan(group: Group) -> str:
+        reserve = Broken() if group.rank else None
+        planner = EmbeddingShardingPlanner(on_cpu(3), storage_reservation=reserve)
+        with pytest.raises((ConfigError, RuntimeError)) as caught:
+            planner.collective_plan(model(), pg=group)
+        return str(caught.value)
+
+    told, *own = run_virtual_ranks(3, plan)
+    assert "is 'no such figure' on ranks 1, 2" in told or "'no such figure' on ranks 1, 2" in told
+    assert own == ["no such figure"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"constraints": [ParameterConstraints()]}, "constraints is a list, wanted a dict"),
+        ({"cache": 3}, "cache is a int, wanted the path of a folder"),
+        ({"fixed": "nowhere/plan.json"}, r"the plan in fixed= cannot be read \(.*nowhere/plan.json"),
+        ({"fixed": "/"}, r"the plan in fixed= cannot be read"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingShardingPlanner(**kwargs)

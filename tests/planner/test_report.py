@@ -13,6 +13,7 @@ import pytest
 from tilerec.errors import ConfigError
 from tilerec.planner.report import PlanReport, TableEntry
 from tilerec.planner.report_text import gap_text, time_text
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -122,3 +123,23 @@ def test_times_and_gaps_as_text() -> None:
         "0", "999 ps", "1 ns", "1.23 us", "123 ms", "2 s",
     ]  # fmt: skip
     assert [gap_text(gap) for gap in (0.0, 0.0213, float("inf"))] == ["0.0 %", "2.1 %", "unknown"]
+
+
+def test_the_fullest_rank_is_the_one_with_least_room_for_its_size() -> None:
+    differ = replace(report(), cap=np.array([[110, 0], [1000, 0]]))
+    assert differ.fullest_rank == 0
+    assert "90 %" in str(differ)
+
+
+def test_a_report_knows_its_plan() -> None:
+    one = report()
+    parts: dict[str, EmbeddingModuleShardingPlan] = {}
+    for entry in one.tables:
+        sharding = ParameterSharding("explicit", tiling=entry.tiling)
+        parts.setdefault(entry.path, EmbeddingModuleShardingPlan())[entry.name] = sharding
+    plan = ShardingPlan(parts, 2)
+    assert one.is_of(plan)
+    assert not one.is_of(replace(plan, world_size=3))
+    moved = ParameterSharding("explicit", tiling=Tiling.of("user", 10, 4, [(0, 10, 0, 4, 0)]))
+    assert not one.is_of(plan.replaced("ebc", "user", moved))
+    assert not one.is_of(ShardingPlan({"ebc": parts["ebc"]}, 2))

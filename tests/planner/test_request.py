@@ -205,3 +205,64 @@ def test_requests_of_other_versions_and_other_things_are_refused() -> None:
         PlanRequest.from_json({"tables": []})
     with pytest.raises(ConfigError, match=r"version 99 is not 1"):
         PlanRequest.from_json({**full().to_json(), "version": 99})
+
+
+def test_works_come_by_key_whatever_the_order_of_tables() -> None:
+    assert [work.name for work in asked({"b": 1, "a": 2, "c": 3}, TWO_HOSTS).works()] == [
+        "ebc.a",
+        "ebc.b",
+        "ebc.c",
+    ]
+
+
+def test_of_ranks_that_differ_a_part_is_reserved_of_each() -> None:
+    request = asked({"a": 10}, Topology(2, hbm_caps=[1000, 3001]), reserved=7, reserved_part=0.1)
+    assert request.reserved_bytes() == [107, 308]
+    assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))).digest() == request.digest()
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"feature_names": "user"}, "feature_names is 'user'; wanted a list of words"),
+        ({"feature_names": [1]}, r"feature_names is \[1\]"),
+        ({"feature_names": 7}, "feature_names is 7"),
+        ({"also": 5}, r"wanted a path such as .*, and a list of \[path, table\]"),
+        ({"also": [["x"]]}, r"a list of \[path, table\]"),
+        ({"module": 3}, "module 3"),
+        ({"trained": "no"}, "trained is 'no'; it must be true or false"),
+        ({"pooled": 1}, "pooled is 1"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(item: dict[str, Any], message: str) -> None:
+    data = [{"name": "user", "num_embeddings": 10, "embedding_dim": 4, **item}]
+    with pytest.raises(ConfigError, match="Table 'user': .*" + message):
+        read_tables(data)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"reserved": -1}, "-1 are reserved of every rank"),
+        ({"reserved": 0.5}, "0.5 are reserved"),
+        ({"reserved": 2**60}, r"below 2\^60"),
+        ({"reserved_part": 1.0}, "the part of the memory that is reserved is 1.0"),
+        ({"reserved_part": "x"}, "is 'x'"),
+        ({"batch_size": 10**12}, "batch_size is 1000000000000"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked({"a": 10}, TWO_HOSTS, **more)
+
+
+def test_tables_beyond_all_machines_are_refused_before_numbers_overflow() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Table 'b' of module 'ebc': 281474976710656 x 64 cells make the tables larger"
+    ):
+        asked({"a": 1, "b": 2**48}, TWO_HOSTS)
+
+
+def test_a_table_does_not_lie_with_itself() -> None:
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='a' is the table itself"):
+        asked({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="a")}).groups({})

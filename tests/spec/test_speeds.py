@@ -55,3 +55,10 @@ def test_files_with_other_names_are_refused() -> None:
         Speeds.from_json([1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="speeds is a dict"):
         Topology(2, speeds=data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["widths", "lookup_far"])
+@pytest.mark.parametrize("value", [3, "ab", None])
+def test_rates_that_are_no_list_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"Speeds: {name} is .*; give a list of numbers"):
+        Speeds.from_json({**default_speeds(Topology(2)).to_json(), name: value})

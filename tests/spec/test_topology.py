@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,44 @@ def test_a_topology_asks_no_device_and_no_process_group() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "128", done.stderr
+
+
+def test_ranks_may_differ_in_memory() -> None:
+    topology = Topology(3, "cuda", hbm_caps=[10, 30, 20], ddr_cap=5)
+    assert (topology.hbm_cap, topology.memory_cap, topology.memory_caps) == (30, 30, (10, 30, 20))
+    assert topology.caps == ((10, 5), (30, 5), (20, 5))
+    assert Topology(3, "cpu", hbm_caps=[1, 2, 3], ddr_cap=5).memory_caps == (5, 5, 5)
+    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+    assert Topology(2, hbm_caps=[7, 7]) == Topology(2, hbm_cap=7)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"hbm_caps": [1, 2, 3]}, "hbm_caps is .* one for each of the 2 ranks"),
+        ({"ddr_caps": [1, -2]}, "ddr_caps is"),
+        ({"hbm_caps": "12"}, "hbm_caps is '12'"),
+        ({"hbm_caps": [1, 2], "hbm_cap": 5}, "both say how much memory ranks have"),
+        ({"hbm_cap": [1, 2]}, "Ranks that differ go into hbm_caps="),
+        ({"hbm_cap": 2**60}, r"below 2\^60"),
+        (
+            {"compute_device": "banana"},
+            "compute_device is 'banana'; it must be a kind of device that torch knows",
+        ),
+        ({"compute_device": "cuda:0"}, "compute_device is 'cuda:0'"),
+        ({"intra_host_bw": float("inf")}, "intra_host_bw is inf"),
+        ({"custom_topology_data": 5}, "custom_topology_data is a int"),
+        ({"generalized_comms_bandwidths": 5}, "generalized_comms_bandwidths is a int without intra_host_bw"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology(2, **kwargs)
+
+
+@pytest.mark.parametrize("data", [None, [{"world_size": 2}], "topology", 5])
+def test_json_that_is_no_object_is_refused(data: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Topology JSON: got .* wanted an object such as tilerec calibrate writes"
+    ):
+        Topology.from_json(data)

@@ -14,6 +14,8 @@ from tilerec.planner.helpers import table_row_wise as table_row_wise
 from tilerec.planner.helpers import table_wise as table_wise
 from tilerec.planner.infeasible import PlannerError as PlannerError
 from tilerec.planner.infeasible import Remedy as Remedy
+from tilerec.planner.peer_parts import BasicCommsBandwidths as BasicCommsBandwidths
+from tilerec.planner.peer_parts import CustomTopologyData as CustomTopologyData
 from tilerec.planner.peer_parts import DynamicProgrammingProposer as DynamicProgrammingProposer
 from tilerec.planner.peer_parts import EmbeddingEnumerator as EmbeddingEnumerator
 from tilerec.planner.peer_parts import EmbeddingOffloadScaleupProposer as EmbeddingOffloadScaleupProposer
@@ -32,13 +34,13 @@ from tilerec.planner.peer_parts import UniformProposer as UniformProposer
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.planner.planner import make_plan as make_plan
 from tilerec.planner.report import PlanReport as PlanReport
-from tilerec.planner.report import TableEntry as TableEntry
 from tilerec.planner.request import PlanRequest as PlanRequest
 from tilerec.planner.reservation import FixedAbsoluteStorageReservation as FixedAbsoluteStorageReservation
 from tilerec.planner.reservation import FixedPercentageStorageReservation as FixedPercentageStorageReservation
 from tilerec.planner.reservation import HeuristicalStorageReservation as HeuristicalStorageReservation
 from tilerec.planner.reservation import InferenceStorageReservation as InferenceStorageReservation
 from tilerec.planner.reservation import StorageReservation as StorageReservation
+from tilerec.planner.table_entry import TableEntry as TableEntry
 from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
 from tilerec.spec.plan import EmbeddingModuleShardingPlan as EmbeddingModuleShardingPlan
 from tilerec.spec.plan import ParameterSharding as ParameterSharding

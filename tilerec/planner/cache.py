@@ -1,8 +1,8 @@
 """Plans in a folder, each under the digest of its request: what was planned once is read and not searched again.
 
-An entry is one JSON file with the plan, its report and a checksum of both. It is written under another name and then
-renamed, so readers never meet half of one, and writers of the same entry write the same. An entry that cannot be read,
-or that is not for its request, is warned of and made anew.
+An entry is one JSON file with its request's digest, the plan, its report and a checksum of them. It is written under
+another name and then renamed, so readers never meet half of one, and writers of the same entry write the same. An entry
+that cannot be read, or that is not for its request, is warned of and made anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any, final
@@ -20,7 +20,7 @@ from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
 
-VERSION = 1
+VERSION = 2
 
 
 @final
@@ -52,8 +52,11 @@ class PlanCache:
             entry = json.loads(text)
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
                 raise ConfigError("it is of another version")
-            if entry.get("checksum") != _checksum(entry.get("plan"), entry.get("report")):
+            body = {name: entry.get(name) for name in ("request", "plan", "report")}
+            if entry.get("checksum") != _checksum(body):
                 raise ConfigError("its checksum is not that of its contents")
+            if entry["request"] != request.digest():
+                raise ConfigError("it is for another request")
             plan = ShardingPlan.from_json(entry["plan"])
             report = PlanReport.from_json(entry["report"])
             sizes: dict[str, dict[str, tuple[int, int]]] = {}
@@ -69,17 +72,22 @@ class PlanCache:
     def store(self, request: PlanRequest, plan: ShardingPlan, report: PlanReport) -> None:
         """Keep a plan. A folder that cannot be written is warned of: the plan is as good without."""
         path = self.path(request)
-        body: dict[str, Any] = {"plan": plan.to_json(), "report": report.to_json()}
-        entry = {"version": VERSION, "checksum": _checksum(body["plan"], body["report"]), **body}
+        body: dict[str, Any] = {
+            "request": request.digest(),
+            "plan": plan.to_json(),
+            "report": report.to_json(),
+        }
+        entry = {"version": VERSION, "checksum": _checksum(body), **body}
+        # With the permissions that files have here, so that others of a cluster read it, too.
+        temporary = self.folder / f"{path.stem}-{uuid.uuid4().hex}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=path.stem, suffix=".part")
             try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                with temporary.open("x", encoding="utf-8") as file:
                     json.dump(entry, file, separators=(",", ":"))
                 os.replace(temporary, path)
             except BaseException:
-                os.unlink(temporary)
+                temporary.unlink(missing_ok=True)
                 raise
         except OSError as error:
             warnings.warn(
@@ -87,8 +95,8 @@ class PlanCache:
             )
 
 
-def _checksum(plan: Any, report: Any) -> str:
-    text = json.dumps([plan, report], sort_keys=True, separators=(",", ":"))
+def _checksum(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -104,24 +104,44 @@ class ParameterConstraints:
             given = getattr(self, name)
             if given is None:
                 continue
-            numbers = tuple(given) if isinstance(given, (Sequence, set)) else (given,)
-            if not numbers or not all(_is_number(n) for n in numbers):
+            numbers = _listed(given)
+            whole = name == "batch_sizes"
+            if not numbers or not all(_is_number(n) and not (whole and n % 1) for n in numbers):
                 raise ConfigError(
-                    f"ParameterConstraints: {name} is {given!r}; give {meaning}, from 0, for each feature."
+                    f"ParameterConstraints: {name} is {given!r}; give {'whole ' * whole}{meaning}, from 0, for each "
+                    "feature."
                 )
-            fill(name, numbers)
+            fill(name, tuple(int(n) for n in numbers) if whole else numbers)
         for name in ("ranks", "hosts"):
             if getattr(self, name) is not None:
                 given = getattr(self, name)
                 found = text_to_ranks(
-                    given if isinstance(given, (str, int)) else list(given), f"ParameterConstraints: {name}"
+                    given if isinstance(given, (str, int)) else list(_listed(given)),
+                    f"ParameterConstraints: {name}",
                 )
                 if not found:
                     raise ConfigError(
                         f"ParameterConstraints: {name} is empty, so the table may lie nowhere; leave it out."
                     )
                 fill(name, tuple(sorted(set(found))))
+        self._check_kinds()
         self._check_contradictions()
+
+    def _check_kinds(self) -> None:
+        for name, kind, wanted in (
+            ("is_weighted", bool, "True or False"),
+            ("device_group", str, "a kind of device such as 'cuda'"),
+            ("with_table", str, "the name of a table"),
+            ("skew", Skew, "a Skew, such as `tilerec stats` finds"),
+        ):
+            given = getattr(self, name)
+            if name == "is_weighted" and hasattr(given, "tolist"):
+                given = given.tolist()
+                object.__setattr__(self, name, given)
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(
+                    f"ParameterConstraints: {name} is {given!r:.80} ({type(given).__name__}); wanted {wanted}."
+                )
 
     def _read_words(self, fill: Any) -> None:
         for name, kind in (
@@ -231,6 +251,14 @@ class ParameterConstraints:
             return ParameterConstraints(**kwargs)
         except (TypeError, ConfigError) as error:
             raise ConfigError(f"Table '{name}': {error}") from error
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    """One or several, as plain numbers: an array's and a tensor's are taken, too."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    several = given if isinstance(given, (Sequence, Set)) and not isinstance(given, str) else (given,)
+    return tuple(item.tolist() if hasattr(item, "tolist") else item for item in several)
 
 
 def _is_number(value: object) -> bool:

@@ -75,7 +75,9 @@ class Decision:
         for table in self.request.tables:
             limits = self.request.limits_of(table.key)
             if table.key in self.pins:
-                found[table.key] = _of_type(self.pins[table.key], table)
+                pin = replace(self.pins[table.key], data_type=table.data_type)
+                given = limits is not None and limits.sharding is not None
+                found[table.key] = pin if given else _finished(pin, table, limits, self.request.topology)
                 continue
             t = free[table.key]
             made = self.problem.sharding(t, self.option(t), self.places(t), self.shares(t))
@@ -103,20 +105,20 @@ def decide(request: PlanRequest) -> Decision:
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    problem = _problem(request, pins)
+    problem = problem_of(request, pins)
     instance, row = together(_adapted(request, problem), request.groups(pins))
     solution = solve(instance, effort=request.effort) if instance.tables else _of_nothing(instance)
     return Decision(request, pins, problem, instance, row, solution)
 
 
-def _problem(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Problem:
+def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Problem:
+    """The request's tables with their options, what is taken already, and every rank's own caps."""
     topology = request.topology
-    reserved = None
-    if request.reserved:
-        reserved = np.zeros((topology.world_size, 2), np.int64)
-        reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved
+    reserved = np.zeros((topology.world_size, 2), np.int64)
+    reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    return build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
+    problem = build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
+    return replace(problem, instance=replace(problem.instance, cap=np.array(topology.caps, np.int64)))
 
 
 def _of_nothing(instance: Instance) -> Solution:
@@ -196,10 +198,6 @@ def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology
             except ConfigError:
                 continue  # not on these ranks, or not so many pieces
     return made.kind
-
-
-def _of_type(sharding: ParameterSharding, table: PlannedTable) -> ParameterSharding:
-    return sharding if sharding.data_type is not None else replace(sharding, data_type=table.data_type)
 
 
 def kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> EmbeddingComputeKernel | None:

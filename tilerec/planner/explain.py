@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Option
-from tilerec.planner.decision import Decision, decide
+from tilerec.planner.decision import Decision, decide, problem_of
 from tilerec.planner.infeasible import no_plan
 from tilerec.planner.report_text import aligned, time_text
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Instance, Ints, evaluate, fits
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.tile import Tiling
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,27 @@ class Considered:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Args: table: its key. step_ps: of the plan. considered: the chosen way first, then by `step_ps`."""
+    """Why a table is cut as it is.
+
+    Args:
+        table: its key. path, name, tiling: its place in the plan, and where its cells are there.
+        step_ps: of the plan.
+        considered: the chosen way first, then by `step_ps`.
+    """
 
     table: str
     step_ps: int
     considered: tuple[Considered, ...]
     notes: tuple[str, ...] = ()
+    path: str = ""
+    name: str = ""
+    tiling: Tiling | None = None
+
+    def is_in(self, plan: ShardingPlan) -> bool:
+        """Whether a plan has the table where this explains it to be."""
+        part = plan.plan.get(self.path)
+        there = None if part is None else part.get(self.name)
+        return there is not None and there.tiling == self.tiling
 
     @property
     def chosen(self) -> Considered:
@@ -128,16 +145,11 @@ def explain(request: PlanRequest, table: str) -> Explanation:
     if not decision.found:
         raise no_plan(decision)
     if key in decision.pins:
-        raise ConfigError(f"Table '{key}' was given by hand, so nothing was considered for it.")
+        raise ConfigError(
+            f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
+        )
     free = _freed(request, key)
-    problem = build(
-        free.works(),
-        request.topology,
-        free.limits(decision.pins),
-        {name: s.tiling for name, s in decision.pins.items() if s.tiling is not None},
-        reserved=_reserved(request),
-    )
-    return _Explaining(decision, problem, key).result()
+    return _Explaining(decision, problem_of(free, decision.pins), key).result()
 
 
 def _key(request: PlanRequest, table: str) -> str:
@@ -160,12 +172,6 @@ def _freed(request: PlanRequest, key: str) -> PlanRequest:
         key, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
         min_partition=1,
     )  # fmt: skip
-
-
-def _reserved(request: PlanRequest) -> Ints:
-    reserved = np.zeros((request.topology.world_size, 2), np.int64)
-    reserved[:, 1 if request.topology.compute_device == "cpu" else 0] = request.reserved
-    return reserved
 
 
 class _Explaining:
@@ -218,7 +224,9 @@ class _Explaining:
             )
         if t in self.rows:
             notes.append("Its rows are cut unevenly, to even out the ranks.")
-        return Explanation(self.key, now, tuple(found), tuple(notes))
+        path, name = decision.request.by_key[self.key].names[0]
+        tiling = decision.shardings()[self.key].tiling
+        return Explanation(self.key, now, tuple(found), tuple(notes), path, name, tiling)
 
     def _considered(
         self, o: int, option: Option, places: tuple[int, ...], chosen: bool, allowed: bool
@@ -239,7 +247,7 @@ class _Explaining:
             int(instance.pieces[t, o]),
             int(instance.width[t, o]),
             int(instance.memory[t, o].sum()),
-            int(instance.cost[t, o].sum()),
+            int(_spread(instance, t, o).sum()),
             int(instance.home[t, o].sum()),
             then.cost,
             short,

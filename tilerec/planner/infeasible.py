@@ -10,20 +10,25 @@ Nouns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.workload import Workload
 from tilerec.planner.decision import Decision, decide
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
+from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.plan import EmbeddingComputeKernel
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import MOST_BYTES, Topology
 
 SHOWN = 5
 TRIES, FEW_TRIES, LARGE = 10, 4, 1 << 20  # plans tried for one remedy; of tables x ranks beyond LARGE, few
@@ -77,7 +82,8 @@ class _Search:
         self.decision, self.request = decision, decision.request
         self.instance, self.topology = decision.problem.instance, decision.request.topology
         self.tier = 1 if self.topology.compute_device == "cpu" else 0
-        self.cap = int(self.instance.cap[:, self.tier].max())
+        self.caps = self.instance.cap[:, self.tier]
+        self.cap = int(self.caps.max())
         self.taken = self.instance.base_memory[:, self.tier]
         held = self.instance.memory[:, :, self.tier] * self.instance.width * self.instance.pieces
         top = np.iinfo(np.int64).max
@@ -109,31 +115,32 @@ class _Search:
             text += " What would fit, each tried:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
         else:
             text += (
-                " None of these, tried one by one, was enough: more ranks, a larger cap, bf16 rows, other sharding "
-                "types. Change several, or plan fewer tables."
+                " None of these, tried one by one, was enough: more ranks, a larger cap, optimizers that update in the "
+                "backward pass, bf16 rows, other sharding types. Change several, or plan fewer tables."
             )
         tier = TIERS[proof.tier] if proof is not None and proof.tier >= 0 else TIERS[self.tier]
         return PlannerError(text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies)
 
     def _what(self, proved: bool) -> tuple[str, int]:
         """What is short, and by how many bytes."""
-        tier, proof, cap = TIERS[self.tier], self.decision.solution.proof, bytes_text(self.cap)
-        fullest = int(self.taken.argmax())
-        over = int(self.taken[fullest]) - self.cap
+        tier, proof = TIERS[self.tier], self.decision.solution.proof
+        fullest = int((self.taken - self.caps).argmax())
+        over = int(self.taken[fullest] - self.caps[fullest])
         if over > 0:
             pinned = self._pinned_on(fullest)
             names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:SHOWN])
             return (
                 f"rank {fullest} has {bytes_text(int(self.taken[fullest]))} before anything is placed, "
-                f"{bytes_text(over)} beyond its cap of {cap} of {tier} memory: "
-                f"{bytes_text(self.request.reserved)} are reserved"
+                f"{bytes_text(over)} beyond its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
+                f"{bytes_text(self.request.reserved_bytes()[fullest])} are reserved"
                 + (f", tables given by hand take {names}" if names else "")
                 + ", batches take the rest.",
                 over,
             )
         mean = int(self.taken.sum()) // self.topology.world_size
         own = (
-            f"{self.topology.world_size} x {cap} of {tier} memory, of which {bytes_text(mean)} each are taken"
+            f"{self.topology.world_size} x {self._cap_text()} of {tier} memory, of which {bytes_text(mean)} each are "
+            "taken"
         )
         if proof is not None and proof.table is not None:
             return (
@@ -155,30 +162,50 @@ class _Search:
             short,
         )
 
+    def _cap_text(self) -> str:
+        least = int(self.caps.min())
+        return bytes_text(self.cap) if least == self.cap else f"{bytes_text(least)} to {bytes_text(self.cap)}"
+
     def _pinned_on(self, rank: int) -> list[tuple[str, int]]:
-        """Tables that were given by hand, with the bytes of their rows on a rank; the largest first."""
+        """Tables that were given by hand, with their bytes on a rank, optimizer state or gradients included; the
+        largest first.
+        """
+        pins = self.decision.pins
+        works = [work for work in self.request.works() if work.name in pins]
+        about = Workload(works)
         found = []
-        for key, sharding in self.decision.pins.items():
-            assert sharding.tiling is not None
-            cells = sum(r.cells for r in sharding.tiling.tiles_of(rank))
-            if cells:
-                size = {DataType.FP64: 8, DataType.FP32: 4}.get(self.request.by_key[key].data_type, 2)
-                found.append((key, cells * size))
+        for t, work in enumerate(works):
+            tiling = pins[work.name].tiling
+            assert tiling is not None
+            cell, row = int(about.element[t] + about.cell_state[t]), int(about.row_state[t])
+            size = sum(r.cells * cell + (r.r1 - r.r0) * row for r in tiling.tiles_of(rank))
+            if size:
+                found.append((work.name, size))
         return sorted(found, key=lambda each: (-each[1], each[0]))
 
     # ---------------------------------------------------------------------------------------------- what would help
 
     def _remedies(self) -> Iterator[Remedy]:
-        for way in (self._more_ranks, self._larger_cap, self._bf16, self._other_types, self._unpinned):
+        for way in (
+            self._more_ranks, self._larger_cap, self._attached, self._bf16, self._other_types, self._unpinned,
+        ):  # fmt: skip
             found = way()
             if found is not None:
                 yield found
 
     def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
+        """The first that there is a plan for. A `{kind}` in a text becomes the sharding types there of those freed."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
-            if _fits(request):
-                return Remedy(text, request)
+            found = _decided(request)
+            if found is not None:
+                return Remedy(text.format(kind=self._kinds(found)) if "{kind}" in text else text, request)
         return None
+
+    def _kinds(self, found: Decision) -> str:
+        before, after = self.request.constraints, found.request.constraints
+        freed = [key for key in after if after[key] is not before.get(key)]
+        shardings = found.shardings()
+        return " and ".join(dict.fromkeys(shardings[key].kind.value for key in freed))
 
     def _more_ranks(self) -> Remedy | None:
         return self._first(self._worlds())
@@ -208,26 +235,81 @@ class _Search:
             )
 
     def _larger_cap(self) -> Remedy | None:
-        name = "ddr_cap" if self.tier == 1 else "hbm_cap"
-        reserved = self.request.reserved / self.cap if self.cap else 0.0
-        wanted = max(self.cap, -(-self.need // self.topology.world_size), int(self.taken.max()))
-
-        def caps() -> Iterator[tuple[str, PlanRequest]]:
-            for percent in (100, 103, 108, 115, 130, 150, 200, 300, 500, 1000):
-                cap = -(-wanted * percent // 100 // _ROUND) * _ROUND
-                if cap > self.cap:
-                    topology = replace(self.topology, **{name: cap})  # type: ignore[arg-type]
-                    yield (
-                        f"{name} of {bytes_text(cap)} a rank instead of {bytes_text(self.cap)}",
-                        replace(self.request, topology=topology),
-                    )
-
-        found = self._first(caps())
-        if found is None and reserved > 0.3:
+        """The least cap that fits, as near as tries go; what is reserved as a part of the memory grows with it."""
+        request, proof = self.request, self.decision.solution.proof
+        part = np.array(request.reserved_bytes(), np.int64) - request.reserved
+        taken = self.taken - part
+        wanted = max(-(-(self.need - int(part.sum())) // self.topology.world_size), int(taken.max()))
+        if proof is not None and proof.table is not None:
+            wanted = max(wanted, int((self.caps - part).max()) + proof.short)
+        low = max(int(self.caps.min()), math.floor(wanted / (1.0 - request.reserved_part)) - 1)
+        tries, high, step = self.tries, 0, 1
+        while tries and not high:
+            cap = _readable(low + max(1, low * step // 100))
+            if cap >= MOST_BYTES:
+                break
+            if _decided(self._with_cap(cap)) is not None:
+                high = cap
+            else:
+                low, step = cap, min(4 * step, 100)
+            tries -= 1
+        while tries and high - low > max(1, high // 50):
+            middle = _readable((low + high) // 2)
+            if middle >= high:
+                break
+            if _decided(self._with_cap(middle)) is not None:
+                high = middle
+            else:
+                low = middle
+            tries -= 1
+        if high:
+            name = "ddr_cap" if self.tier == 1 else "hbm_cap"
+            text = f"{name} of {bytes_text(high)} a rank instead of {self._cap_text()}"
+            if int(self.caps.min()) < self.cap:
+                text = f"{name} of {bytes_text(high)} at least on every rank; they have {self._cap_text()}"
+            return Remedy(text, self._with_cap(high))
+        if request.reserved_bytes()[0] > 0.3 * self.cap:
             return self._first(
-                iter([("nothing reserved (storage_reservation)", replace(self.request, reserved=0))])
+                iter(
+                    [
+                        (
+                            "nothing reserved (storage_reservation)",
+                            replace(request, reserved=0, reserved_part=0.0),
+                        )
+                    ]
+                )
             )
-        return found
+        return None
+
+    def _with_cap(self, cap: int) -> PlanRequest:
+        name = "ddr_cap" if self.tier == 1 else "hbm_cap"
+        changes: dict[str, Any] = {name: cap, f"{name}s": None}
+        if int(self.caps.min()) < self.cap:
+            changes = {name: None, f"{name}s": [max(cap, own) for own in self.caps.tolist()]}
+        return replace(self.request, topology=replace(self.topology, **changes))
+
+    def _attached(self) -> Remedy | None:
+        """Tables without an attached optimizer have gradients as large as themselves."""
+        request = self.request
+        bare = [
+            table.key
+            for table in request.tables
+            if table.trained and table.optimizer is None and not _must_be_dense(request, table.key)
+        ]
+        if not bare:
+            return None
+        chosen = set(bare)
+        tables = tuple(
+            replace(table, optimizer=RowWiseAdagrad()) if table.key in chosen else table
+            for table in request.tables
+        )
+        some = ", ".join(f"'{name}'" for name in bare[:SHOWN])
+        more = f" and {len(bare) - SHOWN} more" if len(bare) > SHOWN else ""
+        text = (
+            "an optimizer that updates in the backward pass (apply_optimizer_in_backward, or a sharder's) and has no "
+            f"state per cell, such as RowWiseAdagrad, for {some}{more}: without one, gradients are as large as tables"
+        )
+        return self._first(iter([(text, replace(request, tables=tables))]))
 
     def _bf16(self) -> Remedy | None:
         names, request = self.instance.names, self.request
@@ -235,9 +317,11 @@ class _Search:
         wide = [
             names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
         ]
-        if not wide or not _fits(_narrowed(request, wide)):
+        if not wide or _decided(_narrowed(request, wide)) is None:
             return None
-        count = least_that(len(wide), lambda k: _fits(_narrowed(request, wide[:k])), self.tries)
+        count = least_that(
+            len(wide), lambda k: _decided(_narrowed(request, wide[:k])) is not None, self.tries
+        )
         some = ", ".join(f"'{name}'" for name in wide[: min(count, SHOWN)])
         more = f" and {count - SHOWN} more" if count > SHOWN else ""
         return Remedy(f"bf16 rows (data_type) for {some}{more}", _narrowed(request, wide[:count]))
@@ -254,7 +338,7 @@ class _Search:
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             for key in bound[: max(1, self.tries - 1)]:
                 yield (
-                    f"a split by rows of '{key}', which {_says(self.request.constraints[key])} rule out",
+                    f"'{_escaped(key)}' as {{kind}}, without its {_says(self.request.constraints[key])}",
                     _freed(self.request, [key]),
                 )
             if len(bound) > 1:
@@ -277,7 +361,6 @@ class _Search:
         return self._first(candidates())
 
 
-_ROUND = 1 << 20
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
 
 
@@ -312,7 +395,13 @@ def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topolog
     for size in more_hosts:
         hosts.append(list(range(last, last + size)))
         last += size
-    return replace(topology, world_size=last, hosts=hosts, local_world_size=None)
+    more = (0,) * (last - topology.world_size)
+    caps: dict[str, Any] = {}
+    for name in ("hbm_cap", "ddr_cap"):
+        own = getattr(topology, f"{name}s")
+        if own is not None:  # new ranks are like the largest
+            caps[f"{name}s"] = (*own, *(max(own) for _ in more))
+    return replace(topology, world_size=last, hosts=hosts, local_world_size=None, **caps)
 
 
 def _count(number: int, what: str) -> str:
@@ -333,8 +422,27 @@ def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
     return high
 
 
-def _fits(request: PlanRequest) -> bool:
+def _decided(request: PlanRequest) -> Decision | None:
+    """A decision that found a plan, or None."""
     try:
-        return decide(request).found
+        decision = decide(request)
     except ConfigError:
-        return False
+        return None
+    return decision if decision.found else None
+
+
+def _readable(size: int) -> int:
+    """The least number of bytes from `size` on that its text (`"1.3 GiB"`) says exactly."""
+    unit = 1
+    while unit << 10 <= size:
+        unit <<= 10
+    return size if unit == 1 else -(-size * 10 // unit) * unit // 10
+
+
+def _must_be_dense(request: PlanRequest, key: str) -> bool:
+    limits = request.limits_of(key)
+    return limits is not None and limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

@@ -2,13 +2,17 @@
 
 Its planner lists options, proposes and partitions with exchangeable parts. The search here has none of these steps
 (docs/planner.md): the parts keep their arguments, `EmbeddingShardingPlanner` takes them, and warns that they change
-nothing.
+nothing. What describes machines (the last two) is read by `Topology`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, final
+
+from tilerec.errors import ConfigError
+from tilerec.spec.topology import gigabytes_per_second
 
 
 class SortBy(Enum):
@@ -145,3 +149,52 @@ class NoopEmbeddingStats(Part):
 
     def __init__(self) -> None:
         self._keep(locals())
+
+
+@final
+class CustomTopologyData:
+    """How much memory each rank has, for `Topology(custom_topology_data=...)`; `hbm_caps` and `ddr_caps` say the same.
+
+    Args:
+        data: "hbm_cap" or "ddr_cap" -> bytes of each rank.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: another key, or another number of numbers.
+    """
+
+    supported_fields = ("ddr_cap", "hbm_cap")
+
+    def __init__(self, data: Mapping[str, Sequence[int]], world_size: int) -> None:
+        for key, values in data.items():
+            if key not in self.supported_fields:
+                raise ConfigError(
+                    f"CustomTopologyData: {key!r} is none of {list(self.supported_fields)}; say it to the Topology."
+                )
+            if len(values) != world_size:
+                raise ConfigError(
+                    f"CustomTopologyData: {key} has {len(values)} numbers for {world_size} ranks; give one for each."
+                )
+        self._data = {key: list(values) for key, values in data.items()}
+
+    def has_data(self, key: str) -> bool:
+        """Whether it says something of `key`."""
+        return key in self._data
+
+    def get_data(self, key: str) -> list[int]:
+        """Bytes of each rank."""
+        if key not in self._data:
+            raise ConfigError(f"CustomTopologyData: it has no {key!r}; it has {list(self._data)}.")
+        return list(self._data[key])
+
+
+@final
+class BasicCommsBandwidths:
+    """Links, bytes per millisecond, for `Topology(generalized_comms_bandwidths=...)`."""
+
+    def __init__(
+        self,
+        inter_host_bw: float = gigabytes_per_second(12.5),
+        intra_host_bw: float = gigabytes_per_second(600),
+    ) -> None:
+        self.inter_host_bw, self.intra_host_bw = inter_host_bw, intra_host_bw

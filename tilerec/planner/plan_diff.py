@@ -17,7 +17,8 @@ class Change:
     """A table that the plans treat differently; None where a plan lacks it.
 
     Args:
-        moved: cells that a rank holds in the second plan and did not hold in the first, all ranks together.
+        moved: cells that a rank holds in the second plan and did not hold in the first, all ranks together; 0 where the
+            plans have another size of table, of which nothing can move.
     """
 
     path: str
@@ -35,6 +36,11 @@ class PlanDiff:
     changes: tuple[Change, ...]
 
     @property
+    def others(self) -> int:
+        """Tables that are not in both plans, or not of one size: signs of another model."""
+        return sum(_sizes(c.before) != _sizes(c.after) for c in self.changes)
+
+    @property
     def moved_bytes(self) -> int:
         """Weights that travel from the first plan to the second; 4 bytes a cell where the type is unknown."""
         return sum(
@@ -48,9 +54,11 @@ class PlanDiff:
         rows = [
             (
                 f"{change.path}.{change.name}" if change.path else change.name,
-                _words(change.before),
-                _words(change.after),
-                bytes_text(change.moved * (change.after.element_bytes or 4)) if change.after else "",
+                _words(change.before, change.after),
+                _words(change.after, change.before),
+                bytes_text(change.moved * (change.after.element_bytes or 4))
+                if change.after is not None and _sizes(change.before) == _sizes(change.after)
+                else "",
             )
             for change in self.changes
         ]
@@ -58,6 +66,10 @@ class PlanDiff:
             f"{len(self.changes)} of {self.tables} tables differ; {bytes_text(self.moved_bytes)} of weights move "
             "from the first plan to the second"
         )
+        if self.others:
+            head += (
+                f"; {self.others} are not in both plans, or have other sizes: are they plans of one model?"
+            )
         return f"{head}\n\n" + aligned(("table", "first", "second", "moves"), rows, right=(3,))
 
 
@@ -71,8 +83,10 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
         one, other = before.get((path, name)), after.get((path, name))
         if one is None or other is None:
             changes.append(Change(path, name, one, other))
-        elif one.tiling != other.tiling or one.kind != other.kind or one.kernel != other.kernel:
-            moved = 0 if one.tiling is None or other.tiling is None else moved_cells(one.tiling, other.tiling)
+        elif _marks(one) != _marks(other):
+            alike = _sizes(one) is not None and _sizes(one) == _sizes(other)
+            assert not alike or (one.tiling is not None and other.tiling is not None)
+            moved = moved_cells(one.tiling, other.tiling) if alike else 0  # type: ignore[arg-type]
             changes.append(Change(path, name, one, other, moved))
     return PlanDiff(len(names), tuple(changes))
 
@@ -98,10 +112,31 @@ def _common(one: Sequence[Rectangle], other: Sequence[Rectangle]) -> int:
     return total
 
 
-def _words(sharding: ParameterSharding | None) -> str:
+def _marks(sharding: ParameterSharding) -> tuple[object, ...]:
+    """What makes plans differ."""
+    return (sharding.tiling, sharding.kind, sharding.kernel, sharding.wire, sharding.data_type)
+
+
+def _sizes(sharding: ParameterSharding | None) -> tuple[int, int] | None:
+    tiling = None if sharding is None else sharding.tiling
+    return None if tiling is None else (tiling.rows, tiling.dim)
+
+
+def _words(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
+    """A sharding; of size, type of data and wire only what the other plan has otherwise."""
     if sharding is None:
         return "not there"
+    more = ""
+    if other is not None:
+        sizes = _sizes(sharding)
+        if sizes is not None and sizes != _sizes(other):
+            more += f", {sizes[0]:,} x {sizes[1]}"
+        if sharding.data_type is not None and sharding.data_type != other.data_type:
+            more += f", {sharding.data_type.value.lower()}"
+        if sharding.wire != other.wire:
+            wire = sharding.wire
+            more += ", wire unsaid" if wire is None else f", wire {wire.forward} and {wire.backward}"
     ranks = ranks_to_text(sharding.ranks or ())
     kernel = "" if sharding.kernel is None else f" ({sharding.kernel.value})"
     shown = ranks if len(ranks) <= 24 else f"{len(set(sharding.ranks or ()))} ranks"
-    return f"{sharding.kind.value} on {shown}{kernel}"
+    return f"{sharding.kind.value} on {shown}{kernel}{more}"

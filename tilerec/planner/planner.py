@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from tilerec.comms.agree import agree
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
@@ -22,6 +21,7 @@ from tilerec.planner.constraints import USED, ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.infeasible import no_plan
+from tilerec.planner.outcome import Outcome
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
@@ -115,11 +115,22 @@ class EmbeddingShardingPlanner:
         self.topology = topology
         self.batch_size = BATCH_SIZE if batch_size is None else batch_size
         self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
+        if not isinstance(constraints, (Mapping, type(None))):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: constraints is a {type(constraints).__name__}, wanted a dict of table -> "
+                "ParameterConstraints."
+            )
+        if not isinstance(cache, (str, Path, type(None))):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: cache is a {type(cache).__name__}, wanted the path of a folder."
+            )
         self.constraints = dict(constraints or {})
         self.effort = effort
         self.cache = None if cache is None else PlanCache(cache)
+        if isinstance(fixed, (str, Path)):
+            fixed = _loaded(fixed)
         self.fixed = {} if fixed is None else _read_fixed(fixed)
-        self._fixed_world = _world_of(fixed)
+        self._fixed_world = fixed.world_size if isinstance(fixed, ShardingPlan) else None
         self._check_constraints()
 
     def _check_constraints(self) -> None:
@@ -192,17 +203,20 @@ class EmbeddingShardingPlanner:
                 return whole  # there is nobody to ask
         group = group_of(pg)
         topology = self._shared_topology(group, module)
-        request = None
+        outcome = Outcome()
         try:
-            request = self._request(module, sharders, topology)
-            plan = self.make(request)
+            outcome.request = self._request(module, sharders, topology)
+            outcome.digest = outcome.request.digest()
+            outcome.plan = self.make(outcome.request)
+            outcome.fingerprint = outcome.plan.fingerprint()
         except Exception as error:
             # The others must not wait for this rank: they hear of it where they compare.
-            with suppress(ConfigError):
-                _compare(group, request, None, str(error))
+            outcome.trouble = str(error) or type(error).__name__
+            outcome.compare(group, raises=False)
             raise
-        _compare(group, request, plan, "")
-        return plan
+        outcome.compare(group)
+        assert outcome.plan is not None
+        return outcome.plan
 
     def _shared_topology(self, group: Group, module: Any) -> Topology:
         own = self.topology
@@ -251,10 +265,11 @@ class EmbeddingShardingPlanner:
         request = PlanRequest(
             tuple(tables), topology, self.batch_size, self._by_key(tables), effort=self.effort
         )
+        cap, part = topology.memory_cap, self.storage_reservation.percentage
         reserved = self.storage_reservation.reserved(
-            topology.memory_cap, module if isinstance(module, nn.Module) else None, request.input_bytes()
+            cap, module if isinstance(module, nn.Module) else None, request.input_bytes()
         )
-        return replace(request, reserved=reserved)
+        return replace(request, reserved=max(0, reserved - math.ceil(cap * part)), reserved_part=part)
 
     def _by_key(self, tables: Sequence[PlannedTable]) -> dict[str, ParameterConstraints]:
         """Constraints and pins by `PlannedTable.key`; of a table with several names, those of the first with any."""
@@ -323,27 +338,6 @@ def make_plan(request: PlanRequest) -> ShardingPlan:
     return replace(plan, report=report_of(decision, plan))
 
 
-def _compare(group: Group, request: PlanRequest | None, plan: ShardingPlan | None, trouble: str) -> None:
-    """Raise on every rank if ranks differ; a digest each, and all of it only where digests differ."""
-    mark = (
-        trouble,
-        "" if request is None else request.digest(),
-        0 if plan is None else plan.fingerprint(),
-    )
-    if len(set(group.all_gather_object(mark))) == 1:
-        return
-    inputs: dict[str, Any] = {}
-    if request is not None:
-        inputs = request.to_json()
-        inputs["tables"] = {t.key: item for t, item in zip(request.tables, inputs["tables"], strict=True)}
-        inputs["order of tables"] = [t.key for t in request.tables]
-    agree(
-        group,
-        "the plan",
-        {"checks": trouble or "passed", "inputs": inputs, "plan": {} if plan is None else plan.to_json()},
-    )
-
-
 def _device_type(module: Any) -> str:
     return device_type_of(module) if isinstance(module, nn.Module) else device_type_at_home()
 
@@ -352,15 +346,17 @@ def _only_dense(limits: ParameterConstraints) -> bool:
     return limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
 
 
-def _world_of(fixed: Fixed | None) -> int | None:
-    plan = ShardingPlan.load(fixed) if isinstance(fixed, (str, Path)) else fixed
-    return plan.world_size if isinstance(plan, ShardingPlan) else None
+def _loaded(path: str | Path) -> ShardingPlan:
+    try:
+        return ShardingPlan.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"EmbeddingShardingPlanner: the plan in fixed= cannot be read ({error}); check the path."
+        ) from error
 
 
 def _read_fixed(fixed: Any) -> dict[tuple[str, str], ParameterSharding]:
     """Shardings by (path, table)."""
-    if isinstance(fixed, (str, Path)):
-        fixed = ShardingPlan.load(fixed)
     if isinstance(fixed, ShardingPlan):
         return {(path, name): sharding for path, name, sharding in fixed.tables()}
     found: dict[tuple[str, str], ParameterSharding] = {}

@@ -5,17 +5,17 @@ Nouns
   charge   time of collectives as such, once a step
   bound    no plan within the same limits takes less time (docs/planner-bound.md)
   tier     a memory: of the device, of the host
-  entry    one table's part of the report
+  entry    one table's part of the report (table_entry.py)
 
 Times are whole picoseconds and memory is whole bytes, as the search decides by them; `…_s` are seconds as float.
 
-Legend: T tables, S stages, M tiers, R ranks.
+Legend: S stages, M tiers, R ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,67 +24,15 @@ from typing import Any
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.report_text import report_text
+from tilerec.planner.report_text import fullest, report_text
 from tilerec.planner.search.instance import Ints
-from tilerec.spec.tile import Tile, Tiling, rectangles
+from tilerec.planner.table_entry import COLUMNS, PICO
+from tilerec.planner.table_entry import TableEntry as TableEntry
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
 VERSION = 1
 TIERS = ("device", "host")
-PICO = 1e12
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """One table in a plan.
-
-    Args:
-        path, name: the module that holds it, and the table.
-        rows, dim, data_type: of the table; `data_type` is a word such as "fp32".
-        bytes: of all ranks together, with optimizer state or dense gradients, and buffers.
-        sharding_type: its word in the plan. option: what the search called it ("columns x 4"), or "pinned".
-        tiling: where its cells are.
-        owner_ps: [S] what it adds on the rank that holds most of it. home_ps: [S] what it adds on every rank, for the
-            rank's own batch. Both () where that is unknown.
-    """
-
-    path: str
-    name: str
-    rows: int
-    dim: int
-    data_type: str
-    bytes: int
-    sharding_type: str
-    option: str
-    tiling: Tiling
-    owner_ps: tuple[int, ...] = ()
-    home_ps: tuple[int, ...] = ()
-
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """(r0, r1, c0, c1, ranks) of each rectangle that lies together."""
-        return rectangles(self.tiling)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those that hold some of it."""
-        return self.tiling.ranks()
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """[S] what it adds on the rank that holds most of it, its own batch included."""
-        return tuple((own + home) / PICO for own, home in zip(self.owner_ps, self.home_ps, strict=True))
-
-    def ps_on(self, rank: int) -> int:
-        """About what it adds on a rank, beside the rank's own batch: in proportion to what lies there."""
-        if not self.owner_ps:
-            return 0
-        own = sum(r.cells for r in self.tiling.tiles_of(rank))
-        return sum(self.owner_ps) * own // self._most if own else 0
-
-    @cached_property
-    def _most(self) -> int:
-        return max(sum(r.cells for r in self.tiling.tiles_of(rank)) for rank in self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +105,16 @@ class PlanReport:
 
     @property
     def fullest_rank(self) -> int:
-        """The rank with the most in the memory that tables lie in; of equals, the lowest."""
-        return int(self.memory[:, self.tier].argmax())
+        """The rank whose memory that tables lie in is fullest, as a part of its cap; of equals, the lowest."""
+        return fullest(self.memory[:, self.tier], self.cap[:, self.tier])
+
+    def is_of(self, plan: ShardingPlan) -> bool:
+        """Whether these are the numbers of that plan: the same tables where the plan has them."""
+        mine = {(entry.path, entry.name): entry.tiling for entry in self.tables}
+        theirs = {(path, name): sharding.tiling for path, name, sharding in plan.tables()}
+        return self.topology.world_size == (plan.world_size or self.topology.world_size) and all(
+            theirs.get(place) == tiling for place, tiling in mine.items()
+        )
 
     def weighs_most(self, rank: int, most: int = 8) -> list[tuple[TableEntry, float]]:
         """The tables that add the most seconds on a rank, and how many, beside the rank's own batch."""
@@ -185,8 +141,8 @@ class PlanReport:
             "memory": self.memory.tolist(),
             "cap": self.cap.tolist(),
             "notes": list(self.notes),
-            "columns": list(_COLUMNS),
-            "tables": [_entry_to_json(entry) for entry in self.tables],
+            "columns": list(COLUMNS),
+            "tables": [entry.to_json() for entry in self.tables],
         }
 
     @staticmethod
@@ -206,7 +162,7 @@ class PlanReport:
                 "again."
             )
         try:
-            if tuple(data["columns"]) != _COLUMNS or tuple(data["tiers"]) != TIERS:
+            if tuple(data["columns"]) != COLUMNS or tuple(data["tiers"]) != TIERS:
                 raise KeyError("columns or tiers")
             stages, topology = tuple(data["stages"]), Topology.from_json(data["topology"])
             ranks = topology.world_size
@@ -218,7 +174,7 @@ class PlanReport:
                 charge_ps=int(data["charge_ps"]),
                 memory=_table(data["memory"], ranks, len(TIERS)),
                 cap=_table(data["cap"], ranks, len(TIERS)),
-                tables=tuple(_entry_from_json(row) for row in data["tables"]),
+                tables=tuple(TableEntry.from_json(row) for row in data["tables"]),
                 topology=topology,
                 batch_size=int(data["batch_size"]),
                 planner=str(data["planner"]),
@@ -241,26 +197,6 @@ class PlanReport:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"PlanReport: {path} is not JSON: {error}.") from error
         return PlanReport.from_json(data)
-
-
-_COLUMNS = (
-    "path", "name", "rows", "dim", "data_type", "bytes", "sharding_type", "option", "tiling", "owner_ps", "home_ps",
-)  # fmt: skip
-
-
-def _entry_to_json(entry: TableEntry) -> list[Any]:
-    return [
-        entry.path, entry.name, entry.rows, entry.dim, entry.data_type, entry.bytes, entry.sharding_type, entry.option,
-        entry.tiling.to_json(), list(entry.owner_ps), list(entry.home_ps),
-    ]  # fmt: skip
-
-
-def _entry_from_json(row: Sequence[Any]) -> TableEntry:
-    path, name, rows, dim, data_type, size, kind, option, blocks, owner_ps, home_ps = row
-    tiling = Tiling.from_json(name, rows, dim, blocks)
-    return TableEntry(
-        path, name, rows, dim, data_type, size, kind, option, tiling, tuple(owner_ps), tuple(home_ps)
-    )
 
 
 def _table(rows: Any, first: int, second: int) -> Ints:

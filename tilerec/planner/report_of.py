@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from tilerec.planner.cost.model import Model
@@ -9,8 +12,9 @@ from tilerec.planner.cost.options import PICO
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.decision import Decision
-from tilerec.planner.report import PlanReport, TableEntry
-from tilerec.planner.search.instance import Ints, portion
+from tilerec.planner.report import PlanReport
+from tilerec.planner.search.instance import Instance, Ints, parts_of, portion
+from tilerec.planner.table_entry import TableEntry
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import rectangles
@@ -52,10 +56,12 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
             )
         )  # fmt: skip
     notes = []
-    if request.reserved:
-        notes.append(
-            f"memory holds {bytes_text(request.reserved)} of every rank that are reserved for other things"
-        )
+    reserved = request.reserved_bytes()
+    if max(reserved):
+        some = bytes_text(min(reserved))
+        if len(set(reserved)) > 1:
+            some += f" to {bytes_text(max(reserved))}"
+        notes.append(f"memory holds {some} of every rank that are reserved for other things")
     if len(decision.pins) > PRICED_PINS:
         notes.append(
             f"seconds of single tables are left out for the {len(decision.pins)} that were given by hand"
@@ -88,16 +94,55 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
     owner = instance.cost[every, option]
     width, pieces = instance.width[every, option], instance.pieces[every, option]
     held = instance.memory[every, option].sum(1) * width * pieces
+    shared = np.flatnonzero(instance.shared)
+    uneven = (
+        {t for t in every.tolist() if decision.shares(t) is not None} if decision.solution.rows else set()
+    )
     for t in np.flatnonzero(pieces > 1).tolist():
         places = decision.places(t)
-        if len(set(places)) < len(places):
+        if t in uneven:
+            continue
+        if width[t] == 1 and len(shared):
+            owner[t] = _of_singles(instance, owner[t], places)
+        elif len(set(places)) < len(places):
             owner[t] *= max(places.count(p) for p in set(places))
-    for t in every.tolist() if decision.solution.rows else ():
+    # A host's link is its ranks' together: what one of them sends takes each its part of the time.
+    single = np.flatnonzero((width == 1) & (pieces == 1))
+    single = single[[t not in uneven for t in single.tolist()]]
+    if len(shared) and len(single) and instance.ranks > 1:
+        where = np.array([decision.places(t)[0] for t in single.tolist()], np.int64)
+        owner[np.ix_(single, shared)] //= instance.host_sizes[instance.host_of[where]][:, None]
+    for t in uneven:
+        where = parts_of(instance, t, int(option[t]), decision.places(t))
         shares = decision.shares(t)
-        if shares is not None:
-            largest = np.array([shares.max()], np.int64)
-            owner[t] = portion(owner[t] * len(shares), largest)[0]
+        assert shares is not None
+        owner[t] = _of_shares(instance, owner[t], where, shares)
     return owner, instance.home[every, option], held
+
+
+def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
+    """[S] of pieces on single ranks, on the rank with most of them; of a host's link, a rank's part of its host's."""
+    on_rank = Counter(places)
+    found: Ints = piece * max(on_rank.values())
+    if instance.shared.any():
+        hosts = instance.host_of[list(places)]
+        part = np.bincount(hosts, minlength=instance.hosts) / instance.host_sizes
+        found[instance.shared] = (piece[instance.shared] * part.max()).astype(np.int64)
+    return found
+
+
+def _of_shares(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> Ints:
+    """[S] likewise, of pieces of uneven shares on ranks `where`."""
+    parts = portion(piece * len(shares), shares)
+    ranks, place = np.unique(where, return_inverse=True)
+    held = np.zeros((len(ranks), len(piece)), np.int64)
+    np.add.at(held, place, parts)
+    found: Ints = held.max(0)
+    if instance.shared.any():
+        link = np.zeros((instance.hosts, int(instance.shared.sum())), np.int64)
+        np.add.at(link, instance.host_of[ranks], held[:, instance.shared])
+        found[instance.shared] = (link // instance.host_sizes[:, None]).max(0)
+    return found
 
 
 def _pinned(decision: Decision, work: TableWork, sharding: ParameterSharding) -> tuple[int, tuple[int, ...]]:

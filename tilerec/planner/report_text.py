@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from tilerec.planner.search.instance import Ints
+from tilerec.planner.table_entry import TableEntry
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
-
-if TYPE_CHECKING:
-    from tilerec.planner.report import PlanReport, TableEntry
+from tilerec.spec.topology import Topology
 
 _MOST_TABLES = 20
 _UNITS = ((10**12, "s"), (10**9, "ms"), (10**6, "us"), (10**3, "ns"), (1, "ps"))
+
+
+class Reported(Protocol):
+    """What is read of a `PlanReport`, whose text this is."""
+
+    @property
+    def tables(self) -> Sequence[TableEntry]: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def cost_ps(self) -> int: ...
+    @property
+    def bound_ps(self) -> int: ...
+    @property
+    def charge_ps(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def stages(self) -> Sequence[str]: ...
+    @property
+    def load_ps(self) -> Ints: ...
+    @property
+    def memory(self) -> Ints: ...
+    @property
+    def cap(self) -> Ints: ...
+    @property
+    def slowest_rank(self) -> int: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    def weighs_most(self, rank: int, most: int) -> list[tuple[TableEntry, float]]: ...
+
+
+def fullest(held: Ints, cap: Ints) -> int:
+    """The rank that holds most of what it may hold; of equals, the lowest."""
+    return int((held / cap.clip(1)).argmax())
 
 
 def time_text(ps: int | float) -> str:
@@ -29,7 +66,7 @@ def gap_text(gap: float) -> str:
     return "unknown" if gap == float("inf") else f"{100 * gap:.1f} %"
 
 
-def report_text(report: PlanReport) -> str:
+def report_text(report: Reported) -> str:
     """The text of `str(report)`; ends without a newline."""
     bound = (
         f"no plan takes less than {time_text(report.bound_ps)} (gap {gap_text(report.gap)})"
@@ -37,7 +74,8 @@ def report_text(report: PlanReport) -> str:
         else "no bound is known"
     )
     parts = [
-        f"{len(report.tables)} tables on {report.topology.world_size} {report.topology.compute_device} "
+        f"{len(report.tables)} table{'s' * (len(report.tables) != 1)} on "
+        f"{report.topology.world_size} {report.topology.compute_device} "
         f"rank{'s' * (report.topology.world_size != 1)} of {report.topology.host_count} "
         f"host{'s' * (report.topology.host_count != 1)}, {report.batch_size} samples each: "
         f"{time_text(report.cost_ps)} a step; {bound}",
@@ -50,7 +88,7 @@ def report_text(report: PlanReport) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _stages(report: PlanReport) -> str:
+def _stages(report: Reported) -> str:
     rows = []
     for s, name in enumerate(report.stages):
         load = report.load_ps[:, s]
@@ -61,13 +99,13 @@ def _stages(report: PlanReport) -> str:
     return aligned(("stage", "slowest", "mean", "rank"), rows, right=(1, 2, 3))
 
 
-def _memory(report: PlanReport) -> str:
+def _memory(report: Reported) -> str:
     rows = []
     for m, tier in enumerate(("device", "host")):
         held, cap = report.memory[:, m], report.cap[:, m]
         if not held.any():
             continue
-        full = int(held.argmax())
+        full = fullest(held, cap)
         rows.append(
             (
                 tier,
@@ -81,7 +119,7 @@ def _memory(report: PlanReport) -> str:
     return aligned(("memory", "fullest", "mean", "of", "full", "rank"), rows, right=(1, 2, 3, 4, 5))
 
 
-def _slowest(report: PlanReport) -> str:
+def _slowest(report: Reported) -> str:
     rank = report.slowest_rank
     load = int(report.load_ps[rank].sum())
     heavy = report.weighs_most(rank, 5)
@@ -91,7 +129,7 @@ def _slowest(report: PlanReport) -> str:
     return f"rank {rank} has the most to do: {time_text(load)}. What weighs most there: {shown}"
 
 
-def _tables(report: PlanReport) -> str:
+def _tables(report: Reported) -> str:
     order = sorted(report.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.path, e.name))
     rows = []
     for entry in order[:_MOST_TABLES]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +26,14 @@ from tilerec.sharding.strategies import complete
 from tilerec.spec.optimizer import SGD, OptimizerSpec
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.table import DataType
-from tilerec.spec.topology import Topology
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import MOST_BYTES, Topology
 
 VERSION = 1
 """Of what planning does with a request: plans of another version are not read from a cache."""
 
+_MOST = 10**12
+_MOST_CELLS = 2**54  # bytes with optimizer state stay within 64 bits
 _FROZEN = SGD(0.0)  # a table without gradients has no state, and no `.grad`
 
 
@@ -42,7 +46,8 @@ class PlanRequest:
         topology: the machines.
         batch_size: samples of a rank in a step.
         constraints: by `PlannedTable.key`; pins are among them.
-        reserved: bytes of every rank that are taken, in the memory that tables lie in.
+        reserved, reserved_part: of every rank's memory that tables lie in, bytes and a part of it (from 0 up to, not
+            including, 1) are taken, one beside the other.
         effort: how long to search; see `solve`.
 
     Raises:
@@ -55,17 +60,38 @@ class PlanRequest:
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
     reserved: int = 0
     effort: int = 1
+    reserved_part: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "effort"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"Planner: {name} is {value!r}; it must be a whole number from 1.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST:
+                raise ConfigError(
+                    f"Planner: {name} is {value!r}; it must be a whole number from 1 (below {_MOST:,})."
+                )
+        whole = isinstance(self.reserved, int) and not isinstance(self.reserved, bool)
+        if not whole or not 0 <= self.reserved < MOST_BYTES:
+            raise ConfigError(
+                f"Planner: {self.reserved!r} are reserved of every rank; it must be a whole number of bytes from 0 "
+                "(below 2^60)."
+            )
+        if not isinstance(self.reserved_part, (int, float)) or not 0 <= self.reserved_part < 1:
+            raise ConfigError(
+                f"Planner: the part of the memory that is reserved is {self.reserved_part!r}; it must be from 0 up to, "
+                "not including, 1."
+            )
         keys: set[str] = set()
+        cells = 0
         for table in self.tables:
             if table.key in keys:
                 raise ConfigError(f"{table} is there twice; give every table a name of its own.")
             keys.add(table.key)
+            cells += table.rows * table.dim
+            if cells >= _MOST_CELLS:
+                raise ConfigError(
+                    f"{table}: {table.rows} x {table.dim} cells make the tables larger than any machines (2^54 cells); "
+                    "correct its size."
+                )
         for key in self.constraints:
             if key not in keys:
                 raise ConfigError(f"Planner: constraints name '{key}', which is no table of the request.")
@@ -102,13 +128,17 @@ class PlanRequest:
     def by_key(self) -> dict[str, PlannedTable]:
         return {table.key: table for table in self.tables}
 
+    def reserved_bytes(self) -> list[int]:
+        """Of each rank, what is taken of the memory that tables lie in."""
+        return [self.reserved + math.ceil(cap * self.reserved_part) for cap in self.topology.memory_caps]
+
     def works(self) -> list[TableWork]:
-        """What a step does with each table, in the order of `tables`."""
+        """What a step does with each table, by key: the order in which a model names its tables decides nothing."""
         plain: dict[int, tuple[Reads, ...]] = {}
         for count in {len(table.features) for table in self.tables}:
             plain[count] = (Reads(self.batch_size),) * max(1, count)
         works = []
-        for table in self.tables:
+        for table in sorted(self.tables, key=lambda table: table.key):
             limits = self.constraints.get(table.key)
             reads = plain[len(table.features)]
             if table.weighted or limits is not None:
@@ -122,7 +152,7 @@ class PlanRequest:
                     table.optimizer if table.trained else _FROZEN,
                     reads,
                     None if limits is None else limits.skew,
-                    wire=table.wire or Wire(),
+                    wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
                 )
@@ -141,7 +171,44 @@ class PlanRequest:
             if limits.sharding is not None:
                 table = self.by_key[key]
                 found[key] = complete(limits.sharding, key, table.rows, table.dim, self.topology)
+        self._pin_beside(found)
         return found
+
+    def _pin_beside(self, pins: dict[str, ParameterSharding]) -> None:
+        """Who lies with a pinned table is cut as that is, where its type says how; else only ranks are given."""
+        beside: dict[str, list[str]] = {}
+        for key, limits in self.constraints.items():
+            if limits.with_table is not None:
+                beside.setdefault(self.named(limits.with_table, key), []).append(key)
+        waiting = [key for key in pins if key in beside]
+        while waiting:
+            pin = pins[waiting[-1]]
+            for key in beside[waiting.pop()]:
+                if key in pins or pin.kind is ShardingType.EXPLICIT:
+                    continue
+                table, limits = self.by_key[key], self.constraints[key]
+                allowed = limits.types_allowed()
+                if allowed and pin.kind not in allowed:
+                    raise ConfigError(
+                        f"Table '{key}': with_table='{limits.with_table}' makes it {pin.kind.value}, which its "
+                        "constraints do not allow; leave one of the two out."
+                    )
+                self._check_beside(key, limits, pin.tiling)
+                alike = ParameterSharding(pin.kind, ranks=pin.ranks)
+                pins[key] = complete(alike, key, table.rows, table.dim, self.topology)
+                if key in beside:
+                    waiting.append(key)
+
+    def _check_beside(self, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
+        assert tiling is not None
+        assert limits.with_table is not None
+        own, allowed = tiling.ranks(), self._ranks(limits)
+        others = () if allowed is None else tuple(rank for rank in own if rank not in allowed)
+        if others or len(own) > (limits.max_ranks or len(own)):
+            raise ConfigError(
+                f"Table '{key}': with_table='{self.named(limits.with_table, key)}' puts it on ranks {list(own)[:16]}, "
+                "which its constraints do not allow; leave one of the two out."
+            )
 
     def groups(self, pins: Mapping[str, ParameterSharding]) -> list[list[str]]:
         """Tables that lie together, two or more in each group, none of them pinned."""
@@ -156,7 +223,7 @@ class PlanRequest:
             if limits.with_table is None:
                 continue
             other = self.named(limits.with_table, key)
-            if other not in pins:
+            if other not in pins and key not in pins:
                 first, second = sorted((find(key), find(other)))
                 leader[second] = first
         groups: dict[str, list[str]] = {}
@@ -172,10 +239,13 @@ class PlanRequest:
         """
         path = self.by_key[beside].names[0][0]
         near = f"{path}.{name}" if path else name
-        for key in (near, name):
-            if key in self.by_key:
-                return key
-        found = [table.key for table in self.tables if any(own == name for _, own in table.names)]
+        found = [key for key in (near, name) if key in self.by_key][:1]
+        if not found:
+            found = [table.key for table in self.tables if any(own == name for _, own in table.names)]
+        if found == [beside]:
+            raise ConfigError(
+                f"Table '{beside}': with_table='{name}' is the table itself; name another one, or leave it out."
+            )
         if len(found) != 1:
             raise ConfigError(
                 f"Table '{beside}': with_table='{name}' "
@@ -195,12 +265,8 @@ class PlanRequest:
                 if other in pins:
                     own = pins[other].tiling
                     assert own is not None
-                    ranks = own.ranks() if ranks is None else tuple(r for r in ranks if r in own.ranks())
-                    if not ranks:
-                        raise ConfigError(
-                            f"Table '{key}': with_table='{other}' puts it on ranks {list(own.ranks())[:16]}, which its "
-                            "constraints do not allow; leave one of the two out."
-                        )
+                    self._check_beside(key, given, own)
+                    ranks = own.ranks()
             types = self._types(key, given)
             if ShardingType.TABLE_COLUMN_WISE in types and ShardingType.COLUMN_WISE not in types and ranks:
                 ranks = self._on_one_host(ranks)
@@ -271,6 +337,7 @@ class PlanRequest:
             "version": VERSION,
             "batch_size": self.batch_size,
             "reserved": self.reserved,
+            "reserved_part": self.reserved_part,
             "effort": self.effort,
             "topology": self.topology.to_json(),
             "tables": [self._table_to_json(table) for table in self.tables],
@@ -308,7 +375,7 @@ class PlanRequest:
         Raises:
             ConfigError: it is no request, or one of another version.
         """
-        known = {"version", "batch_size", "reserved", "effort", "topology", "tables"}
+        known = {"version", "batch_size", "reserved", "reserved_part", "effort", "topology", "tables"}
         if not isinstance(data, Mapping) or not {"topology", "tables"} <= set(data) <= known:
             raise ConfigError(
                 f"Plan request: wanted an object with topology and tables, and of {sorted(known)}."
@@ -325,6 +392,7 @@ class PlanRequest:
             constraints,
             data.get("reserved", 0),
             data.get("effort", 1),
+            data.get("reserved_part", 0.0),
         )
 
     def digest(self) -> str:
@@ -373,18 +441,21 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
                 raise ConfigError(
                     f"Table '{name}': {field_name} is {value!r}; it must be a whole number from 1."
                 )
-        names = [(str(item.get("module", "")), name), *((str(p), str(n)) for p, n in item.get("also", []))]
         features = item.get("feature_names")
+        if features is not None and not _is_list_of_words(features):
+            raise ConfigError(
+                f"Table '{name}': feature_names is {features!r:.200}; wanted a list of words such as [\"{name}\"]."
+            )
         table = PlannedTable(
-            tuple(names),
+            _names(name, item),
             item["num_embeddings"],
             item["embedding_dim"],
             _data_type(name, item.get("data_type", "FP32")),
-            (name,) if features is None else tuple(map(str, features)),
+            (name,) if features is None else tuple(features),
             _optimizer(name, item.get("optimizer"), optimizers),
-            bool(item.get("trained", True)),
-            bool(item.get("pooled", True)),
-            bool(item.get("weighted", False)),
+            _flag(name, item, "trained", True),
+            _flag(name, item, "pooled", True),
+            _flag(name, item, "weighted", False),
             _wire(name, item.get("wire")),
         )
         tables.append(table)
@@ -397,6 +468,36 @@ _FIELDS = (
     "name", "num_embeddings", "embedding_dim", "data_type", "feature_names", "module", "also", "optimizer", "trained",
     "pooled", "weighted", "wire", "constraints",
 )  # fmt: skip
+
+
+def _names(name: str, item: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """(module, table) pairs, the table's own first."""
+    module, others = item.get("module", ""), item.get("also", [])
+    pairs = isinstance(others, (list, tuple)) and all(_is_list_of_words(p) and len(p) == 2 for p in others)
+    if not isinstance(module, str) or not pairs:
+        raise ConfigError(
+            f"Table '{name}': module {module!r:.80} and also {others!r:.80} say where it is; wanted a path such as "
+            '"ebc", and a list of [path, table].'
+        )
+    return ((module, name), *((path, table) for path, table in others))
+
+
+def _flag(name: str, item: Mapping[str, Any], flag: str, usual: bool) -> bool:
+    value = item.get(flag, usual)
+    if not isinstance(value, bool):
+        raise ConfigError(f"Table '{name}': {flag} is {value!r}; it must be true or false.")
+    return value
+
+
+def _is_list_of_words(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+
+
+def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
+    """A pin's, else the sharder's."""
+    pin = None if limits is None else limits.sharding
+    own = pin.wire if isinstance(pin, ParameterSharding) else None
+    return own or table.wire or Wire()
 
 
 def _data_type(name: str, word: object) -> DataType:

@@ -24,7 +24,12 @@ GRADIENTS_AND_STATE = 6.0
 
 
 class StorageReservation(ABC):
-    """How many bytes of a rank are taken already."""
+    """How many bytes of a rank are taken already.
+
+    percentage: of these, the part of the rank's memory: of ranks and machines with more memory, more is taken.
+    """
+
+    percentage: float = 0.0
 
     @abstractmethod
     def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
@@ -120,6 +125,7 @@ class InferenceStorageReservation(StorageReservation):
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
         self._as = HeuristicalStorageReservation(percentage, 1.0, dense_tensor_estimate)
+        self.percentage = self._as.percentage
 
     def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
         return self._as.reserved(cap, module, input_bytes)

@@ -22,11 +22,11 @@ def varied(
     batch_size: int | None = None,
     data_type: str | None = None,
 ) -> PlanRequest:
-    """The request with what is given changed. What is reserved stays the same part of the memory.
+    """The request with what is given changed. What is reserved as a part of the memory stays that part.
 
     Args:
         hosts, ranks_per_host: of the new world; what is left out stays.
-        hbm_cap, ddr_cap: bytes of a rank.
+        hbm_cap, ddr_cap: bytes of a rank, of all ranks alike.
         batch_size: of a rank.
         data_type: "bf16", …: of every table.
 
@@ -34,14 +34,12 @@ def varied(
         ConfigError: a number below 1, an unknown type, or constraints for ranks that the new world lacks.
     """
     topology = request.topology
-    if hosts is not None or ranks_per_host is not None:
-        topology = _world(topology, hosts, ranks_per_host)
     if hbm_cap is not None:
-        topology = replace(topology, hbm_cap=hbm_cap)
+        topology = replace(topology, hbm_cap=hbm_cap, hbm_caps=None)
     if ddr_cap is not None:
-        topology = replace(topology, ddr_cap=ddr_cap)
-    before, after = request.topology.memory_cap, topology.memory_cap
-    reserved = request.reserved if before == after or not before else request.reserved * after // before
+        topology = replace(topology, ddr_cap=ddr_cap, ddr_caps=None)
+    if hosts is not None or ranks_per_host is not None:
+        topology = world(topology, hosts, ranks_per_host)
     tables = request.tables
     if data_type is not None:
         if data_type.lower() not in TYPES:
@@ -51,12 +49,16 @@ def varied(
         request,
         topology=topology,
         tables=tables,
-        reserved=reserved,
         batch_size=request.batch_size if batch_size is None else batch_size,
     )
 
 
-def _world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:
+def world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:
+    """As many hosts of as many ranks, on machines like these; what is None stays.
+
+    Raises:
+        ConfigError: a number below 1, or what stays is not the same for all hosts or ranks.
+    """
     for name, value in (("hosts", hosts), ("ranks per host", ranks_per_host)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
@@ -64,6 +66,11 @@ def _world(topology: Topology, hosts: int | None, ranks_per_host: int | None) ->
         raise ConfigError(
             f"The hosts differ in size ({topology}); say how many ranks each of the new ones has (ranks per host)."
         )
+    for name in ("hbm_cap", "ddr_cap"):
+        if getattr(topology, f"{name}s") is not None:
+            raise ConfigError(
+                f"The ranks differ in memory ({name}s); say how much the new ones have ({name})."
+            )
     size = ranks_per_host or topology.local_world_size or 1
     count = hosts or topology.host_count
     return replace(topology, world_size=count * size, local_world_size=size, hosts=None)

@@ -80,6 +80,11 @@ class Speeds:
     origin: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
+        for name in ("widths", *PER_WIDTH):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence):
+                raise ConfigError(
+                    f"Speeds: {name} is {getattr(self, name)!r}; give a list of numbers, one for each width."
+                )
         widths = tuple(self.widths)
         whole = all(isinstance(w, int) and not isinstance(w, bool) for w in widths)
         if not whole or len(widths) < 2 or widths[0] < 1 or list(widths) != sorted(set(widths)):

@@ -12,20 +12,26 @@ A topology is what it was told: it never asks a device or a process group.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from tilerec.errors import ConfigError
 from tilerec.spec.ranks import ranks_to_text, text_to_ranks
 from tilerec.spec.speeds import Speeds
+from tilerec.spec.without_effect import warn_without_effect
 
 GIB = 2**30
 HBM_CAP = 32 * GIB
 DDR_CAP = 128 * GIB
+MOST_BYTES = 2**60
+"""Caps are below: sums over ranks and tables stay whole numbers of 64 bits."""
 
 
 def gigabytes_per_second(figure: float) -> float:
@@ -46,15 +52,21 @@ class Topology:
         local_world_size: ranks per host; the whole world on one host unless given. Must divide `world_size`;
             hosts of different sizes are written as `hosts=`.
         pod_size: ranks within reach of the fast links, where that is more than a host; kept, not used.
+        hbm_caps, ddr_caps: bytes of each rank, where ranks differ: one number for each, in the order of ranks.
+            `hbm_cap` and `ddr_cap` are then the largest of them, and not given.
         hbm_mem_bw, ddr_mem_bw, ssd_mem_bw, hbm_to_ddr_mem_bw: memory bandwidth, bytes per millisecond.
         intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond.
+        custom_topology_data: of TorchRec's: another way to write `hbm_caps` and `ddr_caps`.
+        generalized_comms_bandwidths: of TorchRec's: another way to write `intra_host_bw` and `inter_host_bw`.
+        bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier, uneven_sharding_perf_multiplier: of another
+            cost model, with a warning. created_by_factory: says nothing here.
         hosts: for each host its ranks, in the order of their local ranks: `[[0, 1, 2], [3, 4]]`. Sizes may differ
             and ranks need not be contiguous.
         speeds: what a planner's cost model knows of the machine, as `tilerec calibrate` measures it; made from the
             bandwidths unless given.
 
     Raises:
-        ConfigError: sizes that do not fit together, a rank on two hosts or on none, a negative cap.
+        ConfigError: sizes that do not fit together, a rank on two hosts or on none, a negative cap, an unknown device.
 
     `Topology(16, local_world_size=8).hosts == ((0, …, 7), (8, …, 15))`.
     """
@@ -72,17 +84,49 @@ class Topology:
     hbm_to_ddr_mem_bw: float = gigabytes_per_second(32)
     intra_host_bw: float = gigabytes_per_second(600)
     inter_host_bw: float = gigabytes_per_second(12.5)
+    bwd_compute_multiplier: InitVar[float | None] = None
+    custom_topology_data: InitVar[Any] = None
+    weighted_feature_bwd_compute_multiplier: InitVar[float | None] = None
+    uneven_sharding_perf_multiplier: InitVar[float | None] = None
+    generalized_comms_bandwidths: InitVar[Any] = None
+    created_by_factory: InitVar[bool] = False
     hosts: Sequence[Sequence[int]] | None = field(default=None, kw_only=True)
     speeds: Speeds | None = field(default=None, kw_only=True)
+    hbm_caps: Sequence[int] | None = field(default=None, kw_only=True)
+    ddr_caps: Sequence[int] | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        bwd_compute_multiplier: float | None,
+        custom_topology_data: Any,
+        weighted_feature_bwd_compute_multiplier: float | None,
+        uneven_sharding_perf_multiplier: float | None,
+        generalized_comms_bandwidths: Any,
+        created_by_factory: bool,
+    ) -> None:
         def fill(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        multipliers = {
+            "bwd_compute_multiplier": bwd_compute_multiplier,
+            "weighted_feature_bwd_compute_multiplier": weighted_feature_bwd_compute_multiplier,
+            "uneven_sharding_perf_multiplier": uneven_sharding_perf_multiplier,
+        }
+        warn_without_effect("Topology", multipliers, dict.fromkeys(multipliers, _ITS_OWN_MODEL), 3)
         if not _whole(self.world_size, 1):
             raise ConfigError(
                 f"Topology: world_size is {self.world_size!r}; it must be a whole number from 1."
             )
+        _check_device(self.compute_device)
+        if custom_topology_data is not None:
+            for name in ("hbm", "ddr"):
+                if getattr(self, f"{name}_caps") is None:
+                    fill(f"{name}_caps", _custom(custom_topology_data, f"{name}_cap"))
+        if generalized_comms_bandwidths is not None:
+            for name in ("intra_host_bw", "inter_host_bw"):
+                fill(name, _link(generalized_comms_bandwidths, name))
+        for name in ("hbm", "ddr"):
+            self._read_caps(name, fill)
         if self.speeds is not None and not isinstance(self.speeds, Speeds):
             raise ConfigError(f"Topology: speeds is a {type(self.speeds).__name__}, wanted Speeds.")
         for name, default in (
@@ -93,11 +137,14 @@ class Topology:
             cap = getattr(self, name)
             if cap is None:
                 fill(name, default)
-            elif not _whole(cap, 0):
-                raise ConfigError(f"Topology: {name} is {cap!r}; it must be a whole number of bytes from 0.")
+            elif not _whole(cap, 0) or cap >= MOST_BYTES:
+                raise ConfigError(
+                    f"Topology: {name} is {cap!r:.200}; it must be a whole number of bytes from 0 (below 2^60)."
+                    + (f" Ranks that differ go into {name}s=." if isinstance(cap, Sequence) else "")
+                )
         for name in _BANDWIDTHS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(
                     f"Topology: {name} is {value!r}; it must be above 0 (bytes per millisecond)."
                 )
@@ -120,6 +167,26 @@ class Topology:
             )
         # Hosts of one size have a local world size, whichever of the two was given.
         fill("local_world_size", sizes.pop() if len(sizes) == 1 else None)
+
+    def _read_caps(self, name: str, fill: Any) -> None:
+        """`hbm_caps` or `ddr_caps` as a tuple, and its largest as the cap; None where all ranks are alike."""
+        given = getattr(self, f"{name}_caps")
+        if given is None:
+            return
+        caps = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
+        if len(caps) != self.world_size or not all(_whole(cap, 0) and cap < MOST_BYTES for cap in caps):
+            raise ConfigError(
+                f"Topology: {name}_caps is {given!r:.200}; give whole numbers of bytes from 0, one for each of the "
+                f"{self.world_size} ranks."
+            )
+        single = getattr(self, f"{name}_cap")
+        if single not in (None, max(caps)):
+            raise ConfigError(
+                f"Topology: {name}_cap={single} and {name}_caps, of which the largest is {max(caps)}, both say how "
+                "much memory ranks have; give one of them."
+            )
+        fill(f"{name}_cap", max(caps))
+        fill(f"{name}_caps", caps if len(set(caps)) > 1 else None)
 
     def _blocks(self) -> tuple[tuple[int, ...], ...]:
         size = self.world_size if self.local_world_size is None else self.local_world_size
@@ -161,10 +228,26 @@ class Topology:
 
     @property
     def memory_cap(self) -> int:
-        """Bytes per rank of the memory that tables live in: HBM, or DDR where there is no device memory."""
+        """Bytes per rank of the memory that tables live in: HBM, or DDR where there is no device memory.
+
+        Of ranks that differ, the largest.
+        """
         cap = self.ddr_cap if self.compute_device == "cpu" else self.hbm_cap
         assert cap is not None
         return cap
+
+    @cached_property
+    def caps(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank, bytes of (device, host) memory."""
+        hbm = self.hbm_caps or (self.hbm_cap or 0,) * self.world_size
+        ddr = self.ddr_caps or (self.ddr_cap or 0,) * self.world_size
+        return tuple(zip(hbm, ddr, strict=True))
+
+    @property
+    def memory_caps(self) -> tuple[int, ...]:
+        """`memory_cap`, of each rank."""
+        tier = 1 if self.compute_device == "cpu" else 0
+        return tuple(cap[tier] for cap in self.caps)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -202,12 +285,21 @@ class Topology:
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["hosts"] = [ranks_to_text(host) for host in self.host_ranks]
         out["speeds"] = None if self.speeds is None else self.speeds.to_json()
+        for name in ("hbm_caps", "ddr_caps"):
+            caps = out.pop(name)
+            if caps is not None:
+                out[name], out[name[:-1]] = list(caps), None
         return out
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Topology:
         """The inverse of `to_json`; fields left out take their defaults."""
         known = {f.name for f in fields(Topology)}
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f"Topology JSON: got {data!r:.80}, wanted an object such as tilerec calibrate writes: "
+                '{"world_size": 8, "compute_device": "cuda"}.'
+            )
         unknown = sorted(set(data) - known)
         if unknown or "world_size" not in data:
             raise ConfigError(
@@ -234,6 +326,7 @@ class Topology:
         )
 
 
+_ITS_OWN_MODEL = "the cost model here measures backward passes and uneven splits (tilerec calibrate)"
 _BANDWIDTHS = (
     "hbm_mem_bw",
     "ddr_mem_bw",
@@ -242,6 +335,38 @@ _BANDWIDTHS = (
     "intra_host_bw",
     "inter_host_bw",
 )
+
+
+def _check_device(kind: object) -> None:
+    try:
+        known = isinstance(kind, str) and torch.device(kind).type == kind
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigError(
+            f"Topology: compute_device is {kind!r}; it must be a kind of device that torch knows, such as 'cuda' or "
+            "'cpu', without a number."
+        )
+
+
+def _custom(data: Any, key: str) -> Any:
+    """What TorchRec's CustomTopologyData says of each rank, or None."""
+    try:
+        return list(data.get_data(key)) if data.has_data(key) else None
+    except (AttributeError, TypeError):
+        raise ConfigError(
+            f"Topology: custom_topology_data is a {type(data).__name__}; wanted a CustomTopologyData, or hbm_caps= and "
+            "ddr_caps=."
+        ) from None
+
+
+def _link(bandwidths: Any, name: str) -> Any:
+    if not hasattr(bandwidths, name):
+        raise ConfigError(
+            f"Topology: generalized_comms_bandwidths is a {type(bandwidths).__name__} without {name}; wanted a "
+            "BasicCommsBandwidths, or intra_host_bw= and inter_host_bw=."
+        )
+    return getattr(bandwidths, name)
 
 
 def _whole(value: object, least: int) -> bool:
