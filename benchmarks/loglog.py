@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WIDTH, HEIGHT = 720, 440
-LEFT, RIGHT, TOP, BOTTOM = 74, 24, 44, 54
+LEFT, RIGHT, TOP, BOTTOM = 74, 40, 44, 54
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f } .soft { fill: #57606a } .grid { stroke: #d0d7de }
   .axis { stroke: #57606a } .line { fill: none; stroke-width: 2 } .of0 { stroke: #0550ae } .of1 { stroke: #bc4c00 }
@@ -85,7 +85,9 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
                 f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{said}</title></circle>'
             )
         x, y = places[len(places) // 2]
-        out.append(f'<text class="name{i}" x="{x + 12:.1f}" y="{y + 18:.1f}">{html.escape(one.name)}</text>')
+        end = x > (LEFT + WIDTH) / 2  # the right half: what is written ends there
+        anchor = f'x="{WIDTH - RIGHT}" text-anchor="end"' if end else f'x="{x + 12:.1f}"'
+        out.append(f'<text class="name{i}" {anchor} y="{y + 22:.1f}">{html.escape(one.name)}</text>')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*out, "</svg>", ""]), encoding="utf-8")
 

@@ -10,7 +10,7 @@ this library's cost model; `planner_against.py` compares the two on random table
 100 to 100,000, with the exponent, and TorchRec's for up to 50 if `--peer` is given. The
 picture in the documentation is
 
-    python benchmarks/planner.py --cases --repeat 3 --peer PYTHON --curve docs/img/planner-time.svg
+    python benchmarks/planner.py --cases --peer PYTHON --curve docs/img/planner-time.svg
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ AS_MODULE = 2_500
 PEER_TABLES = 200
 CURVE = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 PEER_CURVE = (12, 25, 50)
+MANY = 3_000
 HERE = Path(__file__).parent
 
 
@@ -232,11 +233,13 @@ def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
 
 def curve(given: argparse.Namespace) -> None:
     """Seconds against tables on 64 ranks, with the exponents of the best power laws, and a picture of it."""
-    own, theirs = [], []
+    own: list[tuple[float, float]] = []
+    theirs: list[tuple[float, float]] = []
     for count in CURVE:
         line = f"{count:>8,} tables x 64 "
         with tempfile.TemporaryDirectory() as folder:
-            found = in_process(f"curve {count}", given.repeat, Path(folder) / "plan.json")
+            repeat = max(given.repeat, 3 if count < 10_000 else 1)
+            found = in_process(f"curve {count}", repeat, Path(folder) / "plan.json")
         if "error" in found:
             print(line, found["error"])
             continue
@@ -248,16 +251,24 @@ def curve(given: argparse.Namespace) -> None:
         print(found["error"] if "error" in found else f"{found['seconds']:.2f} s", flush=True)
         if "error" not in found:
             theirs.append((count, found["seconds"]))
-    named = [
-        (name, points) for name, points in (("tilerec", own), ("TorchRec 1.8.0", theirs)) if len(points) > 1
+    series = [
+        Series(name + growth(points), points)
+        for name, points in (("tilerec", own), ("TorchRec 1.8.0", theirs))
+        if len(points) > 1
     ]
-    series = [Series(f"{name}: tables ^ {exponent(points):.2f}", points) for name, points in named]
     for one in series:
         print(one.name)
     if series:
         write(
             given.curve, "Planning on 64 ranks, from configs to the plan's file", "tables", "seconds", series
         )
+
+
+def growth(points: list[tuple[float, float]]) -> str:
+    """The exponents of the best power laws, over all points and over those where tables are many."""
+    many = [point for point in points if point[0] >= MANY]
+    last = f", from {MANY:,} on ^ {exponent(many):.2f}" if len(many) > 1 else ""
+    return f": tables ^ {exponent(points):.2f}{last}"
 
 
 def of_curve(tables: int) -> Case:
