@@ -101,6 +101,31 @@ def test_columns_that_hold_no_ids_are_left_out_or_named(tmp_path: Path) -> None:
         open_ids(tmp_path / "x.parquet", features=["nested"])
 
 
+def test_parquet_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"a": [1, 2]}), tmp_path / "1.parquet")
+    parquet.write_table(pa.table({"a": [["x"], ["y", "z"]]}), tmp_path / "2.parquet")
+    with pytest.raises(InputError, match=r"2\.parquet: column 'a' has texts, and in .*1\.parquet integers"):
+        open_ids(tmp_path)
+    parquet.write_table(pa.table({"b": [1, 2]}), tmp_path / "2.parquet")
+    with pytest.raises(ConfigError, match=r"2\.parquet: there is no column 'a'"):
+        open_ids(tmp_path)
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(InputError, match="column 'a' more than once"):
+        open_ids(tmp_path / "twice.parquet")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    ids = np.random.default_rng(0).integers(0, 2**60, 200_000)
+    parquet.write_table(pa.table({"a": ids}), path, compression="snappy", use_dictionary=False)
+    damaged = bytearray(path.read_bytes())
+    damaged[8:400_000] = b"\xff" * (400_000 - 8)
+    path.write_bytes(damaged)
+    with pytest.raises(InputError, match=r"x\.parquet: damaged after row .* of the data"):
+        _read(open_ids(path))
+
+
 def test_lists_of_any_kind_give_their_ids(tmp_path: Path) -> None:
     words = pa.array(["x", "y", "x"]).dictionary_encode()
     table = pa.table(

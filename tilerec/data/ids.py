@@ -219,6 +219,9 @@ class _ParquetIds(IdSource):
         super().__init__(str(files[0] if len(files) == 1 else files[0].parent))
         self._files = files
         self._features: tuple[str, ...] = tuple(features)
+        whole: dict[
+            str, tuple[bool, Path]
+        ] = {}  # whether a column has integers, and the first file that says so
         for path in files:
             with self._open(path) as file:
                 self.progress.total += file.metadata.num_rows
@@ -232,10 +235,22 @@ class _ParquetIds(IdSource):
                 for name in self._features:
                     if name not in schema.names:
                         raise _no_column(path, name, schema.names)
-                    if not _readable(schema.field(name).type):
+                    if schema.names.count(name) > 1:
+                        raise InputError(
+                            f"{path}: it has column {name!r} more than once; give it other names."
+                        )
+                    kind = schema.field(name).type
+                    if not _readable(kind):
                         raise ConfigError(
-                            f"{path}: column {name!r} is {schema.field(name).type}; ids are integers, texts, or lists "
-                            "of them."
+                            f"{path}: column {name!r} is {kind}; ids are integers, texts, or lists of them."
+                        )
+                    integers = pa.types.is_integer(_innermost(kind))
+                    before, first = whole.setdefault(name, (integers, path))
+                    if integers != before:
+                        names = {True: "integers", False: "texts"}
+                        raise InputError(
+                            f"{path}: column {name!r} has {names[integers]}, and in {first} {names[before]}; write all "
+                            "files alike."
                         )
 
     @staticmethod
@@ -248,12 +263,20 @@ class _ParquetIds(IdSource):
     def blocks(self) -> Iterator[dict[str, Ids]]:
         for path in self._files:
             with self._open(path) as file:
-                for part in file.iter_batches(_PARQUET_ROWS, columns=list(self._features), use_threads=False):
+                for part in self._parts(file, path):
                     self.count.rows += part.num_rows
                     self.progress.done = self.count.rows
                     yield {name: _of_column(part.column(name)) for name in self._features}
         if not self.count.rows:
             raise InputError(f"{self.name}: there are no rows in it.")
+
+    def _parts(self, file: parquet.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from file.iter_batches(_PARQUET_ROWS, columns=list(self._features), use_threads=False)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(
+                f"{path}: damaged after row {self.progress.done:,} of the data ({error}); fetch the file again."
+            ) from error
 
 
 def _of_column(column: pa.Array) -> Ids:
@@ -292,6 +315,11 @@ def _readable(kind: pa.DataType) -> bool:
         or pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
     )
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    """What lists and dictionaries are of."""
+    return _innermost(kind.value_type) if _is_list(kind) or pa.types.is_dictionary(kind) else kind
 
 
 def _is_list(kind: pa.DataType) -> bool:
