@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tilerec.ops import exchange as exchange
 from tilerec.ops import gradient as gradient
+from tilerec.ops import hash as hash
 from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup
 from tilerec.ops import random as random
