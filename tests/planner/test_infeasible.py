@@ -8,6 +8,7 @@ from tests.planner.asked import asked, table
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.infeasible import PlannerError, least_that, no_plan
+from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import FixedPercentageStorageReservation
@@ -33,6 +34,7 @@ def test_tables_that_are_too_much_in_all_are_said_to_be() -> None:
     error = refused(asked({"a": 400_000, "b": 300_000, "c": 10}, Topology(2, hbm_cap=64 * MIB)))
     assert error.proved
     assert error.tier == "device"
+    assert error.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
     assert error.short > 30 * MIB
     assert error.heaviest == ("ebc.a", "ebc.b", "ebc.c")
     text = str(error)
@@ -57,7 +59,13 @@ def test_a_table_that_may_not_be_split_is_named_with_what_forbids_it() -> None:
     error = refused(asked({"a": 400_000, "b": 10}, Topology(4, hbm_cap=64 * MIB), limits))
     assert error.proved
     assert "no piece of table 'ebc.a' that its constraints and sizes allow fits a rank" in str(error)
-    assert any(r.text == "'ebc.a' as row_wise, without its sharding_types" for r in error.remedies)
+    assert any("a split by rows of 'ebc.a', which sharding_types rule out" in r.text for r in error.remedies)
+    pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[0]))
+    limits = {"a": pin, "b": ParameterConstraints(["table_wise", "column_wise"], ranks=[0], min_partition=64)}
+    error = refused(asked({"a": 150_000, "b": 150_000}, Topology(2, hbm_cap=64 * MIB), limits))
+    assert any(
+        r.text == "'ebc.b' as table_wise, without its sharding_types and ranks" for r in error.remedies
+    )
 
 
 def test_a_hand_made_part_beyond_a_cap_is_named_with_rank_and_bytes() -> None:

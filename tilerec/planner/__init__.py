@@ -29,6 +29,7 @@ from tilerec.planner.peer_parts import MemoryBalancedPartitioner as MemoryBalanc
 from tilerec.planner.peer_parts import NoopEmbeddingStats as NoopEmbeddingStats
 from tilerec.planner.peer_parts import NoopPerfModel as NoopPerfModel
 from tilerec.planner.peer_parts import NoopStorageModel as NoopStorageModel
+from tilerec.planner.peer_parts import PlannerErrorType as PlannerErrorType
 from tilerec.planner.peer_parts import SortBy as SortBy
 from tilerec.planner.peer_parts import UniformProposer as UniformProposer
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner

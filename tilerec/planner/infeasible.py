@@ -21,11 +21,12 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Workload
 from tilerec.planner.decision import Decision, decide
+from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.spec.plan import EmbeddingComputeKernel
+from tilerec.spec.plan import EmbeddingComputeKernel, ShardingType
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import MOST_BYTES, Topology
@@ -53,7 +54,10 @@ class PlannerError(ConfigError):
         short: bytes missing there, at least; over all ranks, or on one where a piece of one table is too large.
         heaviest: names of the tables that weigh most.
         remedies: changes that there is a plan for.
+        error_type: TorchRec's word for it.
     """
+
+    error_type = PlannerErrorType.INSUFFICIENT_STORAGE
 
     def __init__(
         self,
@@ -194,18 +198,11 @@ class _Search:
                 yield found
 
     def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
-        """The first that there is a plan for. A `{kind}` in a text becomes the sharding types there of those freed."""
+        """The first that there is a plan for."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
-            found = _decided(request)
-            if found is not None:
-                return Remedy(text.format(kind=self._kinds(found)) if "{kind}" in text else text, request)
+            if _decided(request) is not None:
+                return Remedy(text, request)
         return None
-
-    def _kinds(self, found: Decision) -> str:
-        before, after = self.request.constraints, found.request.constraints
-        freed = [key for key in after if after[key] is not before.get(key)]
-        shardings = found.shardings()
-        return " and ".join(dict.fromkeys(shardings[key].kind.value for key in freed))
 
     def _more_ranks(self) -> Remedy | None:
         return self._first(self._worlds())
@@ -335,17 +332,19 @@ class _Search:
         ]
         bound.sort(key=lambda key: (-order[key], key))
 
-        def candidates() -> Iterator[tuple[str, PlanRequest]]:
-            for key in bound[: max(1, self.tries - 1)]:
-                yield (
-                    f"'{_escaped(key)}' as {{kind}}, without its {_says(self.request.constraints[key])}",
-                    _freed(self.request, [key]),
-                )
-            if len(bound) > 1:
-                some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
-                yield f"no restriction of sharding types and ranks for {some}", _freed(self.request, bound)
-
-        return self._first(candidates())
+        for key in bound[: max(1, self.tries - 1)]:
+            request = _freed(self.request, [key])
+            found = _decided(request)
+            if found is not None:
+                kind, says = found.shardings()[key].kind, _says(self.request.constraints[key])
+                if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
+                    return Remedy(f"a split by rows of '{key}', which {says} rule out", request)
+                return Remedy(f"'{key}' as {kind.value}, without its {says}", request)
+        if len(bound) < 2:
+            return None
+        some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+        text = f"no restriction of sharding types and ranks for {some}"
+        return self._first(iter([(text, _freed(self.request, bound))]))
 
     def _unpinned(self) -> Remedy | None:
         keys = list(self.decision.pins)
@@ -442,7 +441,3 @@ def _readable(size: int) -> int:
 def _must_be_dense(request: PlanRequest, key: str) -> bool:
     limits = request.limits_of(key)
     return limits is not None and limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")

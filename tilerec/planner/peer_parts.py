@@ -22,6 +22,23 @@ class SortBy(Enum):
     PERF = "perf"
 
 
+class PlannerErrorType(Enum):
+    """What TorchRec's planner may fail of. `PlannerError.error_type` is INSUFFICIENT_STORAGE: nothing else is one here,
+    and other mistakes are `ConfigError`s.
+    """
+
+    INSUFFICIENT_STORAGE = "insufficient_storage"
+    STRICT_CONSTRAINTS = "strict_constraints"
+    PARTITION = "partition"
+    OTHER = "other"
+    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
+    PLAN_LOADING_FAILED = "plan_loading_failed"
+    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
+    INPUT_VALIDATION = "input_validation"
+    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
+    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
+
+
 class Part:
     """A part that the search does not use; `arguments` are those it was made with."""
 
