@@ -21,3 +21,7 @@ class InputError(TilerecError):
 
 class CommsError(TilerecError, RuntimeError):
     """A collective that cannot end: a peer failed or died, did not come in time, or made another call."""
+
+
+class ReshardError(TilerecError, RuntimeError):
+    """A move of tables that stopped midway. Raised on every rank; the model works, some tables moved and some not."""

@@ -42,6 +42,9 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
 
+APART_FROM = 1 << 20
+"""Bytes of a rank's tiles of a table from which they have a storage of their own."""
+
 # Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
 # `torch.compiler.disable` does the same, but imports the compiler with the package.
 _eager = torch._disable_dynamo
@@ -98,6 +101,13 @@ class Exchange:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self  # a copied module talks through the same groups
+
+    def over(self, topology: Topology, tables: Sequence[TableLayout]) -> Exchange:
+        """An exchange through the same groups, of tables that are cut anew."""
+        return Exchange(
+            self.group, self.route_group, topology, tables, self.layout.slots,
+            weighted=self.weighted, each_id=self.each_id, exact=self.exact,
+        )  # fmt: skip
 
     def stages(self, wide: torch.dtype) -> Stages:
         """Router and combiner for sums in `wide`."""
@@ -227,7 +237,12 @@ class ShardedCollection(TableCollection):
 
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
-        """Read and pool the rows this rank holds, and send them home."""
+        """Read and pool the rows this rank holds, and send them home.
+
+        A batch that was routed before the tables were cut anew (`reshard`) is routed again, on every rank.
+        """
+        if routed.stages.router.layout.ended:
+            routed = self.route(routed.wait().features)
         return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
 
     def _leaves(self) -> list[nn.Parameter]:
@@ -248,6 +263,11 @@ class ShardedCollection(TableCollection):
     def _flat(self, looked: LookedUp, output: Output) -> Tensor:
         """The flat output, differentiable."""
         batch = looked.batch
+        if batch.stages.combiner.layout.ended:
+            raise ConfigError(
+                f"{type(self).__name__}: the tables were cut anew between this batch's lookup and its combine; reshard "
+                "between two steps, and look the batch up again."
+            )
         self._follow_first_leaves()
         leaves, rows = self._leaves(), self._rows()
         sinks = [
@@ -500,8 +520,11 @@ def shard_collection(
 def _memory(
     module: TableCollection, layout: Layout, device: torch.device | str | None
 ) -> dict[str, list[Tensor]]:
-    """Memory of this rank's tiles, side by side in one storage per data type and device."""
-    shapes: dict[tuple[torch.dtype, torch.device], list[tuple[str, tuple[int, int]]]] = {}
+    """Memory of this rank's tiles, side by side in one storage per data type and device.
+
+    Large tables have a storage each: one of them can move, and its memory is free.
+    """
+    shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
     held: dict[int, list[tuple[int, int]]] = {}
     for r in layout.held:
         t, tile = layout.rectangles[r]
@@ -512,9 +535,11 @@ def _memory(
         weight = table.weight
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
         own = held.get(t, [(0, layout.tables[t].tiling.dim)])
-        shapes.setdefault((weight.dtype, where), []).extend((name, shape) for shape in own)
+        apart = sum(rows * width for rows, width in own) * weight.element_size() >= APART_FROM
+        key = (weight.dtype, where, name if apart else "")
+        shapes.setdefault(key, []).extend((name, shape) for shape in own)
     places: dict[str, list[Tensor]] = {}
-    for (dtype, where), group in shapes.items():
+    for (dtype, where, _), group in shapes.items():
         for (name, _), own_memory in zip(
             group, flat_memory([s for _, s in group], dtype, where), strict=True
         ):

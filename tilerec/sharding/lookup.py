@@ -135,6 +135,11 @@ class _Combine(torch.autograd.Function):
                 "again, or let tables have dense gradients and step them by hand."
             )
         combiner, routed = ctx.combiner, ctx.looked.routed
+        if combiner.layout.ended:
+            raise RuntimeError(
+                "A sharded lookup's backward came after its tables were cut anew (reshard), so the rows it would write "
+                "lie elsewhere: reshard between two steps, after the backward."
+            )
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
             grad = ctx.output.divide_(grad.clone())
         grad = ctx.output.spread_non_finite(grad, gradients.guarded)
