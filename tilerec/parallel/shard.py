@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -34,6 +34,7 @@ from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.table import check_rule
+from tilerec.sharding.teams import Teams
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -116,10 +117,18 @@ def shard_tables(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
+    *,
+    only: Collection[str] | None = None,
+    teams: Teams | None = None,
 ) -> nn.Module:
-    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end."""
+    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end.
+
+    Args:
+        only: paths of the collections to shard; None: all.
+        teams: where ranks are several teams, each of which holds every table.
+    """
     with unattached_on_error(module.parameters()):
-        return _shard(module, plan, group, topology, device, exact, sharders, who)
+        return _shard(module, plan, group, topology, device, exact, sharders, who, only, teams)
 
 
 def _shard(
@@ -131,10 +140,12 @@ def _shard(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
+    only: Collection[str] | None,
+    teams: Teams | None,
 ) -> nn.Module:
     try:
         device = None if device is None else device_of(device, who)
-        ready = _prepare(module, plan, group, topology, device, listed(sharders, who))
+        ready = _prepare(module, plan, group, topology, device, listed(sharders, who), only)
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
         with suppress(ConfigError):
@@ -155,7 +166,7 @@ def _shard(
     take_from_rank_0(group, collections, tables)
     drawn = [table for table in tables if table.weight.is_meta and table.config.init_fn is not None]
     try:
-        _cut(group, ready, device, exact)
+        _cut(group, ready, device, exact, teams)
     except Exception as error:  # a user's init_fn; the others must not wait for this rank
         with suppress(ConfigError):
             agree(group, "the sharded model", {"made": str(error)})
@@ -168,7 +179,7 @@ def _shard(
     return module
 
 
-def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool) -> None:
+def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool, teams: Teams | None) -> None:
     """Tables become tiles."""
     collections, whole = ready.collections, ready.plan
     if collections:
@@ -186,6 +197,7 @@ def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool) 
                 exact=exact,
                 fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
                 wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
+                teams=teams,
             )
 
 
@@ -205,9 +217,10 @@ def _prepare(
     topology: Topology | None,
     device: torch.device | None,
     given_sharders: list[ModuleSharder],
+    only: Collection[str] | None,
 ) -> _Ready:
     """All checks that need no other rank."""
-    collections = collections_of(module)
+    collections = collections_of(module, only)
     ties = ties_of(collections)
     kind = device.type if device is not None else _device_type(collections)
     plan = without_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))

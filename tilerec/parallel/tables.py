@@ -8,7 +8,7 @@ Nouns
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,14 +23,19 @@ Name = tuple[str, str]
 """Path of a collection, name of a table."""
 
 
-def collections_of(module: nn.Module) -> dict[str, TableCollection]:
+def collections_of(module: nn.Module, only: Collection[str] | None = None) -> dict[str, TableCollection]:
     """Every collection of tables in a model, by path, not sharded yet.
+
+    Args:
+        only: paths to look at; None: all.
 
     Raises:
         ConfigError: one is sharded already.
     """
     found: dict[str, TableCollection] = {}
     for path, part in module.named_modules():
+        if only is not None and path not in only:
+            continue
         if isinstance(part, ShardedCollection):
             raise ConfigError(
                 f"shard: module '{path}' is sharded already; shard a model once, as a whole, or shard its other parts "

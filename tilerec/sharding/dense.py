@@ -16,11 +16,12 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.ops.gradient import GradientRecord
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
+from tilerec.sharding.teams import Teams, mean_over_teams, meeting
 
 
 def dense_grads(
     group: Group, leaves: Sequence[Tensor], owners: Sequence[tuple[int, ...]], leaf_of: Sequence[int],
-    wanted: Sequence[int], record: GradientRecord, *, exact: bool,
+    wanted: Sequence[int], record: GradientRecord, *, exact: bool, teams: Teams | None = None,
 ) -> dict[int, Tensor]:  # fmt: skip
     """Gradients by leaf, in the leaves' shapes and dtypes.
 
@@ -29,6 +30,7 @@ def dense_grads(
         leaf_of: per feature of the record, the leaf it read.
         wanted: leaves that need a gradient, the same tiles on all owners of each.
         exact: one sum in unsharded order over all replicas' bags; else replicas add up their sums.
+        teams: where ranks are several teams. Gradients are those of all of them, outside of the group, too.
     """
     dense = {
         i: torch.zeros(leaves[i].shape, dtype=_wide_of(leaves[i]), device=leaves[i].device) for i in wanted
@@ -39,7 +41,7 @@ def dense_grads(
     alone: list[int] = []
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and exact:
-            _store_agreed(group, ranks, {i: dense[i] for i in held}, leaf_of, record)
+            _store_agreed(*meeting(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record)
         else:
             alone.extend(held)
     features = [f for f, i in enumerate(leaf_of) if i in set(alone)]
@@ -48,7 +50,9 @@ def dense_grads(
         _store([dense[i] for i in alone], [position[leaf_of[f]] for f in features], record.only(features))
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and not exact:
-            _add_over(group, ranks, [dense[i] for i in held])
+            _add_over(*meeting(group, teams, ranks), [dense[i] for i in held])
+    if teams is not None and teams.apart and dense:
+        mean_over_teams(teams, list(dense.values()))
     return {i: (grad / group.size).to(leaves[i].dtype) for i, grad in dense.items()}
 
 

@@ -34,6 +34,7 @@ from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
 from tilerec.sharding.route import ATTACHED, TRAINED, Batch, Routed, Router
 from tilerec.sharding.table import ShardedTable, shard_table
+from tilerec.sharding.teams import Teams
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -85,10 +86,11 @@ class Exchange:
 
     def __init__(
         self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
-        slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool,
+        slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool, teams: Teams | None = None,
     ) -> None:  # fmt: skip
         self.group, self.route_group, self.topology = group, route_group, topology
-        self.layout = Layout(tables, slots, topology, group.rank)
+        self.teams = teams
+        self.layout = Layout(tables, slots, topology, group.rank, None if teams is None else teams.of)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
         # Slots whose rows' columns have several owners, each with its table and the type its gradients travel in.
         self.column_cut = [
@@ -106,7 +108,7 @@ class Exchange:
         """An exchange through the same groups, of tables that are cut anew."""
         return Exchange(
             self.group, self.route_group, topology, tables, self.layout.slots,
-            weighted=self.weighted, each_id=self.each_id, exact=self.exact,
+            weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams,
         )  # fmt: skip
 
     def stages(self, wide: torch.dtype) -> Stages:
@@ -328,6 +330,7 @@ class ShardedCollection(TableCollection):
             wanted,
             record,
             exact=self.exchange.exact,
+            teams=self.exchange.teams,
         )
 
 
@@ -466,7 +469,7 @@ def _by_elements(table: ShardedTable) -> bool:
 def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
-    wires: Mapping[str, Wire] | None = None,
+    wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
 ) -> None:  # fmt: skip
     """Make a collection into this rank's part of a sharded one, in place.
 
@@ -478,6 +481,7 @@ def shard_collection(
         fan_in: expected ids per bag of tables, where known: says whether sums inside a host save anything.
         wires: number formats in which tables' rows and gradients travel; default: as they are summed. Sums inside a
             host always travel as they are.
+        teams: where ranks are several teams, each of which holds every table; None: one.
 
     Raises:
         ConfigError: `exact` with a wire that rounds.
@@ -501,12 +505,12 @@ def shard_collection(
     exchange = Exchange(
         group, route_group, topology, layouts,
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
-        weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact,
+        weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
     )  # fmt: skip
     memory = _memory(module, exchange.layout, device)
     for name, table in tables.items():
         if not isinstance(table, ShardedTable):
-            shard_table(table, tilings[name], group, topology, memory[name], exact)
+            shard_table(table, tilings[name], group, topology, memory[name], exact, teams)
         elif table.tiling != tilings[name]:
             raise ConfigError(
                 f"Table '{name}' is sharded already, with another collection that it is tied to, and another "

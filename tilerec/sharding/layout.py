@@ -9,10 +9,12 @@ Nouns
   route      row cuts that send each id of a slot to one part; column blocks with other cuts need a route of their
              own, and skip parts that an earlier route already feeds
   home       the rank whose batch it is;  reader: the owner that looks up for a home
+  team       ranks that together hold every table (`teams.py`); all ranks are one unless said otherwise
   group      parts of one route on one host that is not the home's: their rows are added on that host, and only the
              sums cross (a proxy, one of the owners, adds them)
 
-    reader(owners, home) = home itself, else an owner on its host, else one by turns: reads spread over replicas
+    reader(owners, home) = home itself, else an owner in its team and, of those, on its host, else one by turns: reads
+                           spread over replicas
 
 A home's parts in wire order: by reader, then in canonical order (slot, route, rows). Everything below is read off
 tiles, their owners and the hosts; no strategy has a name here.
@@ -76,6 +78,14 @@ class Route(NamedTuple):
     parts: tuple[int, ...]
 
 
+class _HostGroup(NamedTuple):
+    """Parts on one host, each with its owner there."""
+
+    host: int
+    parts: tuple[int, ...]  # in canonical order
+    owners: tuple[int, ...]  # parallel to them
+
+
 class Merge(NamedTuple):
     """Parts whose rows are added on `proxy` before they travel home."""
 
@@ -83,12 +93,18 @@ class Merge(NamedTuple):
     parts: tuple[int, ...]  # in canonical order, which is the order of the sum
 
 
-def reader(owners: tuple[int, ...], home: int, topology: Topology) -> int:
-    """The owner that looks up for `home`."""
+def reader(
+    owners: tuple[int, ...], home: int, topology: Topology, team_of: Sequence[int] | None = None
+) -> int:
+    """The owner that looks up for `home`. `team_of`: the team of each rank; None: all are one."""
     if len(owners) == 1:
         return owners[0]
     if home in owners:
         return home
+    if team_of is not None:
+        owners = tuple(o for o in owners if team_of[o] == team_of[home]) or owners
+        if len(owners) == 1:
+            return owners[0]
     host = topology.host_of(home)
     near = [o for o in owners if topology.host_of(o) == host] or list(owners)
     return near[topology.local_rank(home) % len(near)]
@@ -98,9 +114,15 @@ class Layout:
     """The static records of a module's exchange, seen from one rank."""
 
     def __init__(
-        self, tables: Sequence[ShardedTable], slots: Sequence[SlotRead], topology: Topology, rank: int
+        self,
+        tables: Sequence[ShardedTable],
+        slots: Sequence[SlotRead],
+        topology: Topology,
+        rank: int,
+        team_of: Sequence[int] | None = None,
     ) -> None:
         self.tables, self.slots = tuple(tables), tuple(slots)
+        self._team_of = None if team_of is None else tuple(team_of)
         self.topology, self.rank, self.size = topology, rank, topology.world_size
         # Tables were cut anew since: what was routed by this layout is to be routed again.
         self.ended = False
@@ -113,8 +135,9 @@ class Layout:
             self.rectangles.extend((t, tile) for tile in rectangles(table.tiling))
         for s, slot in enumerate(self.slots):
             self._add_slot(s, slot.table)
-        self._groups = self._find_groups()
-        self.hierarchical = bool(self._groups)
+        teams = {0} if self._team_of is None else set(self._team_of)
+        self._groups = {team: self._find_groups(team) for team in teams}
+        self.hierarchical = any(self._groups.values())
         # Every rank holds all that it looks up: ids and rows travel nowhere.
         self.alone = all(len(part.owners) == self.size for part in self.parts)
         # What I hold: rectangle number -> position among my leaves.
@@ -149,32 +172,43 @@ class Layout:
             if any(p >= 0 for p in own):
                 self.routes.append(Route(s, block.cuts, tuple(own)))
 
-    def _find_groups(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(host, parts): parts of one route with equal columns and one owner each, on several ranks of the host."""
+    def _only_owner(self, p: int, team: int) -> int | None:
+        """The owner of a part in a team; None if several of it hold copies."""
+        owners = self.parts[p].owners
+        if self._team_of is not None:
+            owners = tuple(o for o in owners if self._team_of[o] == team)
+        return owners[0] if len(owners) == 1 else None
+
+    def _find_groups(self, team: int) -> list[_HostGroup]:
+        """Parts of one route with equal columns and one owner each in the team, on several ranks of a host."""
         if self.topology.host_count == 1:
             return []
-        groups: list[tuple[int, tuple[int, ...]]] = []
+        groups: list[_HostGroup] = []
         for route in self.routes:
             if self.tables[self.slots[route.slot].table].fan_in <= 1:
                 continue
-            by_host: defaultdict[tuple[int, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+            by_host: defaultdict[tuple[int, tuple[tuple[int, int], ...]], dict[int, int]] = defaultdict(dict)
             for p in route.parts:
-                if p >= 0 and len(self.parts[p].owners) == 1:
+                owner = self._only_owner(p, team) if p >= 0 else None
+                if owner is not None:
                     columns = tuple((unit.c0, unit.width) for unit in self.parts[p].units)
-                    by_host[(self.topology.host_of(self.parts[p].owners[0]), columns)].append(p)
-            for (host, _), parts in by_host.items():
-                if len({self.parts[p].owners[0] for p in parts}) > 1:
-                    groups.append((host, tuple(parts)))
+                    by_host[(self.topology.host_of(owner), columns)][p] = owner
+            for (host, _), owners in by_host.items():
+                if len(set(owners.values())) > 1:
+                    groups.append(_HostGroup(host, tuple(owners), tuple(owners.values())))
         return groups
+
+    def _team(self, rank: int) -> int:
+        return 0 if self._team_of is None else self._team_of[rank]
 
     def merges(self, home: int) -> list[Merge]:
         """The groups that add up before their rows travel to `home`."""
         own_host = self.topology.host_of(home)
         found = []
-        for host, parts in self._groups:
-            if host != own_host:
-                owners = sorted({self.parts[p].owners[0] for p in parts})
-                found.append(Merge(owners[self.topology.local_rank(home) % len(owners)], parts))
+        for group in self._groups[self._team(home)]:
+            if group.host != own_host:
+                owners = sorted(set(group.owners))
+                found.append(Merge(owners[self.topology.local_rank(home) % len(owners)], group.parts))
         return found
 
     # ---------------------------------------------------------------- what this rank sends and receives
@@ -183,14 +217,14 @@ class Layout:
         rank, size = self.rank, self.size
         by_reader: list[list[int]] = [[] for _ in range(size)]
         for p, part in enumerate(self.parts):
-            by_reader[reader(part.owners, rank, self.topology)].append(p)
+            by_reader[reader(part.owners, rank, self.topology, self._team_of)].append(p)
         self.sent: list[list[int]] = by_reader  # per owner, parts in canonical order
         self.wire = [0] * len(self.parts)
         for place, p in enumerate(p for parts in by_reader for p in parts):
             self.wire[p] = place
         mine = [p for p, part in enumerate(self.parts) if rank in part.owners]
         self.received: list[list[int]] = [
-            [p for p in mine if reader(self.parts[p].owners, home, self.topology) == rank]
+            [p for p in mine if reader(self.parts[p].owners, home, self.topology, self._team_of) == rank]
             for home in range(size)
         ]
         self.own_merges = self.merges(rank)  # as home
@@ -278,9 +312,11 @@ class Layout:
             first += len(merges)
         numbered.sort()
         self.siblings: list[list[ProxySegment]] = [[] for _ in range(self.size)]
-        for _home, p, m, number in numbered:
+        for home, p, m, number in numbered:
             part = self.parts[p]
-            self.siblings[part.owners[0]].extend(
+            owner = self._only_owner(p, self._team(home))
+            assert owner is not None, "copies within a team are not merged"
+            self.siblings[owner].extend(
                 ProxySegment(m, number, u, unit.width) for u, unit in enumerate(part.units)
             )
 

@@ -89,7 +89,7 @@ def agree_on_gradients(
         record: this rank's gradients of the tables.
     """
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
-    bounds = _bounds(record)
+    bounds = id_bounds(record)
     own = [
         _Counts(
             len(table.features),
@@ -169,7 +169,7 @@ def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) ->
     return {**told, group.rank: list(own)}
 
 
-def _bounds(record: GradientRecord) -> list[tuple[int, int]]:
+def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
     """Where each feature's ids lie in `record.ids`."""
     if record.offsets is None:
         return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]

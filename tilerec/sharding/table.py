@@ -24,6 +24,7 @@ from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.layout import reader, rectangles
 from tilerec.sharding.logical import Cover, Logical, Piece
 from tilerec.sharding.state import load, shown, size_mismatch
+from tilerec.sharding.teams import Teams
 from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
@@ -119,6 +120,8 @@ class ShardedTable(Table, TiledTable):
 
     def _logical(self, parts: Sequence[Tensor]) -> Logical:
         """Args: parts: one per leaf: of its shape, `[rows]`, `[rows, 1]`, or a number."""
+        for rows in self.tile_rows:
+            rows.settle()
         tiles, like = rectangles(self.tiling), parts[0].new_empty(0)
         cells = parts[0].dim() == 2 and parts[0].shape == self.leaves()[0].shape
         if cells:
@@ -273,28 +276,37 @@ def check_rule(table: Table, tiling: Tiling) -> None:
             )
 
 
-def peers_of(tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool) -> Peers:
+def peers_of(
+    tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool, teams: Teams | None = None
+) -> Peers:
     """Whom a tile's updates concern; see `Peers`."""
-    me = group.rank
+    me, team_of = group.rank, None if teams is None else teams.of
     beside = sorted(
         (other for other in rectangles(tiling) if (other.r0, other.r1) == (tile.r0, tile.r1)),
         key=lambda t: t.c0,
     )
     if sum(other.c1 - other.c0 for other in beside) != tiling.dim:
-        return Peers(group, tile.owners, None, (), exact)
+        return Peers(group, tile.owners, None, (), exact, teams)
     columns = []
     listeners: dict[int, None] = {}
     for other in beside:
-        columns.append((reader(other.owners, me, topology), other.c0, other.c1 - other.c0))
+        columns.append((reader(other.owners, me, topology, team_of), other.c0, other.c1 - other.c0))
         if other != tile:
-            listeners.update(dict.fromkeys(q for q in other.owners if reader(tile.owners, q, topology) == me))
+            mine = (q for q in other.owners if reader(tile.owners, q, topology, team_of) == me)
+            listeners.update(dict.fromkeys(mine))
     listeners.pop(me, None)
-    return Peers(group, tile.owners, tuple(columns), tuple(listeners), exact)
+    return Peers(group, tile.owners, tuple(columns), tuple(listeners), exact, teams)
 
 
 @torch.no_grad()
 def shard_table(
-    table: Table, tiling: Tiling, group: Group, topology: Topology, memory: Sequence[Tensor], exact: bool
+    table: Table,
+    tiling: Tiling,
+    group: Group,
+    topology: Topology,
+    memory: Sequence[Tensor],
+    exact: bool,
+    teams: Teams | None = None,
 ) -> None:
     """Make a table into this rank's tiles of it, in place: values and optimizer state of the rectangles stay.
 
@@ -302,6 +314,7 @@ def shard_table(
         table: whole, real or on meta.
         memory: for each of this rank's rectangles of the tiling its memory, `[rows, width]`, not written yet; one empty
             `[0, dim]` where there is none.
+        teams: where ranks are several teams; None: one.
 
     Tables tied to it (another collection's, with the same rows) become the same tiles with it.
     """
@@ -317,9 +330,9 @@ def shard_table(
                 own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own, requires_grad=whole.requires_grad)
         peers = (
-            peers_of(tiling, tile, group, topology, exact)
+            peers_of(tiling, tile, group, topology, exact, teams)
             if tiles
-            else Peers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact)
+            else Peers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact, teams)
         )
         rows = TileRows(table.config.name, Place(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
         rows.takes_gradients, rows.origin = old.takes_gradients, old.handle

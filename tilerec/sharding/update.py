@@ -15,6 +15,7 @@ Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the grou
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -26,8 +27,10 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient import GradientRecord, GradientSink, features_of, sum_rows_of_tables
 from tilerec.ops.rules import BLOCK, add_blocks, block_sums
-from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
-from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients, id_bounds
+from tilerec.sharding.teams import Teams, meeting
+from tilerec.sharding.touched import Touched
+from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
 from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, Place, TableRows, count_updates
 
 
@@ -43,6 +46,7 @@ class Peers:
             are cut at other rows, so there is nobody to add row sums with.
         listeners: ranks that hear this rank's sums.
         exact: bits must not depend on the tiling.
+        teams: where ranks are several teams; None: one.
     """
 
     group: Group
@@ -50,6 +54,7 @@ class Peers:
     columns: tuple[tuple[int, int, int], ...] | None
     listeners: tuple[int, ...] = ()
     exact: bool = False
+    teams: Teams | None = None
 
     def sum_unit(self) -> int:
         """Columns of each of the sums that column blocks tell each other; 0: one sum for a whole block."""
@@ -69,8 +74,30 @@ class TileRows(TableRows):
         super().__init__(name, place)
         self.peers = peers
         self.dim = dim  # of the whole table
-        self.divisor = float(peers.group.size)
         self.origin = 0  # of the table, in the order of making: what tells twins of one key apart
+        self.touched: Touched | None = None  # where replicas agree now and then: what changed since
+        self.moment_scale = 1.0  # of what a gradient adds to the moment of row-wise Adagrad
+        self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
+
+    @property
+    def divisor(self) -> float:
+        teams = self.peers.teams
+        # Without an attached optimizer, nothing but their gradients keeps teams together: they are summed over all.
+        others = teams.axis.size if teams is not None and teams.apart and self.group is None else 1
+        return float(self.peers.group.size * others)
+
+    def rule(self) -> OptimizerSpec:
+        spec = super().rule()
+        if self.moment_scale == 1.0:
+            return spec
+        if self._scaled is None or self._scaled[0] is not spec:
+            self._scaled = (spec, with_moment_scale(spec, self.moment_scale))
+        return self._scaled[1]
+
+    def settle(self) -> None:
+        """Have rows and slots that are to be read or written: those on their way from replicas are written first."""
+        if self.touched is not None:
+            self.touched.settle()
 
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         if self.peers.columns is None and spec.phases:
@@ -118,23 +145,27 @@ class TileRows(TableRows):
         for replicas, peers in sorted(by_replicas.items()):
             own = _only(record, peers)
             if len(replicas) > 1 and not record.agreed:
+                group, ranks = meeting(self.peers.group, self.peers.teams, replicas)
                 told = [table._as_replica(own) for table in peers]
-                own = agree_on_gradients(self.peers.group, replicas, own, told, exact=self.peers.exact)
+                own = agree_on_gradients(group, ranks, own, told, exact=self.peers.exact)
             yield peers, own
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
         split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
-        specs = {id(table.group): table.group.spec() for table in tables if table.group is not None}
+        for table in tables:
+            table.settle()
+        specs = {id(table.group): table.rule() for table in tables if table.group is not None}
         names = {mark: repr(spec) for mark, spec in specs.items()}
         for peers, own in self._by_replicas(tables, record):
             alike: dict[str, list[TileRows]] = {}
             parts: list[TileRows] = []
+            mark_touched([table for table in peers if table.touched is not None], own)
             for table in peers:
                 spec = specs.get(id(table.group))
                 if spec is None:  # sparse gradients: each table's are its own
-                    TableRows.take(table, [table], _only(own, [table]))
+                    TableRows.take(table, [table], table._of_all_teams(_only(own, [table])))
                 elif spec.phases and len(table.peers.columns or ()) > 1:
                     parts.append(table)
                 else:
@@ -150,6 +181,14 @@ class TileRows(TableRows):
         if failures:
             raise failures[0]
 
+    def _of_all_teams(self, record: GradientRecord) -> GradientRecord:
+        """A record's gradients, where other teams have copies of the tile and gradients of their own."""
+        teams = self.peers.teams
+        if teams is None or not teams.apart or teams.axis.size == 1:
+            return record
+        told = [self._as_replica(record)]
+        return agree_on_gradients(teams.axis, range(teams.axis.size), record, told, exact=self.peers.exact)
+
     def _mark(self) -> tuple[int, ...]:
         """The tile's place among all, in one order on every rank; the first four numbers: which rows of which table."""
         place = self.place
@@ -158,6 +197,35 @@ class TileRows(TableRows):
     def _as_replica(self, record: GradientRecord) -> ReplicaTable:
         features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
+
+
+def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
+    """Row-wise Adagrad with `sum += scale * mean(g'^2)` in place of `sum += mean(g'^2)`; other rules as they are.
+
+    With `h = sqrt(scale) g'`, `sum += mean(h^2); w -= (lr / sqrt(scale)) h / (sqrt(sum) + eps)` is that very rule: so
+    gradients and decay shrink by the root and the rate grows by it.
+
+    `scale=0.25`, lr 0.1, a row of one column with gradient 2: sum = 0.25 * 4 = 1, step = 0.1 * 2 / 1 = 0.2; scaled
+    gradient 1, rate 0.2: sum = 1, step = 0.2.
+    """
+    if not isinstance(spec, RowWiseAdagrad) or scale == 1.0:
+        return spec
+    root = math.sqrt(scale)
+    return replace(
+        spec, lr=spec.lr / root, grad_scale=spec.grad_scale / root, weight_decay=spec.weight_decay * root
+    )
+
+
+def mark_touched(tables: Sequence[TileRows], record: GradientRecord) -> None:
+    """Note the rows of these tables that a record names."""
+    if not tables:
+        return
+    bounds = id_bounds(record)
+    for table in tables:
+        assert table.touched is not None
+        for f, sink in enumerate(record.sinks):
+            if sink == table.handle:
+                table.touched.mark(record.ids[bounds[f][0] : bounds[f][1]])
 
 
 def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:
@@ -183,7 +251,7 @@ class _SplitRows:
         first = self.tiles[0]
         assert first.group is not None
         assert first.peers.columns is not None
-        self.spec = first.group.spec()
+        self.spec = first.rule()
         self.unit = unit = first.peers.sum_unit()
         # Sums that a row's are put together from: per column block, the rank that makes them and how many they are.
         self.makers = [rank for rank, _, _ in first.peers.columns]

@@ -102,7 +102,6 @@ class TableRows(GradientSink):
         self.skipped_rows = 0
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
         self._counter = "step"  # name of the update count in `state`
-        self.divisor = 1.0  # of gradients: the ranks they are summed over
         self._warned = False
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
 
@@ -135,6 +134,16 @@ class TableRows(GradientSink):
         self.bind(leaf)
 
     @property
+    def divisor(self) -> float:
+        """Of gradients: the number of ranks they are summed over."""
+        return 1.0
+
+    def rule(self) -> OptimizerSpec:
+        """The optimizer by which attached rows move now."""
+        assert self.group is not None, "rows are attached"
+        return self.group.spec()
+
+    @property
     def updates(self) -> int:
         """How many updates the table has had since its optimizer was attached."""
         return int(self.state[self._counter]) if self.spec is not None else 0
@@ -146,13 +155,13 @@ class TableRows(GradientSink):
 
     def batch_key(self) -> Hashable:
         # Specs are frozen records: equal numbers, one update call.
-        return self.handle if self.group is None else (self.group.spec(), self.divisor)
+        return self.handle if self.group is None else (self.rule(), self.divisor)
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         if self.group is None:
             self._add_sparse_grad(record)
             return
-        spec = self.group.spec()
+        spec = self.rule()
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
         leaves, slots, seeds, row_offsets, column_offsets = [], [], [], [], []  # type: ignore[var-annotated]
