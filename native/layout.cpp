@@ -3,6 +3,7 @@
 #include <string>
 
 #include "exchange.h"
+#include "hash.h"
 #include "lookup.h"
 #include "update.h"
 
@@ -139,6 +140,68 @@ std::string describe() {
   TR_FIELD(tr_segments, fresh);
   TR_FIELD(tr_segments, threads);
   TR_FIELD(tr_segments, report);
+
+  TR_STRUCT(tr_zch);
+  TR_FIELD(tr_zch, ids);
+  TR_FIELD(tr_zch, count);
+  TR_FIELD(tr_zch, counts);
+  TR_FIELD(tr_zch, may_insert);
+  TR_FIELD(tr_zch, ttls);
+  TR_FIELD(tr_zch, slot_ids);
+  TR_FIELD(tr_zch, used);
+  TR_FIELD(tr_zch, since);
+  TR_FIELD(tr_zch, last);
+  TR_FIELD(tr_zch, hits);
+  TR_FIELD(tr_zch, expires);
+  TR_FIELD(tr_zch, counters);
+  TR_FIELD(tr_zch, counter_count);
+  TR_FIELD(tr_zch, first);
+  TR_FIELD(tr_zch, held);
+  TR_FIELD(tr_zch, buckets);
+  TR_FIELD(tr_zch, slots);
+  TR_FIELD(tr_zch, max_probe);
+  TR_FIELD(tr_zch, step);
+  TR_FIELD(tr_zch, now);
+  TR_FIELD(tr_zch, ttl);
+  TR_FIELD(tr_zch, policy);
+  TR_FIELD(tr_zch, evict);
+  TR_FIELD(tr_zch, threshold);
+  TR_FIELD(tr_zch, exponent);
+  TR_FIELD(tr_zch, rows);
+  TR_FIELD(tr_zch, outcomes);
+  TR_FIELD(tr_zch, probes);
+  TR_FIELD(tr_zch, evicted_rows);
+  TR_FIELD(tr_zch, evicted_ids);
+  TR_FIELD(tr_zch, evicted);
+  TR_FIELD(tr_zch, threads);
+  TR_FIELD(tr_zch, report);
+
+  TR_STRUCT(tr_zch_resizing);
+  TR_FIELD(tr_zch_resizing, slot_ids);
+  TR_FIELD(tr_zch_resizing, used);
+  TR_FIELD(tr_zch_resizing, since);
+  TR_FIELD(tr_zch_resizing, last);
+  TR_FIELD(tr_zch_resizing, hits);
+  TR_FIELD(tr_zch_resizing, expires);
+  TR_FIELD(tr_zch_resizing, new_ids);
+  TR_FIELD(tr_zch_resizing, new_used);
+  TR_FIELD(tr_zch_resizing, new_since);
+  TR_FIELD(tr_zch_resizing, new_last);
+  TR_FIELD(tr_zch_resizing, new_hits);
+  TR_FIELD(tr_zch_resizing, new_expires);
+  TR_FIELD(tr_zch_resizing, moved);
+  TR_FIELD(tr_zch_resizing, first);
+  TR_FIELD(tr_zch_resizing, held);
+  TR_FIELD(tr_zch_resizing, buckets);
+  TR_FIELD(tr_zch_resizing, slots);
+  TR_FIELD(tr_zch_resizing, new_buckets);
+  TR_FIELD(tr_zch_resizing, new_slots);
+  TR_FIELD(tr_zch_resizing, max_probe);
+  TR_FIELD(tr_zch_resizing, step);
+  TR_FIELD(tr_zch_resizing, policy);
+  TR_FIELD(tr_zch_resizing, exponent);
+  TR_FIELD(tr_zch_resizing, threads);
+  TR_FIELD(tr_zch_resizing, report);
   return text;
 }
 

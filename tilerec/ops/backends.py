@@ -21,9 +21,9 @@ def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    from tilerec.ops.cpu import exchange, jagged, lookup, random, update
+    from tilerec.ops.cpu import exchange, hash, jagged, lookup, random, update
 
-    for backend in (exchange, jagged, lookup, random, update):
+    for backend in (exchange, hash, jagged, lookup, random, update):
         backend.register(native)
     return True
 

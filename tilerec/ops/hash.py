@@ -47,7 +47,7 @@ class Policy(enum.IntEnum):
 
     LRU = 0  # last
     LFU = 1  # hits, then last
-    DISTANCE_LFU = 2  # hits / (step - last) ** exponent, in float64
+    DISTANCE_LFU = 2  # hits / (step - last) ** exponent, in float64; the exponent in steps of 1/256
     TTL = 3  # expires; only slots with expires <= now
 
 
@@ -182,6 +182,24 @@ LIBRARY.define(
 )
 
 
+def _power(age: int, exponent: float) -> float:
+    """age ** exponent, taken to the nearest 1/256, by products and square roots: every machine rounds them alike.
+
+    9 ** 1.5 -> 9 * sqrt(9) = 27
+    """
+    whole, part = divmod(int(exponent * 256 + 0.5), 256)
+    result, base, root = 1.0, float(age), float(age)
+    while whole:
+        result *= base if whole & 1 else 1.0
+        whole >>= 1
+        base *= base if whole else 1.0
+    while part:
+        root = math.sqrt(root)
+        result *= root if part & 128 else 1.0
+        part = (part << 1) & 255
+    return result
+
+
 def _score(
     policy: int, exponent: float, step: int, last: int, hits: int, expires: int
 ) -> tuple[float, ...] | tuple[int, ...]:
@@ -191,7 +209,7 @@ def _score(
     if policy == Policy.LFU:
         return (hits, last)
     if policy == Policy.DISTANCE_LFU:
-        return (float(hits) / math.pow(max(step - last, 1), exponent),)
+        return (float(hits) / _power(max(step - last, 1), exponent),)
     return (expires,)
 
 

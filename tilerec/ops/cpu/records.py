@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 
-_P, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
 class Report(ctypes.Structure):
@@ -111,6 +111,38 @@ class Segments(ctypes.Structure):
     ]
 
 
+class Zch(ctypes.Structure):
+    """`tr_zch` of native/hash.h."""
+
+    _fields_ = [
+        ("ids", _P),
+        ("count", _I64),
+        *((name, _P) for name in ("counts", "may_insert", "ttls")),
+        *((name, _P) for name in ("slot_ids", "used", "since", "last", "hits", "expires", "counters")),
+        *((name, _I64) for name in ("counter_count", "first", "held", "buckets", "slots", "max_probe")),
+        *((name, _I64) for name in ("step", "now", "ttl", "policy", "evict", "threshold")),
+        ("exponent", _F64),
+        *((name, _P) for name in ("rows", "outcomes", "probes", "evicted_rows", "evicted_ids")),
+        *((name, _I64) for name in ("evicted", "threads")),
+        ("report", Report),
+    ]
+
+
+class ZchResizing(ctypes.Structure):
+    """`tr_zch_resizing` of native/hash.h."""
+
+    _fields_ = [
+        *((name, _P) for name in ("slot_ids", "used", "since", "last", "hits", "expires")),
+        *((f"new_{name}", _P) for name in ("ids", "used", "since", "last", "hits", "expires")),
+        ("moved", _P),
+        *((name, _I64) for name in ("first", "held", "buckets", "slots")),
+        *((name, _I64) for name in ("new_buckets", "new_slots", "max_probe", "step", "policy")),
+        ("exponent", _F64),
+        ("threads", _I64),
+        ("report", Report),
+    ]
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_report": Report,
     "tr_lookup": Lookup,
@@ -119,6 +151,8 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_parts": Parts,
     "tr_route": Route,
     "tr_segments": Segments,
+    "tr_zch": Zch,
+    "tr_zch_resizing": ZchResizing,
 }
 """The records by their names in C."""
 

@@ -1,0 +1,305 @@
+// The loops of hash.h, for one instruction set.
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include <string.h>
+
+#include "hash.h"
+
+namespace tilerec {
+namespace TILEREC_ISA {
+namespace {
+
+// Entries between the first look at memory and its use: enough to hide a miss of every cache, few enough that processors
+// remember all of them.
+constexpr int kAhead = 16;
+constexpr int64_t kNone = -1;
+
+// Of 8 slots from here on, a bit for each that holds the id (used or not).
+inline uint32_t same8(const int64_t* ids, int64_t id) {
+#if defined(__AVX512F__)
+  return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(ids), _mm512_set1_epi64(id));
+#elif defined(__AVX2__)
+  const __m256i wanted = _mm256_set1_epi64x(id);
+  const __m256i low = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)ids), wanted);
+  const __m256i high = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)(ids + 4)), wanted);
+  return (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(low)) | (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(high)) << 4;
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < 8; i++) bits |= (uint32_t)(ids[i] == id) << i;
+  return bits;
+#endif
+}
+
+// Of 8 bytes, how many come before the first zero.
+inline int before_zero8(const uint8_t* used) {
+  uint64_t x;
+  memcpy(&x, used, sizeof x);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  x = __builtin_bswap64(x);
+#endif
+  const uint64_t low7 = 0x7f7f7f7f7f7f7f7fu, zero = ~(((x & low7) + low7) | x | low7);
+  return zero == 0 ? 8 : __builtin_ctzll(zero) >> 3;
+}
+
+// Where a search ended: at the id, at the first empty slot, or after the window.
+struct Search {
+  int64_t slot;  // of the bucket; kNone: the window is full of others
+  int64_t probes;
+  bool found;
+};
+
+// Slots begin ... end - 1 of a bucket. True when the search ends here.
+inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t id, int64_t begin, int64_t end, Search& search) {
+  int64_t slot = begin;
+  for (; slot + 8 <= end; slot += 8) {
+    const int full = before_zero8(used + slot);
+    const uint32_t same = same8(ids + slot, id) & ((1u << full) - 1);
+    if (same != 0 || full < 8) {
+      const int at = same != 0 ? __builtin_ctz(same) : full;
+      search = {slot + at, search.probes + (slot - begin) + at + 1, same != 0};
+      return true;
+    }
+  }
+  for (; slot < end; slot++) {
+    if (used[slot] && ids[slot] != id) continue;
+    search = {slot, search.probes + (slot - begin) + 1, used[slot] != 0};
+    return true;
+  }
+  search.probes += end - begin;
+  return false;
+}
+
+struct Window {
+  int64_t start, first_end, wrapped_end;  // slots [start, first_end), then [0, wrapped_end)
+};
+
+inline Window window_of(int64_t start, int64_t slots, int64_t window) {
+  const int64_t left = slots - start;
+  return {start, left < window ? slots : start + window, left < window ? window - left : 0};
+}
+
+inline Search search_for(const int64_t* ids, const uint8_t* used, int64_t id, int64_t start, int64_t slots, int64_t window) {
+  if (used[start] != 0 && ids[start] == id) return {start, 1, true};
+  Search search = {kNone, 0, false};
+  const Window w = window_of(start, slots, window);
+  if (!search_run(ids, used, id, w.start, w.first_end, search)) search_run(ids, used, id, 0, w.wrapped_end, search);
+  return search;
+}
+
+// ---- the worst of a window
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct Worst {
+  int64_t slot;
+  int64_t whole, second;  // its score; which of them counts, the policy says
+  double score;
+};
+
+// Each takes slots [begin, end) of a bucket; `worst` changes if one of them scores strictly less. Passes over arrays: the least
+// score of those that may go, then its first place. kNever is more than every step, clock and count.
+constexpr int64_t kNever = INT64_MAX;
+
+// `value` or kNever, in a form that the compiler turns into vectors.
+inline int64_t only_if(bool holds, int64_t value) {
+  const int64_t mask = -(int64_t)holds;
+  return (value & mask) | (kNever & ~mask);
+}
+
+void worst_lru(const int64_t* last, int64_t step, int64_t begin, int64_t end, Worst& worst) {
+  int64_t low = kNever;
+  for (int64_t s = begin; s < end; s++) low = least(low, last[s]);
+  if (low >= step || low >= worst.whole) return;
+  int64_t s = begin;
+  while (last[s] != low) s++;
+  worst = {s, low, 0, 0};
+}
+
+void worst_lfu(const int64_t* hits, const int64_t* last, int64_t step, int64_t begin, int64_t end, Worst& worst) {
+  int64_t low = kNever;
+  for (int64_t s = begin; s < end; s++) {
+    const int64_t uses = hits[s], at = last[s];
+    low = least(low, only_if(at < step, uses));
+  }
+  if (low > worst.whole) return;
+  int64_t oldest = kNever;
+  for (int64_t s = begin; s < end; s++) {
+    const int64_t uses = hits[s], at = last[s];
+    oldest = least(oldest, only_if(uses == low, at));
+  }
+  if (oldest >= step || (low == worst.whole && oldest >= worst.second)) return;
+  int64_t s = begin;
+  while (hits[s] != low || last[s] != oldest) s++;
+  worst = {s, low, oldest, 0};
+}
+
+void worst_distance_lfu(const int64_t* hits, const int64_t* last, int64_t step, int64_t exponent, int64_t begin, int64_t end,
+                        Worst& worst) {
+  for (int64_t s = begin; s < end; s++) {
+    if (last[s] >= step) continue;
+    const int64_t age = step - last[s];
+    const double score = (double)hits[s] / (exponent == 256 ? (double)age : zch_power(age, exponent));
+    if (worst.slot == kNone || score < worst.score) worst = {s, 0, 0, score};
+  }
+}
+
+void worst_ttl(const int64_t* expires, const int64_t* last, int64_t step, int64_t now, int64_t begin, int64_t end,
+               Worst& worst) {
+  int64_t low = kNever;
+  for (int64_t s = begin; s < end; s++) {
+    const int64_t until = expires[s], at = last[s];
+    low = least(low, only_if(at < step, until));
+  }
+  if (low > now || low >= worst.whole) return;
+  int64_t s = begin;
+  while (expires[s] != low || last[s] >= step) s++;
+  worst = {s, low, 0, 0};
+}
+
+__attribute__((noinline)) int64_t worst_slot(const tr_zch& call, int64_t exponent, int64_t base, const Window& w) {
+  Worst worst = {kNone, kNever, kNever, 0};
+  const int64_t *last = call.last + base, *hits = call.hits + base;
+  for (int part = 0; part < 2; part++) {
+    const int64_t begin = part == 0 ? w.start : 0, end = part == 0 ? w.first_end : w.wrapped_end;
+    if (begin == end) continue;
+    switch (call.policy) {
+      case TR_LRU: worst_lru(last, call.step, begin, end, worst); break;
+      case TR_LFU: worst_lfu(hits, last, call.step, begin, end, worst); break;
+      case TR_DISTANCE_LFU: worst_distance_lfu(hits, last, call.step, exponent, begin, end, worst); break;
+      default: worst_ttl(call.expires + base, last, call.step, call.now, begin, end, worst);
+    }
+  }
+  return worst.slot;
+}
+
+// ---- admission
+
+inline bool admits(const tr_zch& call, int64_t bucket, uint64_t mixed, int64_t count) {
+  if (call.threshold <= 1) return true;
+  const uint64_t second = zch_mix(mixed ^ 0x9e3779b97f4a7c15u);
+  int32_t* counters = call.counters + bucket * call.counter_count;
+  int32_t *one = counters + zch_high(second, call.counter_count), *other = counters + zch_low(second, call.counter_count);
+  int64_t seen = (*one < *other ? *one : *other) + count;
+  if (seen > INT32_MAX) seen = INT32_MAX;
+  if (*one < seen) *one = (int32_t)seen;
+  if (*other < seen) *other = (int32_t)seen;
+  return seen >= call.threshold;
+}
+
+struct Ahead {
+  uint64_t mixed;
+  int64_t bucket, start;
+};
+
+inline Ahead look_ahead(const tr_zch& call, int64_t id) {
+  const uint64_t mixed = zch_mix((uint64_t)id);
+  return {mixed, zch_high(mixed, call.buckets) - call.first, zch_low(mixed, call.slots)};
+}
+
+template <bool kPositions>
+void assign_entries(const tr_zch& call, const ZchLane& lane) {
+  const int64_t window = least(call.max_probe, call.slots), exponent = zch_exponent(call.exponent);
+  const bool counts = call.counts != nullptr, ttls = call.ttls != nullptr;
+  Ahead ring[kAhead];
+  const auto entry = [&](int64_t i) { return kPositions ? (int64_t)lane.positions[i] : i; };
+  const auto prefetch = [&](int64_t i) {
+    const Ahead a = look_ahead(call, call.ids[entry(i)]);
+    const int64_t row = a.bucket * call.slots + a.start;
+    __builtin_prefetch(call.slot_ids + row);
+    __builtin_prefetch(call.used + row);
+    __builtin_prefetch(call.last + row, 1);
+    __builtin_prefetch(call.hits + row, 1);
+    ring[i % kAhead] = a;
+  };
+  for (int64_t i = lane.begin; i < lane.end && i < lane.begin + kAhead; i++) prefetch(i);
+  for (int64_t i = lane.begin; i < lane.end; i++) {
+    const Ahead a = ring[i % kAhead];
+    if (i + kAhead < lane.end) prefetch(i + kAhead);
+    const int64_t n = entry(i), id = call.ids[n], base = a.bucket * call.slots;
+    const int64_t count = counts ? call.counts[n] : 1;
+    const Search search = search_for(call.slot_ids + base, call.used + base, id, a.start, call.slots, window);
+    call.probes[n] = (int32_t)search.probes;
+    int64_t slot = search.slot;
+    if (search.found) {
+      const int64_t at = base + slot;
+      call.last[at] = call.step;
+      call.hits[at] += count;
+      if (call.expires != nullptr) {
+        const int64_t until = call.now + (ttls ? call.ttls[n] : call.ttl);
+        if (call.expires[at] < until) call.expires[at] = until;
+      }
+      call.rows[n] = call.first * call.slots + at;
+      call.outcomes[n] = TR_HIT;
+      continue;
+    }
+    uint8_t outcome = TR_INSERTED;
+    if (call.may_insert != nullptr && call.may_insert[n] == 0) {
+      outcome = TR_MISSING;
+    } else if (!admits(call, a.bucket, a.mixed, count)) {
+      outcome = TR_NOT_ADMITTED;
+    } else if (slot == kNone) {
+      if (call.evict) slot = worst_slot(call, exponent, base, window_of(a.start, call.slots, window));
+      outcome = slot == kNone ? TR_REJECTED : TR_EVICTED;
+      if (slot != kNone) call.evicted_ids[n] = call.slot_ids[base + slot];
+    }
+    call.outcomes[n] = outcome;
+    if (outcome > TR_EVICTED) {
+      call.rows[n] = kNone;
+      continue;
+    }
+    const int64_t at = base + slot;
+    call.slot_ids[at] = id;
+    call.used[at] = 1;
+    call.since[at] = call.last[at] = call.step;
+    call.hits[at] = count;
+    if (call.expires != nullptr) call.expires[at] = call.now + (ttls ? call.ttls[n] : call.ttl);
+    call.rows[n] = call.first * call.slots + at;
+  }
+}
+
+}  // namespace
+
+void zch_assign_lane(const tr_zch& call, const ZchLane& lane) {
+  if (lane.positions == nullptr)
+    assign_entries<false>(call, lane);
+  else
+    assign_entries<true>(call, lane);
+}
+
+void zch_find_run(const tr_zch& call, int64_t begin, int64_t end) {
+  const int64_t window = least(call.max_probe, call.slots);
+  Ahead ring[kAhead];
+  const auto prefetch = [&](int64_t i) {
+    const Ahead a = look_ahead(call, call.ids[i]);
+    const int64_t row = a.bucket * call.slots + a.start;
+    __builtin_prefetch(call.slot_ids + row);
+    __builtin_prefetch(call.used + row);
+    ring[i % kAhead] = a;
+  };
+  for (int64_t i = begin; i < end && i < begin + kAhead; i++) prefetch(i);
+  for (int64_t i = begin; i < end; i++) {
+    const Ahead a = ring[i % kAhead];
+    if (i + kAhead < end) prefetch(i + kAhead);
+    const int64_t base = a.bucket * call.slots;
+    const Search search = search_for(call.slot_ids + base, call.used + base, call.ids[i], a.start, call.slots, window);
+    call.rows[i] = search.found ? call.first * call.slots + base + search.slot : kNone;
+    call.probes[i] = (int32_t)search.probes;
+  }
+}
+
+// The first entry whose bucket is not held; `end` if there is none.
+int64_t zch_first_stray(const tr_zch& call, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t bucket = zch_high(zch_mix((uint64_t)call.ids[i]), call.buckets) - call.first;
+    if (bucket < 0 || bucket >= call.held) return i;
+  }
+  return end;
+}
+
+void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) out[i] = zch_high(zch_mix((uint64_t)ids[i]), buckets);
+}
+
+}  // namespace TILEREC_ISA
+}  // namespace tilerec
