@@ -195,6 +195,19 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path: Path) -> None:
         _read(path)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("block_bytes", [24, 1 << 20])
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_empty_line_is_a_bad_line_where_there_are_columns(
+    tmp_path: Path, end: str, block_bytes: int, at: int
+) -> None:
+    columns = (Column("name", ColumnKind.TEXT), Column("tag", ColumnKind.TEXT))
+    lines = ["a,b", "c,d", "e,f"]
+    path = _file(tmp_path, "name,tag", *lines[:at], "", *lines[at:], end=end, last=end)
+    with pytest.raises(InputError, match=rf"file\.csv:{at + 2}: column 'tag' is missing"):
+        list(DelimitedFile(path, columns, block_bytes=block_bytes).blocks())
+
+
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = _file(tmp_path, HEADER, "1" * 5000)
     with pytest.raises(InputError, match=r"file\.csv:2: the line is longer than 100 bytes"):

@@ -262,6 +262,8 @@ class DelimitedFile:
             b"x" in text or b"X" in text
         ):
             return None  # Arrow would read 0x1F as an integer
+        if len(layout) > 1 and (text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r\n" in text):
+            return None  # Arrow would fill an empty line with empty columns
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
         types = {
             ColumnKind.INTEGER: pa.int64(),
