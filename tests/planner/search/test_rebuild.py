@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.rebuild import Dice, _Rebuild, rebuild
@@ -48,10 +50,9 @@ def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Calla
         if found is None:
             continue
         repeated += any(len(set(where)) < len(where) for where in found.places)
-        state = _Rebuild(relaxed, relaxed.usable, found, 1)
-        assert np.allclose(state.load[:, state.shared], state.link[instance.host_of], rtol=1e-12, atol=1.0), (
-            seed
-        )
+        state = _Rebuild(relaxed, relaxed.usable, found, 1, False)
+        link = state.mean[instance.host_of][:, state.shared]
+        assert np.allclose(state.load[:, state.shared], link, rtol=1e-12, atol=1.0), seed
         for t in range(instance.tables):
             state._shift(t, -1.0)
             state._hold(t, -1)
@@ -65,6 +66,59 @@ def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Calla
             ).max() <= 1e-9 * now.stage.max() + 20 or (np.any(instance.slow != 1000))
             assert (instance.cap - now.memory).tolist() == state.room.tolist()
     assert repeated
+
+
+def lumps_and_water() -> Instance:
+    """Two hosts of two ranks; lumps of 60 and 20 on single ranks, and two tables whose rows a host's ranks share."""
+    size = [60, 60, 20, 20, 50, 50]
+    width = np.array([[1], [1], [1], [1], [2], [2]])
+    cost = np.array(size)[:, None, None] * 1000
+    return Instance(
+        list("abcdef"),
+        width,
+        np.ones((6, 1), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.zeros((6, 1, 1), np.int64),
+        np.full((4, 1), 1),
+        np.array([0, 0, 1, 1]),
+        divisible=width > 1,
+    )
+
+
+def test_tables_that_pour_over_a_host_count_where_it_has_room() -> None:
+    instance = lumps_and_water()
+    relaxed = Relaxed(instance)
+    start = pack(relaxed, np.zeros(6, np.int64), Rule.TIME)
+    assert start is not None
+    found = rebuild(relaxed, relaxed.usable, start, 300, 1, True)
+    assert found.memory.tolist() == evaluate(instance, found.option, found.places).memory.tolist()
+    poured = flow(instance, evaluate(instance, found.option, found.places), 300)
+    # A lump of each kind and one of the tables on each host; evenly split, no arrangement is below 100.
+    assert 90_000 <= poured.cost <= 90_200
+    even = rebuild(relaxed, relaxed.usable, start, 300, 1)
+    assert evaluate(instance, even.option, even.places).cost == 100_000
+
+
+def test_what_pours_is_never_taken_for_more_than_it_is_evenly_split(
+    small_instance: Callable[..., Instance],
+) -> None:
+    less = 0
+    for seed in range(60):
+        instance = small_instance(seed)
+        on_host = (instance.width > 1) & (instance.width < instance.ranks) & (instance.pieces == 1)
+        instance = replace(instance, divisible=on_host)
+        relaxed = Relaxed(instance)
+        option = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0).argmax(1)
+        found = pack(relaxed, option, Rule.BOTH)
+        if found is None:
+            continue
+        poured, even = (
+            _Rebuild(relaxed, relaxed.usable, found, 1, pour)._objective() for pour in (True, False)
+        )
+        assert poured <= even * (1 + 1e-12) + 1
+        less += poured < even - 1
+    assert less > 3
 
 
 def test_a_large_piece_is_cut_where_that_is_cheaper() -> None:

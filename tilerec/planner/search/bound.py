@@ -23,6 +23,8 @@ from tilerec.planner.search.instance import PER_MILLE, Bools, Ints
 from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, Resource, least
 
 SLICES = 16
+FINEST = 40
+FAR = 25  # beyond 1 / FAR from what is known to be possible it is worth it
 BISECTIONS = 12
 SMALL = 40_000  # tables × options
 
@@ -114,14 +116,16 @@ def certify(relaxed: Relaxed, kinds: Sequence[Kinds], upper: int) -> int:
     if not kinds:
         return upper
     stages = _stage_views(relaxed, kinds[0])
+    worth = upper - upper // FAR
     for some in kinds:
         # A set of charges whose bound is not the least does not matter: it is only asked whether it is below.
         if some.bound(relaxed) < upper:
-            upper = min(upper, _certify(relaxed, sharpen(relaxed, some), stages, upper))
+            upper = min(upper, _certify(relaxed, sharpen(relaxed, some), stages, upper, worth))
     return upper
 
 
-def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int) -> int:
+def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int, worth: int) -> int:
+    """As `certify`, for one set of charges; a bound below `worth` ps is worth a closer look."""
     upper -= kinds.charge
     top = start = kinds.bound(relaxed) - kinds.charge
     if upper <= start:
@@ -137,6 +141,12 @@ def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int) 
                 top = _bisect(relaxed, kinds, views, view, goal, upper, slices) if goal < upper else upper
                 stages.remove(view.stages)
                 stages.insert(0, view.stages)
+    poor = slices > 1 and top + kinds.charge < worth
+    for view in [view for view in views if poor and view.stages is stages[0]]:
+        # The view that told most, once more in thinner slices.
+        goal = min(top + top // 1000 + 1, upper)
+        if top < upper and _none_at(relaxed, kinds, views, view, goal, FINEST):
+            top = _bisect(relaxed, kinds, views, view, goal, upper, FINEST) if goal < upper else upper
     return top + kinds.charge
 
 

@@ -1,6 +1,8 @@
 """Taking a few tables out and putting them back better: other options, other places. For few tables per rank.
 
 Nouns
+  poured    a table whose rows are split over a host: they are taken to be where the host's ranks bear least, so that
+            the host's mean counts (flow.py pours them); even splits otherwise
   bar       of each stage, what the slowest rank bears while the tables are out: up to it a load costs nothing
   overflow  what a piece adds beyond the bar
   price     of an option: its work averaged over all ranks, its work at home, and its overflow. The average is what
@@ -57,17 +59,24 @@ class _Choices:
     time: Floats
     memory: Ints
     fair: Floats
+    fluid: Bools
 
 
-def rebuild(relaxed: Relaxed, usable: Bools, packing: Packing, steps: int, seed: int = 1) -> Packing:
-    """A packing whose objective is not larger, after `steps` tables were put back."""
-    return _Rebuild(relaxed, usable, packing, seed).run(steps)
+def rebuild(
+    relaxed: Relaxed, usable: Bools, packing: Packing, steps: int, seed: int = 1, pour: bool = False
+) -> Packing:
+    """A packing, after `steps` tables were put back.
+
+    Its objective is not larger. With `pour`, that is so if the rows that it splits over hosts are poured to where
+    their ranks bear least.
+    """
+    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps)
 
 
 class _Rebuild:
-    def __init__(self, relaxed: Relaxed, usable: Bools, packing: Packing, seed: int) -> None:
+    def __init__(self, relaxed: Relaxed, usable: Bools, packing: Packing, seed: int, pour: bool) -> None:
         instance = self.instance = relaxed.instance
-        self.relaxed, self.dice = relaxed, Dice(seed)
+        self.relaxed, self.dice, self.pour = relaxed, Dice(seed), pour
         self.option = packing.option.copy()
         self.places = list(packing.places)
         self.room = instance.cap - packing.memory
@@ -81,14 +90,23 @@ class _Rebuild:
         self.host_factor = np.stack([self.factor[r].max(0) for r in instance.host_ranks])
         self.shared = np.flatnonzero(instance.shared)
         self.factor[:, self.shared] /= instance.host_sizes[instance.host_of][:, None]
+        part = np.ones_like(self.factor)
+        part /= instance.host_sizes[instance.host_of][:, None]
+        part[:, self.shared] = 1.0
+        self.part = part.T[:, None, :]
         self.slowest = (instance.slow / PER_MILLE).max(0)
         self.load = np.zeros((instance.ranks, instance.stages)) + instance.base_cost
         for s in self.shared.tolist():
             for ranks in instance.host_ranks:
                 self.load[ranks, s] = float(instance.base_cost[ranks, s].sum()) / len(ranks)
         self.linked = bool(len(self.shared))
-        first = [int(ranks[0]) for ranks in instance.host_ranks]
-        self.link = self.load[first][:, self.shared]  # [H, shared stages]
+        self.sizes = instance.host_sizes[:, None].astype(np.float64)
+        self.mean = np.zeros(
+            (instance.hosts, instance.stages)
+        )  # [H, S] of a host's ranks, rows poured over it too
+        np.add.at(self.mean, instance.host_of, instance.base_cost.astype(np.float64))
+        self.mean /= self.sizes
+        self.poured = np.zeros(instance.hosts, np.int64)  # tables whose rows are poured over a host
         self.by_host = np.concatenate(instance.host_ranks)
         self.starts = np.cumsum(instance.host_sizes) - instance.host_sizes
         self.alike = np.zeros(instance.stages)
@@ -132,6 +150,7 @@ class _Rebuild:
                 instance.cost[t, index].astype(np.float64),
                 instance.memory[t, index],
                 fair[index],
+                instance.divisible[t, index] & self.pour,
             )
 
         self.singles.append(choices([o for o in kept if width[o] == 1 and pieces[o] <= instance.ranks]))
@@ -158,16 +177,36 @@ class _Rebuild:
         places = np.array(self.places[t])
         if width == 1:
             more = cost * self.factor[places]
+            host = instance.host_of[places]
+            part = more / self.sizes[host]
             if self.linked:
-                np.add.at(self.link, instance.host_of[places], more[:, self.shared])
-                self.load[:, self.shared] = self.link[instance.host_of]
+                part[:, self.shared] = more[:, self.shared]
+            np.add.at(self.mean, host, part)
+            if self.linked:
+                self.load[:, self.shared] = self.mean[instance.host_of][:, self.shared]
                 more[:, self.shared] = 0.0
             np.add.at(self.load, places, more)
             return
-        if self.linked:
-            np.add.at(self.link, places, (cost * self.host_factor[places])[:, self.shared])
-        for place in places.tolist():
-            self.load[instance.host_ranks[place]] += cost * self.host_factor[place]
+        more = cost * self.host_factor[places]
+        np.add.at(self.mean, places, more)
+        fluid = self.pour and bool(instance.divisible[t, o])
+        if fluid:
+            np.add.at(self.poured, places, int(sign))
+        for place, added in zip(places.tolist(), more, strict=True):
+            ranks = instance.host_ranks[place]
+            if fluid:
+                # Its rows go where the host's ranks bear least: they count in the mean alone.
+                self.load[np.ix_(ranks, self.shared)] += added[self.shared]
+            else:
+                self.load[ranks] += added
+
+    def _level(self) -> Floats:
+        """[R, S] what a rank bears when the rows that are split over its host are poured to where least is."""
+        return np.maximum(self.load, self._means()[self.instance.host_of]) if self.pour else self.load
+
+    def _means(self) -> Floats:
+        """[H, S] what each of a host's ranks bears at least: nothing is said where nothing is poured."""
+        return self.mean * (self.poured > 0)[:, None]
 
     def _remember(self, t: int) -> None:
         here = self.on_rank if self.instance.width[t, self.option[t]] == 1 else self.on_host
@@ -202,9 +241,14 @@ class _Rebuild:
             if self.capped:
                 self.host_room[place] -= size * len(ranks)
 
+    def _bar(self) -> Floats:
+        """[S] what the slowest rank bears."""
+        top: Floats = self.load.max(0)
+        return np.maximum(top, self._means().max(0)) if self.pour else top
+
     def _objective(self) -> float:
         total = 0.0
-        for x in (self.load.max(0) + self.alike).tolist():
+        for x in (self._bar() + self.alike).tolist():
             total += x
         return total
 
@@ -218,7 +262,8 @@ class _Rebuild:
         done, start = 0, steps
         now = best + SMOOTH * self._smooth()
         while done < steps:
-            load, link, alike, room = self.load.copy(), self.link.copy(), self.alike.copy(), self.room.copy()
+            load, mean, alike, room = self.load.copy(), self.mean.copy(), self.alike.copy(), self.room.copy()
+            poured = self.poured.copy()
             host_room = self.host_room.copy() if self.capped else None
             out = self._choose_out(min(2 + dice.below(MOST), tables), heavy)
             was = [(t, int(self.option[t]), self.places[t]) for t in out]
@@ -246,7 +291,8 @@ class _Rebuild:
                 for t, o, places in was:
                     self.option[t], self.places[t] = o, places
                     self._remember(t)
-                self.load, self.link, self.alike, self.room = load, link, alike, room
+                self.load, self.mean, self.alike, self.room = load, mean, alike, room
+                self.poured = poured
                 if host_room is not None:
                     self.host_room = host_room
         self.option, self.places = kept
@@ -260,8 +306,9 @@ class _Rebuild:
 
     def _smooth(self) -> float:
         """With each stage's 32nd-power mean over ranks for its largest: falls when one of several slow ranks does."""
-        top = np.maximum(self.load.max(0), 1.0)
-        y = self.load / top
+        load = self._level()
+        top = np.maximum(load.max(0), 1.0)
+        y = load / top
         for _ in range(5):
             y = y * y
         # A sum of whole numbers, and roots that IEEE 754 rounds alike everywhere.
@@ -279,19 +326,20 @@ class _Rebuild:
     def _choose_out(self, count: int, heavy: list[int]) -> list[int]:
         """Key tables of one stage, or of some rank, and others at random, most of them heavy."""
         instance, dice = self.instance, self.dice
-        spread = self.load.max(0) - self.load.min(0)
+        load = self._level()
+        spread = load.max(0) - load.min(0)
         busy = [s for s in range(instance.stages) if spread[s] > 0]
         out: dict[int, None] = {}
         if busy:
             s = busy[dice.below(len(busy))]
-            rank = int(self.load[:, s].argmax())
+            rank = int(load[:, s].argmax())
             here = self._on(rank, s)
             for _ in range(1 + dice.below(2)):
                 if here:
                     out[here[dice.below(len(here))]] = None
             if dice.below(2):
                 # And something of a rank that bears little of this stage.
-                other = self._on(int(self.load[:, s].argmin()), s)
+                other = self._on(int(load[:, s].argmin()), s)
                 if other:
                     out[other[dice.below(len(other))]] = None
         while len(out) < count:
@@ -302,13 +350,14 @@ class _Rebuild:
         """Tables that add to a stage of this rank (of its host, where the stage is shared)."""
         instance = self.instance
         host = int(instance.host_of[rank])
-        ranks = instance.host_ranks[host].tolist() if instance.shared[s] else [rank]
+        whole = instance.shared[s] or (self.poured[host] > 0 and self.mean[host, s] > self.load[rank, s])
+        ranks = instance.host_ranks[host].tolist() if whole else [rank]
         return [*self.on_host[host], *(t for r in ranks for t in self.on_rank[r])]
 
     def _put(self, t: int) -> bool:
         """The table with the option and places of the least price; False if none fits."""
         instance = self.instance
-        bar = self.load.max(0)
+        bar = self._bar()
         best: float = np.inf
         found: tuple[int, tuple[int, ...]] | None = None
         some = self.uniform[t]
@@ -366,14 +415,26 @@ class _Rebuild:
             return best, found
         # [S, J, B], added up over stages one after the other.
         time = choices.time[hopeful].T[:, :, None]
-        y = load.T[:, None, :] + time * factor.T[:, None, :]
+        more = time * factor.T[:, None, :]
+        y = load.T[:, None, :] + more
+        if not self.pour:
+            mean = load
+        elif hosts is None:
+            # A piece on one rank of a host: the mean rises by its part of it.
+            mean = self._means()[self.instance.host_of]
+            y = np.maximum(y, mean.T[:, None, :] + more * self.part)
+        else:
+            mean = self._means()[hosts]
+            fluid = choices.fluid[hopeful][None, :, None]
+            poured = np.maximum(load.T[:, None, :], self.mean[hosts].T[:, None, :] + more)
+            y = np.where(fluid, poured, np.maximum(y, mean.T[:, None, :] + more))
         over = np.maximum(y - bar[:, None, None], 0.0).sum(0)
         # Where nothing overflows, steep decides (how much it adds to the sum of 4th powers); else the overflow.
         level = np.maximum(bar, 1.0)
         y /= level[:, None, None]
         y *= y
         y *= y
-        x = load / level
+        x = (np.maximum(load, mean) if self.pour else load) / level
         x *= x
         x *= x
         steep = ((y - x.T[:, None, :]) * level[:, None, None]).sum(0)

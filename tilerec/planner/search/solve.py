@@ -20,6 +20,7 @@ import numpy as np
 
 from tilerec.planner.search.bound import Kinds, certify, kinds_of, sharpen
 from tilerec.planner.search.exact import enumerate_all
+from tilerec.planner.search.flow import flow
 from tilerec.planner.search.granularity import choose
 from tilerec.planner.search.improve import exchange, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
@@ -39,6 +40,8 @@ SETS = 2  # of charges that are tried
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
 NEAR = 200  # and one within 1 / NEAR not even polished
 POOR = 20  # a set of charges whose first plan is more than 1 / POOR above the best one is left at that
+TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
+PROMISING = 5
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
 FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
 WORST = 1 << 61
@@ -92,7 +95,8 @@ class _Search:
             return (
                 _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
             )
-        best = self.best = level(self.instance, self.best, 16 if self.middling else 64)
+        best = self.best = flow(self.instance, self.best, POURED)
+        best = self.best = level(self.instance, best, 16 if self.middling else 64)
         if complete:
             bound = best.cost
         elif self.certified is not None:
@@ -144,7 +148,7 @@ class _Search:
                 )
                 starts.append((cost, packing))
                 self.starts.append((cost + kinds.charge, packing, kinds))
-                self._offer(packing)
+                self._offer(packing, self.middling)
                 break
             if len(starts) == 1 and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
                 return
@@ -157,7 +161,9 @@ class _Search:
         some = sorted(starts, key=lambda start: start[0])
         some = some[: (3 if self.instance.tables > REBUILT else 8) * self.effort]
         for i, (_, packing) in enumerate(some):
-            again = rebuild(self.relaxed, kinds.usable, packing, steps, i)
+            pour = i % 3 == 2
+            again = rebuild(self.relaxed, kinds.usable, packing, steps, i, pour)
+            self._offer(again, pour)
             again, _ = exchange(self.relaxed, again, 40)
             self._offer(again)
             if self.cost <= good:
@@ -169,9 +175,12 @@ class _Search:
         for i, (_, packing, some) in enumerate(sorted(self.starts, key=lambda start: start[0])[:2]):
             if self.cost <= bound + bound // FAIR:
                 return
-            again = rebuild(self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i)
+            again = rebuild(
+                self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i, True
+            )
+            self._offer(again, True)
             again, _ = exchange(self.relaxed, again, 40)
-            self._offer(again)
+            self._offer(again, True)
 
     def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
         """Options and their average cost, ever easier to fit."""
@@ -211,9 +220,11 @@ class _Search:
             self.best = evaluate(instance, found.option, found.places)
         return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
 
-    def _offer(self, packing: Packing) -> None:
+    def _offer(self, packing: Packing, pour: bool = False) -> None:
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
+        if pour and not self.large and new.cost < self.cost + self.cost // PROMISING:
+            new = flow(self.instance, new, TASTED)
         if new.cost < self.cost:
             self.best = new
 

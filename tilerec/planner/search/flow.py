@@ -1,0 +1,181 @@
+"""Uneven row splits of all tables at once: rows flow from ranks where they are dear to ranks where they are cheap.
+
+Nouns
+  share     the part of a table that a rank has; shares of a table add up to 1
+  price     of a share: what more of it would add to the slowest ranks, by stage. Of each stage the ranks have weights,
+            (load / largest load) ** 32 or so, that add up to 1: the smooth face of a maximum
+  flow      shares that are dearer than their table's average shrink, cheaper ones grow, all tables together; a step
+            that does not lead down is taken back and the next one is shorter
+
+Floats here are added in the order in which they lie, multiplied and compared one by one: every machine makes the same
+shares, and what they are worth is asked of whole numbers.
+
+Legend: S stages, M tiers, R ranks, H hosts, n shares, G tables that are split.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.planner.search.instance import (
+    PER_MILLE,
+    SHARE,
+    Instance,
+    Ints,
+    Solution,
+    evaluate,
+    fits,
+    parts_of,
+    work_of,
+)
+
+Floats = npt.NDArray[np.float64]
+
+LEAST = 1e-6  # of a table: shares do not get smaller
+FULL = 0.98  # of a cap: from here on memory has a price
+FIRST, LAST = 0.5, 1e-6  # the largest and the smallest step, as a part of a share
+GROW, SHRINK = 1.5, 0.5  # of a step that led down, and of one that did not
+POWERS = (4, 5, 6)  # weights are loads to the power of 2 ** these, one after the other
+
+
+def flow(instance: Instance, found: Solution, steps: int) -> Solution:
+    """`found` or a better one, whose divisible tables are split unevenly, after at most so many steps.
+
+    A linear program finds a little more and takes a hundred times as long; `level` polishes what this leaves.
+    """
+    tables, places = _movable(instance, found)
+    if not tables:
+        return found
+    shares = _Flow(instance, found, tables, places).run(steps)
+    rows = {**found.rows, **dict(zip(tables, shares, strict=True))}
+    new = evaluate(instance, found.option, found.places, rows, found.bound)
+    return new if new.cost < found.cost and fits(instance, new.memory) else found
+
+
+def _movable(instance: Instance, found: Solution) -> tuple[list[int], list[Ints]]:
+    every = np.arange(instance.tables)
+    tables, places = [], []
+    for t in np.flatnonzero(instance.divisible[every, found.option]).tolist():
+        where = parts_of(instance, t, int(found.option[t]), found.places[t])
+        if 1 < len(where) == len(np.unique(where)):
+            tables.append(t)
+            places.append(where)
+    return tables, places
+
+
+class _Flow:
+    def __init__(self, instance: Instance, found: Solution, tables: list[int], places: list[Ints]) -> None:
+        self.instance = instance
+        counts = np.array([len(where) for where in places])
+        self.ends = np.cumsum(counts)
+        self.group = np.repeat(np.arange(len(tables)), counts)
+        self.rank = np.concatenate(places)
+        option = found.option[tables]
+        whole = (instance.cost[tables, option] * counts[:, None])[self.group]
+        bytes_ = (instance.memory[tables, option] * counts[:, None])[self.group]
+        own = [
+            found.rows[t] / SHARE if t in found.rows else np.full(n, 1.0 / n)
+            for t, n in zip(tables, counts.tolist(), strict=True)
+        ]
+        self.share = np.concatenate(own)
+        work, memory = work_of(instance, found.option, found.places, found.rows)
+        # A host's link: each of its ranks bears its part of what any of them puts there.
+        self.sizes = instance.host_sizes[instance.host_of].astype(np.float64)
+        slow = instance.slow / PER_MILLE
+        self.time = whole * slow[self.rank]
+        self.bytes = bytes_ / np.maximum(instance.cap[self.rank], 1)
+        self.rest = instance.base_cost + work * slow - self._sums(self.time * self.share[:, None])
+        self.held = memory / np.maximum(instance.cap, 1) - self._sums(self.bytes * self.share[:, None])
+        self.stages = np.flatnonzero(self.time.any(0)).tolist()
+        self.tiers = np.flatnonzero(self.bytes.any(0)).tolist()
+
+    def _sums(self, values: Floats) -> Floats:
+        """[R, ·] of [n, ·], added up in their order."""
+        ranks, columns = self.instance.ranks, values.shape[1]
+        at = self.rank[:, None] * columns + np.arange(columns)
+        sums: Floats = np.bincount(at.ravel(), values.ravel(), ranks * columns).astype(np.float64)
+        return sums.reshape(ranks, columns)
+
+    def _means(self, values: Floats) -> Floats:
+        """[R] of [R]: the mean of a rank's host."""
+        host = self.instance.host_of
+        mean: Floats = np.bincount(host, values)[host] / self.sizes
+        return mean
+
+    def run(self, steps: int) -> list[Ints]:
+        best, kept = np.inf, self.share
+        share, step = self.share, FIRST
+        for power in POWERS:
+            true, smooth, price = self._judged(share, power)
+            for _ in range(steps // len(POWERS)):
+                if true < best:
+                    best, kept = true, share
+                new = self._moved(share, price, step)
+                if new is None:
+                    break  # all prices are alike
+                then_true, then, then_price = self._judged(new, power)
+                if then < smooth:
+                    share, true, smooth, price = new, then_true, then, then_price
+                    step = min(step * GROW, FIRST)
+                else:
+                    step *= SHRINK
+                    if step < LAST:
+                        break
+            step = max(step, LAST * 16)
+            if true < best:
+                best, kept = true, share
+        return [_whole(own) for own in np.split(kept, self.ends[:-1])]
+
+    def _moved(self, share: Floats, price: Floats, step: float) -> Floats | None:
+        """[n] shares after one step against their prices; None where all prices are alike."""
+        mean = np.bincount(self.group, price * share)
+        off = price - mean[self.group]
+        # Dear tables set the pace: others' steps are as much smaller as their prices are.
+        pace = np.bincount(self.group, np.abs(off) * share)
+        scale = float(np.cumsum(pace)[-1]) / len(pace)
+        if scale <= 0.0:
+            return None
+        new = np.maximum(share * (1.0 - np.clip(off * (step / scale), -0.5, 0.5)), LEAST)
+        moved: Floats = new / np.bincount(self.group, new)[self.group]
+        return moved
+
+    def _judged(self, share: Floats, power: int) -> tuple[float, float, Floats]:
+        """The objective (infinite beyond a cap), its smooth face, and the [n] prices of shares."""
+        instance = self.instance
+        load = self.rest + self._sums(self.time * share[:, None])
+        held = self.held + self._sums(self.bytes * share[:, None])
+        true, smooth, price = 0.0, 0.0, np.zeros(len(share))
+        for s in range(instance.stages):
+            own = self._means(load[:, s]) if instance.shared[s] else load[:, s]
+            top = float(own.max())
+            true += top
+            if s in self.stages and top > 0.0:
+                y = own / top
+                for _ in range(power):
+                    y = y * y
+                total = float(np.cumsum(y)[-1])
+                weight = y / total
+                total /= len(y)
+                for _ in range(power):
+                    total = math.sqrt(total)
+                smooth += top * total
+                if instance.shared[s]:
+                    weight = self._means(weight)
+                price += weight[self.rank] * self.time[:, s]
+        full = float(held[:, self.tiers].max()) if self.tiers else 0.0
+        if full > FULL:
+            for m in self.tiers:
+                y = np.maximum((held[:, m] - FULL) / (1.0 - FULL), 0.0)
+                smooth += float(np.cumsum(y * y)[-1]) * true * 0.01
+                price += (y * (0.02 * true / (1.0 - FULL)))[self.rank] * self.bytes[:, m]
+        return true if full <= 1.0 else math.inf, smooth, price
+
+
+def _whole(share: Floats) -> Ints:
+    """Shares in units of 1 / SHARE; what rounding leaves goes to the largest."""
+    units = np.floor(share * SHARE).astype(np.int64)
+    units[int(units.argmax())] += SHARE - int(units.sum())
+    return units
