@@ -4,12 +4,14 @@ from importlib import metadata as _metadata
 
 from tilerec.errors import ConfigError as ConfigError
 from tilerec.errors import InputError as InputError
+from tilerec.errors import ReshardError as ReshardError
 from tilerec.errors import TilerecError as TilerecError
 from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner

@@ -14,6 +14,8 @@ from tilerec.parallel.qcomms import CommType as CommType
 from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig
 from tilerec.parallel.qcomms import get_qcomm_codecs as get_qcomm_codecs
 from tilerec.parallel.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.parallel.reshard import Resharded as Resharded
+from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
 from tilerec.parallel.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder

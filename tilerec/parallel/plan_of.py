@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from tilerec.errors import ConfigError
@@ -35,3 +37,11 @@ def keep_plan(module: nn.Module, plan: ShardingPlan) -> None:
     if not hasattr(module, "plan") or (ours is not None and module.plan is ours):
         vars(module)["plan"] = plan
     vars(module)[_KEPT] = plan
+
+
+def kept_plans(module: nn.Module) -> Iterator[tuple[str, ShardingPlan]]:
+    """The plans that a module and those below it keep, each with the path of its keeper."""
+    for path, part in module.named_modules():
+        plan = vars(part).get(_KEPT)
+        if isinstance(plan, ShardingPlan):
+            yield path, plan

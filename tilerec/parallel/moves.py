@@ -1,0 +1,164 @@
+"""Which cells travel between which ranks when a table is cut anew, and in which messages.
+
+Nouns
+  transfer  a rectangle that lies in one tile before and in one tile after: from a rank's leaf to a rank's leaf
+  slice     some rows of a transfer, of one of the tensors that move with it
+  message   slices from one rank to another, in one piece of memory
+
+    rows 0-9 on rank 0  ->  rows 0-4 on rank 0, rows 5-9 on rank 1
+    transfers: rows [0, 5) of 0 to 0, which stay on the rank; rows [5, 10) of 0 to 1, which travel
+
+Both sides compute the same messages: nothing but values travels. A cell comes from the receiver itself where it has it,
+else from an owner on its host, else from the owners by turns (`layout.reader`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from tilerec.sharding.layout import reader
+from tilerec.spec.tile import Rectangle, Tile, Tiling, rectangles
+from tilerec.spec.topology import Topology
+
+ALIGNMENT = 16
+"""Bytes at whose multiples a slice begins in a message of several: any type can be viewed there."""
+
+
+class Transfer(NamedTuple):
+    """A rectangle on its way. Leaves are numbered as `Tiling.tiles_of` lists them."""
+
+    source: int
+    source_leaf: int
+    target: int
+    target_leaf: int
+    rectangle: Rectangle
+
+    @property
+    def stays(self) -> bool:
+        return self.source == self.target
+
+
+Leaves = list[dict[int, int]]
+"""Per tile, which of each owner's leaves it is."""
+
+
+class Slice(NamedTuple):
+    """Rows [r0, r1) of a transfer, of one part of one table."""
+
+    table: int
+    part: int
+    transfer: Transfer
+    r0: int
+    r1: int
+    bytes: int
+
+
+def transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
+    """Every cell of every tile of `new`, from where it lies in `old`; in one order on all ranks."""
+    before, after = rectangles(old), rectangles(new)
+    return _between(before, after, _leaves(before), _leaves(after), topology)
+
+
+def row_transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
+    """The same of numbers per row, which lie beside every tile of the row: columns are [0, 1).
+
+    They come from the tiles that hold column 0, which hold every row once.
+    """
+    before, after = rectangles(old), rectangles(new)
+    leaves = _leaves(before)
+    first = [t for t, tile in enumerate(before) if tile.c0 == 0]
+    return _between(
+        [before[t]._replace(c1=1) for t in first],
+        [tile._replace(c0=0, c1=1) for tile in after],
+        [leaves[t] for t in first],
+        _leaves(after),
+        topology,
+    )
+
+
+def _between(
+    old: Sequence[Tile], new: Sequence[Tile], leaves_before: Leaves, leaves_after: Leaves, topology: Topology
+) -> list[Transfer]:
+    """Args: old: tiles that hold every cell once."""
+    # Tiles with equal columns do not overlap: their rows ascend, and a range of them is found by bisection.
+    columns: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for t, tile in enumerate(old):
+        columns[(tile.c0, tile.c1)].append((tile.r1, t))
+    ends = sorted((span, sorted(own)) for span, own in columns.items())
+    found: list[Transfer] = []
+    for n, target in enumerate(new):
+        for (c0, c1), own in ends:
+            if c0 >= target.c1 or c1 <= target.c0:
+                continue
+            for _, t in own[bisect_left(own, (target.r0 + 1, -1)) :]:
+                tile = old[t]
+                if tile.r0 >= target.r1:
+                    break
+                rows = max(tile.r0, target.r0), min(tile.r1, target.r1)
+                both = Rectangle(*rows, max(c0, target.c0), min(c1, target.c1))
+                for rank in target.owners:
+                    source = reader(tile.owners, rank, topology)
+                    found.append(
+                        Transfer(source, leaves_before[t][source], rank, leaves_after[n][rank], both)
+                    )
+    return found
+
+
+def _leaves(tiles: Sequence[Tile]) -> Leaves:
+    counts: defaultdict[int, int] = defaultdict(int)
+    numbers: Leaves = []
+    for tile in tiles:
+        own: dict[int, int] = {}
+        for rank in tile.owners:
+            own[rank] = counts[rank]
+            counts[rank] += 1
+        numbers.append(own)
+    return numbers
+
+
+def messages(slices: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
+    """Slices in their order, as many in a message as fit in `most` bytes; at least one."""
+    message: list[Slice] = []
+    size = 0
+    for own in slices:
+        begin = _padded(size)
+        if message and begin + own.bytes > most:
+            yield message
+            message, begin = [], 0
+        message.append(own)
+        size = begin + own.bytes
+    if message:
+        yield message
+
+
+def cut(transfer: Transfer, table: int, part: int, row_bytes: int, most: int) -> Iterator[Slice]:
+    """A transfer of one part in slices of at most `most` bytes, or of one row.
+
+    Example: rows [0, 5) of 8 bytes each with most = 16: rows [0, 2), [2, 4), [4, 5).
+    """
+    rows = max(1, most // row_bytes)
+    rectangle = transfer.rectangle
+    for r0 in range(rectangle.r0, rectangle.r1, rows):
+        r1 = min(r0 + rows, rectangle.r1)
+        yield Slice(table, part, transfer, r0, r1, (r1 - r0) * row_bytes)
+
+
+def message_bytes(message: Sequence[Slice]) -> int:
+    """Of a message: slices begin at multiples of `ALIGNMENT`, nothing follows the last."""
+    return sum(_padded(own.bytes) for own in message[:-1]) + message[-1].bytes
+
+
+def starts(message: Sequence[Slice]) -> list[int]:
+    """Where each slice of a message begins."""
+    found, at = [], 0
+    for own in message:
+        found.append(at)
+        at += _padded(own.bytes)
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
