@@ -10,7 +10,9 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.explain import explain
 from tilerec.planner.infeasible import PlannerError
-from tilerec.spec.plan import ParameterSharding
+from tilerec.planner.planner import make_plan
+from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 ROWS = {f"t{i}": 500 * 3**i for i in range(8)}
@@ -72,3 +74,23 @@ def test_what_cannot_be_explained_is_refused() -> None:
         explain(asked(ROWS, Topology(2)), "x")
     with pytest.raises(PlannerError):
         explain(asked(ROWS, Topology(2, hbm_cap=2**20)), "t0")
+
+
+@pytest.mark.parametrize("others", [{}, {"b": 100_000}])
+def test_rows_over_more_ranks_than_there_are_rows_are_explained_too(others: dict[str, int]) -> None:
+    limits = {"a": ParameterConstraints(["row_wise"]), "b": ParameterConstraints(["row_wise"])}
+    limits = {name: limits[name] for name in ("a", *others)}
+    found = explain(asked({"a": 1, **others}, Topology(4), limits), "a")
+    assert found.chosen.chosen
+    assert found.chosen.option == "rows over 4 ranks"
+    assert "Ways that its constraints rule out were not considered." in str(found)
+
+
+def test_an_explanation_knows_its_plan() -> None:
+    request = asked({"a": 1000, "b": 100_000}, Topology(2))
+    plan = make_plan(request)
+    found = explain(request, "a")
+    assert found.is_in(plan)
+    tiling = Tiling.of("a", 1000, 64, [(0, 999, 0, 64, 0), (999, 1000, 0, 64, 1)])
+    assert not found.is_in(plan.replaced("ebc", "a", ParameterSharding("explicit", tiling=tiling)))
+    assert not found.is_in(ShardingPlan({}))

@@ -8,6 +8,7 @@ Legend: O options, S stages, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,7 +150,13 @@ def explain(request: PlanRequest, table: str) -> Explanation:
             f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
         )
     free = _freed(request, key)
-    return _Explaining(decision, problem_of(free, decision.pins), key).result()
+    problem = problem_of(free, decision.pins)
+    notes = []
+    if not _has(problem, decision, key):
+        # Rows over more ranks than there are rows are only for who asks for them by name.
+        problem = decision.problem
+        notes.append("Ways that its constraints rule out were not considered.")
+    return _Explaining(decision, problem, key).result(notes)
 
 
 def _key(request: PlanRequest, table: str) -> str:
@@ -172,6 +179,15 @@ def _freed(request: PlanRequest, key: str) -> PlanRequest:
         key, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
         min_partition=1,
     )  # fmt: skip
+
+
+def _has(problem: Problem, decision: Decision, key: str) -> bool:
+    """Whether a problem has the ways in which the decision cuts all tables, and for this table its own."""
+    own = decision.problem
+    chosen = {own.options[decision.option(t)] for t in range(own.instance.tables)}
+    t = own.instance.names.index(key)
+    mine = own.options[decision.option(t)]
+    return chosen <= set(problem.options) and bool(problem.instance.there[t, problem.options.index(mine)])
 
 
 class _Explaining:
@@ -200,7 +216,7 @@ class _Explaining:
             {number[t]: shares for t, shares in self.rows.items() if t != self.t},
         )
 
-    def result(self) -> Explanation:
+    def result(self, notes: Sequence[str]) -> Explanation:
         decision, instance, t = self.decision, self.instance, self.t
         now = evaluate(instance, self.option, self.places, self.rows).cost
         chosen = int(self.option[t])
@@ -217,7 +233,7 @@ class _Explaining:
                 self._considered(o, option, places, o == chosen, option in allowed and held <= (most or held))
             )
         found.sort(key=lambda way: (not way.chosen, not way.allowed, way.short > 0, way.step_ps, way.option))
-        notes = []
+        notes = list(notes)
         if limits is not None and limits.with_table is not None:
             notes.append(
                 f"It lies with '{limits.with_table}', as its constraints say; the figures are its own."
