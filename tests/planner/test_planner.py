@@ -495,6 +495,7 @@ def test_a_rank_with_a_broken_part_of_its_own_leaves_nobody_waiting() -> None:
     ("kwargs", "message"),
     [
         ({"constraints": [ParameterConstraints()]}, "constraints is a list, wanted a dict"),
+        ({"constraints": {3: ParameterConstraints()}}, "constraints name 3, wanted names of tables"),
         ({"cache": 3}, "cache is a int, wanted the path of a folder"),
         ({"fixed": "nowhere/plan.json"}, r"the plan in fixed= cannot be read \(.*nowhere/plan.json"),
         ({"fixed": "/"}, r"the plan in fixed= cannot be read"),
@@ -503,3 +504,21 @@ def test_a_rank_with_a_broken_part_of_its_own_leaves_nobody_waiting() -> None:
 def test_arguments_of_another_kind_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EmbeddingShardingPlanner(**kwargs)
+
+
+def test_a_table_is_given_by_hand_once() -> None:
+    pin, other = ParameterSharding("table_wise", ranks=[1]), ParameterSharding("table_wise", ranks=[0])
+    planner = EmbeddingShardingPlanner(
+        on_cpu(2), constraints={"item": ParameterConstraints(sharding=pin)}, fixed={"ebc": {"item": other}}
+    )
+    with pytest.raises(
+        ConfigError, match=r"Table 'item' of module 'ebc': both fixed= and the sharding= of its constr"
+    ):
+        planner.plan(model())
+
+
+def test_a_collection_among_the_sharders_is_not_proposed_as_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is the class EmbeddingBagCollection; wanted a sharder of tilerec.parallel"
+    ):
+        EmbeddingShardingPlanner(on_cpu(2)).plan(model(), [EmbeddingBagCollection])  # type: ignore[list-item]

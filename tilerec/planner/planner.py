@@ -136,6 +136,10 @@ class EmbeddingShardingPlanner:
     def _check_constraints(self) -> None:
         ignored: dict[str, list[str]] = {}
         for table, limits in self.constraints.items():
+            if not isinstance(table, str):
+                raise ConfigError(
+                    f"EmbeddingShardingPlanner: constraints name {table!r}, wanted names of tables."
+                )
             if not isinstance(limits, ParameterConstraints):
                 raise ConfigError(
                     f"EmbeddingShardingPlanner: constraints['{table}'] is a {type(limits).__name__}, wanted "
@@ -285,6 +289,11 @@ class EmbeddingShardingPlanner:
                 if (path, name) in self.fixed:
                     pinned.add((path, name))
                     limits = found.get(table.key, ParameterConstraints())
+                    if limits.sharding is not None:
+                        raise ConfigError(
+                            f"{table}: both fixed= and the sharding= of its constraints say where it lies; leave one "
+                            "of them out."
+                        )
                     try:
                         found[table.key] = replace(limits, sharding=self.fixed[(path, name)])
                     except ConfigError as error:

@@ -35,15 +35,19 @@ def check_sharder(sharder: Any, what: str) -> None:
     Raises:
         ConfigError: a class, or a thing of another kind.
     """
-    if isinstance(sharder, type):
+    if isinstance(sharder, type) and not issubclass(sharder, nn.Module):
         raise ConfigError(
             f"{what} is the class {sharder.__name__}; wanted a sharder of it: {sharder.__name__}(...)."
         )
     if not all(hasattr(sharder, name) for name in ("module_type", "optimizer")):
         raise ConfigError(
-            f"{what} is a {type(sharder).__name__}; wanted a sharder of tilerec.parallel: "
+            f"{what} is {_words(sharder)}; wanted a sharder of tilerec.parallel: "
             "EmbeddingBagCollectionSharder(...) or EmbeddingCollectionSharder(...)."
         )
+
+
+def _words(sharder: Any) -> str:
+    return f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
 
 
 def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
