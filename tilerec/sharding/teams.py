@@ -30,11 +30,13 @@ class Teams:
         axis: the replicas of this rank, as a group; ranks in the order of their teams.
         peers: their ranks in the tables' group, ascending; none where that group is one team, and the others are
             outside of it.
+        moment_scale: of what a gradient adds to the moment of row-wise Adagrad, where teams train apart.
     """
 
     of: tuple[int, ...]
     axis: Group
     peers: tuple[int, ...]
+    moment_scale: float = 1.0
 
     @property
     def apart(self) -> bool:

@@ -20,7 +20,8 @@ class Touched:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.marks = torch.zeros(rows, dtype=torch.uint8, device=device)
+        self.marks = torch.zeros(rows, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
+        self.agreed_at = 0  # updates of the table by then
         # Ends an agreement that is on its way; it reads and writes the rows.
         self.pending: Callable[[], None] | None = None
 
@@ -30,9 +31,9 @@ class Touched:
             self.marks = self.marks.to(rows_N.device)
         self.marks[rows_N.long()] = WEIGHTS | SLOTS
 
-    def rows(self) -> Tensor:
-        """The rows that replicas may hold differently, int64 `[U]`, ascending."""
-        return self.marks.nonzero()[:, 0]
+    def rows(self, marks: int = WEIGHTS | SLOTS) -> Tensor:
+        """The rows that have any of these marks, int64 `[U]`, ascending."""
+        return (self.marks & marks).nonzero()[:, 0]
 
     def settle(self) -> None:
         """End an agreement that is on its way."""

@@ -76,7 +76,6 @@ class TileRows(TableRows):
         self.dim = dim  # of the whole table
         self.origin = 0  # of the table, in the order of making: what tells twins of one key apart
         self.touched: Touched | None = None  # where replicas agree now and then: what changed since
-        self.moment_scale = 1.0  # of what a gradient adds to the moment of row-wise Adagrad
         self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
 
     @property
@@ -87,11 +86,11 @@ class TileRows(TableRows):
         return float(self.peers.group.size * others)
 
     def rule(self) -> OptimizerSpec:
-        spec = super().rule()
-        if self.moment_scale == 1.0:
+        spec, teams = super().rule(), self.peers.teams
+        if teams is None or teams.moment_scale == 1.0:
             return spec
         if self._scaled is None or self._scaled[0] is not spec:
-            self._scaled = (spec, with_moment_scale(spec, self.moment_scale))
+            self._scaled = (spec, with_moment_scale(spec, teams.moment_scale))
         return self._scaled[1]
 
     def settle(self) -> None:
@@ -107,6 +106,9 @@ class TileRows(TableRows):
                 "blocks at the same rows, or use an optimizer that works element by element (SGD, Adagrad, Adam)."
             )
         super().attach(spec, group)
+        teams = self.peers.teams
+        if teams is not None and teams.apart:
+            self.touched = Touched(self.leaf.shape[0], self.leaf.device)
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         try:
