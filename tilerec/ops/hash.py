@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,6 +40,9 @@ from tilerec.ops.hash_checks import checked, raise_bad_count, raise_bad_ttl, rai
 from tilerec.ops.library import LIBRARY
 
 _OPS = torch.ops.tilerec
+
+
+Score: TypeAlias = "tuple[float, ...] | tuple[int, ...]"
 
 
 class Policy(enum.IntEnum):
@@ -131,8 +134,10 @@ def _local_buckets(op: str, ids_N: Tensor, mixed_N: Tensor, first: int, held: in
     return bucket_N
 
 
-def _window(start: int, slots: int, max_probe: int) -> Iterator[int]:
-    return (slot % slots for slot in range(start, start + min(max_probe, slots)))
+def _window(start: int, slots: int, max_probe: int) -> list[int]:
+    """Slots in the order of probing. start 2 of 4 slots, 3 probes -> [2, 3, 0]"""
+    end = start + min(max_probe, slots)
+    return [*range(start, min(end, slots)), *range(end - slots)]
 
 
 def _zch_find(
@@ -200,9 +205,7 @@ def _power(age: int, exponent: float) -> float:
     return result
 
 
-def _score(
-    policy: int, exponent: float, step: int, last: int, hits: int, expires: int
-) -> tuple[float, ...] | tuple[int, ...]:
+def _score(policy: int, exponent: float, step: int, last: int, hits: int, expires: int) -> Score:
     """What a policy compares: the least goes first."""
     if policy == Policy.LRU:
         return (last,)
@@ -211,6 +214,56 @@ def _score(
     if policy == Policy.DISTANCE_LFU:
         return (float(hits) / _power(max(step - last, 1), exponent),)
     return (expires,)
+
+
+class _Bucket(NamedTuple):
+    """One bucket as lists, for loops in Python."""
+
+    ids: list[int]
+    used: list[bool]
+    since: list[int]
+    last: list[int]
+    hits: list[int]
+    expires: list[int]
+    counters: list[int]
+
+    def search(self, id_: int, window: Iterable[int]) -> tuple[int | None, bool, int]:
+        """The slot of the id or the first empty one (None: neither), whether the id is there, slots looked at."""
+        probes = 0
+        for probes, slot in enumerate(window, 1):
+            if not self.used[slot]:
+                return slot, False, probes
+            if self.ids[slot] == id_:
+                return slot, True, probes
+        return None, False, probes
+
+    def admits(self, places: tuple[int, int], count: int, threshold: int) -> bool:
+        if threshold <= 1:
+            return True
+        seen = min(min(self.counters[place] for place in places) + count, COUNTER_LIMIT)
+        for place in places:
+            self.counters[place] = max(self.counters[place], seen)
+        return seen >= threshold
+
+    def victim(self, window: Iterable[int], policy: int, exponent: float, step: int, now: int) -> int | None:
+        may_go = (
+            slot
+            for slot in window
+            if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
+        )
+        return min(may_go, key=lambda slot: self.score(slot, policy, exponent, step), default=None)
+
+    def score(self, slot: int, policy: int, exponent: float, step: int) -> Score:
+        return _score(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+
+    def hit(self, slot: int, step: int, count: int, until: int) -> None:
+        self.last[slot] = step
+        self.hits[slot] += count
+        self.expires[slot] = max(self.expires[slot], until)
+
+    def put(self, slot: int, id_: int, step: int, count: int, until: int) -> None:
+        self.ids[slot], self.used[slot], self.hits[slot], self.expires[slot] = id_, True, count, until
+        self.since[slot] = self.last[slot] = step
 
 
 def _zch_assign_(
@@ -287,66 +340,33 @@ def _zch_assign_(
         state = [values_E[here].tolist() for values_E in state_E]
         bucket_ids, used, since, last, hits = state[:5]
         expires = state[5] if expiring else [0] * slots
-        counters = counters_BC[bucket].tolist()
-
-        def put(n: int, slot: int, outcome: Outcome) -> None:
-            bucket_ids[slot], used[slot] = ids[n], True  # noqa: B023
-            since[slot] = last[slot] = step  # noqa: B023
-            hits[slot], expires[slot] = counts[n], now + ttls[n]  # noqa: B023
-            rows[n], outcomes[n] = (first + bucket) * slots + slot, outcome  # noqa: B023
-
-        def admits(n: int) -> bool:
-            if threshold <= 1:
-                return True
-            seen = min(min(counters[place] for place in places[n]) + counts[n], COUNTER_LIMIT)  # noqa: B023
-            for place in places[n]:
-                counters[place] = max(counters[place], seen)  # noqa: B023
-            return seen >= threshold
-
-        def victim(n: int) -> int | None:
-            open_to = [
-                slot
-                for slot in _window(starts[n], slots, max_probe)
-                if last[slot] < step and (policy != Policy.TTL or expires[slot] <= now)  # noqa: B023
-            ]
-            return min(
-                open_to,
-                key=lambda slot: _score(policy, exponent, step, last[slot], hits[slot], expires[slot]),  # noqa: B023
-                default=None,
-            )
-
+        content = _Bucket(bucket_ids, used, since, last, hits, expires, counters_BC[bucket].tolist())
         for n in positions:
-            found = empty = None
-            for slot in _window(starts[n], slots, max_probe):
-                probes[n] += 1
-                if not used[slot]:
-                    empty = slot
-                    break
-                if bucket_ids[slot] == ids[n]:
-                    found = slot
-                    break
-            if found is not None:
-                last[found] = step
-                hits[found] += counts[n]
-                expires[found] = max(expires[found], now + ttls[n])
-                rows[n], outcomes[n] = (first + bucket) * slots + found, Outcome.HIT
+            window = _window(starts[n], slots, max_probe)
+            until = now + ttls[n]
+            slot, found, probes[n] = content.search(ids[n], window)
+            if found and slot is not None:
+                content.hit(slot, step, counts[n], until)
+                outcome = Outcome.HIT
             elif not inserts[n]:
-                outcomes[n] = Outcome.MISSING
-            elif not admits(n):
-                outcomes[n] = Outcome.NOT_ADMITTED
-            elif empty is not None:
-                put(n, empty, Outcome.INSERTED)
+                outcome = Outcome.MISSING
+            elif not content.admits(places[n], counts[n], threshold):
+                outcome = Outcome.NOT_ADMITTED
             else:
-                worst = victim(n) if evict else None
-                if worst is None:
-                    outcomes[n] = Outcome.REJECTED
-                else:
-                    evictions[n] = ((first + bucket) * slots + worst, bucket_ids[worst])
-                    put(n, worst, Outcome.EVICTED)
-
+                outcome = Outcome.INSERTED
+                if slot is None:
+                    slot = content.victim(window, policy, exponent, step, now) if evict else None
+                    outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
+                if slot is not None:
+                    if outcome == Outcome.EVICTED:
+                        evictions[n] = ((first + bucket) * slots + slot, content.ids[slot])
+                    content.put(slot, ids[n], step, counts[n], until)
+            outcomes[n] = outcome
+            if slot is not None and outcome <= Outcome.EVICTED:
+                rows[n] = (first + bucket) * slots + slot
         for values_E, values in zip(state_E, state, strict=True):
             values_E[here] = _tensor(values, values_E.dtype, values_E)
-        counters_BC[bucket] = _tensor(counters, counters_BC.dtype, counters_BC)
+        counters_BC[bucket] = _tensor(content.counters, counters_BC.dtype, counters_BC)
 
     ordered = [evictions[n] for n in sorted(evictions)]
     return (
@@ -639,9 +659,6 @@ def _resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Te
         return counters_BC.repeat_interleave(new_buckets // buckets, 0)
     merged = counters_BC.view(-1, buckets // new_buckets, counters_BC.shape[1]).sum(1)
     return merged.clamp(max=COUNTER_LIMIT).to(counters_BC.dtype)
-
-
-Score: TypeAlias = "tuple[float, ...] | tuple[int, ...]"
 
 
 def score(
