@@ -117,9 +117,9 @@ def certify(relaxed: Relaxed, kinds: Sequence[Kinds], upper: int) -> int:
         return upper
     stages = _stage_views(relaxed, kinds[0])
     worth = upper - upper // FAR
-    # Sets that pay much allow most, and often have the least certificate; of the others it is then only asked whether
-    # theirs is below that.
-    for some in sorted(kinds, key=lambda some: -some.charge):
+    # After the likeliest set those that pay most: they allow most, and often have the least certificate. Of the others
+    # it is then only asked whether theirs is below that.
+    for some in [kinds[0], *sorted(kinds[1:], key=lambda some: -some.charge)]:
         if some.bound(relaxed) < upper:
             upper = min(upper, _certify(relaxed, sharpen(relaxed, some), stages, upper, worth))
     return upper
