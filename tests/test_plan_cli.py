@@ -173,7 +173,7 @@ def test_yaml_is_read_where_the_package_is_there(here: Path) -> None:
     except ImportError:
         code, text = run("t.yaml", *WORLD)
         assert code == 1
-        assert "reading YAML needs the package pyyaml; install it, or write JSON" in text
+        assert "reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON" in text
     else:
         assert run("t.yaml", *WORLD)[0] == 0
         assert list(ShardingPlan.load("plan.json").plan[""]) == ["user"]

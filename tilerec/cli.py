@@ -306,3 +306,7 @@ def _console() -> Console:
 def main() -> None:
     """The console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -299,7 +299,7 @@ def _read(path: Path) -> Any:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading YAML needs the package pyyaml; install it, or write JSON."
+            f"{path}: reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON."
         ) from error
     try:
         return yaml.safe_load(text)
