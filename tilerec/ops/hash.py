@@ -145,8 +145,8 @@ def _zch_find(
 ) -> tuple[Tensor, Tensor]:
     """The row of every id (int64, of the whole table; -1: none), and the slots looked at (int32). Reads only.
 
-    1 bucket of 4 slots holds [5, -, 6, 7]; 6 starts at slot 2: row 2, 1 probe. 8 starts at slot 0, and slot 1 is empty:
-    row -1, 2 probes.
+    1 bucket of 4 slots holds [1, -, 8, 3], max_probe 3. 8 starts at slot 2: row 2, 1 probe. 2 starts at slot 0, and
+    slot 1 is empty: row -1, 2 probes. 5 starts at slot 2 and is in none of 2, 3 and 0: row -1, 3 probes.
     """
     mixed_N = _mixed(ids_N)
     bucket_N = _local_buckets("zch_find", ids_N, mixed_N, first, ids_E.shape[0] // slots, buckets)
@@ -657,7 +657,7 @@ def _resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Te
     """Still at least what was counted of every id: a counter's place in its bucket does not depend on the bucket."""
     if new_buckets >= buckets:
         return counters_BC.repeat_interleave(new_buckets // buckets, 0)
-    merged = counters_BC.view(-1, buckets // new_buckets, counters_BC.shape[1]).sum(1)
+    merged = counters_BC.unflatten(0, (-1, buckets // new_buckets)).sum(1)
     return merged.clamp(max=COUNTER_LIMIT).to(counters_BC.dtype)
 
 
