@@ -8,9 +8,17 @@ from tilerec.errors import ReshardError as ReshardError
 from tilerec.errors import TilerecError as TilerecError
 from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
+from tilerec.modules.managed_collection import ManagedCollisionCollection as ManagedCollisionCollection
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
+)
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
+)
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.replicate import DMPCollection as DMPCollection
 from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints

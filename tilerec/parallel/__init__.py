@@ -14,6 +14,9 @@ from tilerec.parallel.qcomms import CommType as CommType
 from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig
 from tilerec.parallel.qcomms import get_qcomm_codecs as get_qcomm_codecs
 from tilerec.parallel.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.parallel.replicate import DMPCollection as DMPCollection
+from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy
 from tilerec.parallel.reshard import Resharded as Resharded
 from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard

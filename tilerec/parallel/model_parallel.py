@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
@@ -33,7 +34,6 @@ from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of
 
 
-@final
 class DistributedModelParallel(nn.Module):
     """A sharded model, called as the model itself.
 
@@ -76,19 +76,34 @@ class DistributedModelParallel(nn.Module):
         model_tracker_configs: Any = None,
     ) -> None:
         super().__init__()
-        self.register_load_state_dict_pre_hook(_with_wrappers)
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
-        self._env = env if env is not None else _default_env()
+
+        def cut(group: Group, home: torch.device | str | int) -> None:
+            shard_tables(module, plan, group, None, home, False, sharders, "DistributedModelParallel")
+
+        self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
+
+    def _build(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None,
+        device: torch.device | str | int | None,
+        init_data_parallel: bool,
+        init_parameters: bool,
+        wrapper: DataParallelWrapper | None,
+        cut: Callable[[Group, torch.device | str | int], None],
+    ) -> None:
+        """Everything but the tables, which `cut` shards over a group, on a device that it refuses on every rank."""
+        self.register_load_state_dict_pre_hook(_with_wrappers)
+        who = type(self).__name__
+        self._env = env if env is not None else _default_env(who)
         group = self._env.group()
         device = group.device if device is None else device
-        self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        self._wrapper = wrapper or DefaultDataParallelWrapper()
         self._wrapped_once = False
-        _warn_of_no_tables(module)
-        who = "DistributedModelParallel"
-        shard_tables(
-            module, plan, group, None, device, False, sharders, who
-        )  # refuses a device on every rank
+        _warn_of_no_tables(module, who)
+        cut(group, device)
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
@@ -150,7 +165,7 @@ class DistributedModelParallel(nn.Module):
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
         """A copy on a device, over the same ranks. All ranks call it if the dense part is wrapped."""
-        twin = DistributedModelParallel.__new__(DistributedModelParallel)
+        twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         twin.register_load_state_dict_pre_hook(_with_wrappers)
         twin._env, twin._group, twin._wrapper = self._env, self._group, self._wrapper
@@ -233,10 +248,10 @@ def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         state_dict[f"{prefix}{inner}{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _default_env() -> ShardingEnv:
+def _default_env(who: str) -> ShardingEnv:
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            "DistributedModelParallel: torch.distributed has no process group yet; call "
+            f"{who}: torch.distributed has no process group yet; call "
             "torch.distributed.init_process_group() first, or pass env=ShardingEnv.from_local(1, 0) for one rank."
         )
     world = dist.group.WORLD
@@ -244,17 +259,17 @@ def _default_env() -> ShardingEnv:
     return ShardingEnv.from_process_group(world)
 
 
-def _warn_of_no_tables(module: nn.Module) -> None:
+def _warn_of_no_tables(module: nn.Module, who: str) -> None:
     if any(isinstance(part, TableCollection) for part in module.modules()):
         return
     plain = [
         path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))
     ]
     warnings.warn(
-        f"DistributedModelParallel: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
+        f"{who}: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
         "nothing is sharded and every rank holds all of it, as under DistributedDataParallel."
         + (f" {plain[:8]} are torch's own embeddings: put their tables into a collection." if plain else ""),
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

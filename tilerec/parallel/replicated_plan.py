@@ -29,6 +29,7 @@ class ReplicatedPlan:
         topology: of the world.
         hosts_from: what the group plan's hosts are: "the machines", "node_group_size" or "the plan".
         kept: how replicas are kept together, in words.
+        others: of parts of the model that are sharded over groups of other sizes.
 
     `save`, `dumps` and `to_json` write the group plan, which may be passed as `plan=` again.
     """
@@ -38,6 +39,7 @@ class ReplicatedPlan:
     topology: Topology
     hosts_from: str
     kept: str
+    others: tuple[ReplicatedPlan, ...] = ()
 
     def world_plan(self) -> ShardingPlan:
         """Who holds what in the whole world: every tile with its owners in all sharding groups."""
@@ -124,7 +126,7 @@ class ReplicatedPlan:
             "node_group_size": "runs of node_group_size members, whatever the machines are",
             "the plan": "as the plan says, whatever the machines are",
         }[self.hosts_from]
-        return "\n".join(
+        own = "\n".join(
             [
                 self.grid.described(self.topology),
                 f"{'replicas':15}  {self.kept}",
@@ -133,3 +135,4 @@ class ReplicatedPlan:
                 f"of each sharding group, {self.group_plan}",
             ]
         )
+        return "\n\n".join([own, *map(str, self.others)])
