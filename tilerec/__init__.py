@@ -15,6 +15,13 @@ from tilerec.modules.managed_embedding import (
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
 )
+from tilerec.modules.managed_collection import ManagedCollisionCollection as ManagedCollisionCollection
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
+)
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
+)
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel

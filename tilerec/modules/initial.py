@@ -75,6 +75,19 @@ def fill_initial(
                 here.copy_(block[first - start : last - start, columns])
 
 
+@torch.no_grad()
+def initial_row(config: AnyTableConfig, key: Sequence[int], row: int, like: Tensor) -> Tensor:
+    """What `init_fn` makes of one row that begins anew, full width `[D]`: drawn by key and row.
+
+    Another draw than the row's part of its block: making that again would take the whole block.
+    """
+    block = like.new_zeros((1, config.embedding_dim))
+    with _seeding(like.device) as seed:
+        seed(block_seed(key, (1 << 31) + row))
+        _call(config, block, row)
+    return block[0]
+
+
 def _call(config: AnyTableConfig, block: Tensor, start: int) -> None:
     """Let `init_fn` fill a block, in place or by its result."""
     init_fn = config.init_fn

@@ -117,10 +117,10 @@ def random_fill_reference_(
     for start in range(0, rows, block):
         stop = min(rows, start + block)
         rows_R = torch.arange(row_offset + start, row_offset + stop, device=out.device)
-        out[start:stop] = _values(rows_R, width, key, column_offset, kind, a, b, out.dtype)
+        out[start:stop] = random_rows(rows_R, width, key, column_offset, kind, a, b, out.dtype)
 
 
-def _values(
+def random_rows(
     rows_R: Tensor,
     width: int,
     key: Sequence[int],
@@ -130,6 +130,7 @@ def _values(
     b: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    """`random_fill_`'s values `[R, width]` of any global rows; `a` and `b` as there."""
     if kind == "uniform":
         words = random_words(rows_R, width, key, column_offset, 0)
         u = (words >> 8).to(torch.float32) * 2.0**-24

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.sharding.managed_collision import full_state_of
 from tilerec.sharding.table import ShardedTable
 
 
@@ -28,6 +30,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
             if rows not in done:
                 done[rows] = part.weight_of().full()
             out[f"{prefix}weight"] = done[rows]
+        elif isinstance(part, ManagedCollisionModule):
+            full_state_of(part, out, prefix)
         else:
             part._save_to_state_dict(out, prefix, keep_vars=False)
     return out

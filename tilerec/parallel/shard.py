@@ -33,6 +33,14 @@ from tilerec.parallel.values import replicas_from_first, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.managed_collision import (
+    IdRanks,
+    IdsBelow,
+    check_ids,
+    described_ids,
+    ids_below,
+    shard_ids,
+)
 from tilerec.sharding.table import check_rule
 from tilerec.sharding.teams import Teams
 from tilerec.spec.plan import ShardingPlan, Wire
@@ -120,15 +128,17 @@ def shard_tables(
     *,
     only: Collection[str] | None = None,
     teams: Teams | None = None,
+    id_ranks: IdRanks | None = None,
 ) -> nn.Module:
     """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end.
 
     Args:
         only: paths of the collections to shard; None: all.
         teams: where ranks are several teams, each of which holds every table.
+        id_ranks: over which managed collision spreads its ids; None: over `group`.
     """
     with unattached_on_error(module.parameters()):
-        return _shard(module, plan, group, topology, device, exact, sharders, who, only, teams)
+        return _shard(module, plan, group, topology, device, exact, sharders, who, only, teams, id_ranks)
 
 
 def _shard(
@@ -142,10 +152,12 @@ def _shard(
     who: str,
     only: Collection[str] | None,
     teams: Teams | None,
+    id_ranks: IdRanks | None,
 ) -> nn.Module:
     try:
         device = None if device is None else device_of(device, who)
         ready = _prepare(module, plan, group, topology, device, listed(sharders, who), only)
+        check_ids(ready.ids, (group if id_ranks is None else id_ranks.group).size)
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
         with suppress(ConfigError):
@@ -159,6 +171,7 @@ def _shard(
             "checks": "passed",
             "exact": exact,
             "modules": described(collections),
+            "ids": described_ids(ready.ids),
             "plan": whole.to_json(),
         },
     )
@@ -166,7 +179,7 @@ def _shard(
     take_from_rank_0(group, collections, tables)
     drawn = [table for table in tables if table.weight.is_meta and table.config.init_fn is not None]
     try:
-        _cut(group, ready, device, exact, teams)
+        _cut(group, ready, device, exact, teams, id_ranks)
     except Exception as error:  # a user's init_fn; the others must not wait for this rank
         with suppress(ConfigError):
             agree(group, "the sharded model", {"made": str(error)})
@@ -179,10 +192,17 @@ def _shard(
     return module
 
 
-def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool, teams: Teams | None) -> None:
-    """Tables become tiles."""
+def _cut(
+    group: Group,
+    ready: _Ready,
+    device: torch.device | None,
+    exact: bool,
+    teams: Teams | None,
+    id_ranks: IdRanks | None,
+) -> None:
+    """Tables become tiles, and ids go to the owners of their buckets."""
     collections, whole = ready.collections, ready.plan
-    if collections:
+    if collections or ready.ids:
         # Channels of their own: other calls of the model's ranks may come between theirs.
         rows, route = group.split("rows"), group.split("route")
         for path, part in collections.items():
@@ -199,6 +219,7 @@ def _cut(group: Group, ready: _Ready, device: torch.device | None, exact: bool, 
                 wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
                 teams=teams,
             )
+        shard_ids(ready.ids, id_ranks or IdRanks(route, lambda rank: rank), device)
 
 
 class _Ready(NamedTuple):
@@ -208,6 +229,7 @@ class _Ready(NamedTuple):
     ties: list[dict[Name, Table]]
     plan: ShardingPlan
     topology: Topology
+    ids: dict[str, IdsBelow]
 
 
 def _prepare(
@@ -244,7 +266,8 @@ def _prepare(
             check_rule(table, tilings[name])
     whole = with_kernels(with_wires(cut, collections, given_sharders), collections)
     whole = replace(whole, report=given.report)
-    return _Ready(collections, ties, whole, topology)
+    ids = ids_below(module, None if only is None else list(collections.values()))
+    return _Ready(collections, ties, whole, topology, ids)
 
 
 def _device_type(collections: Mapping[str, TableCollection]) -> str:

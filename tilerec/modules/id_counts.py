@@ -1,0 +1,196 @@
+"""What managed collision did, in numbers: counters per bucket and feature, and the records that users read.
+
+Every id of a training batch is counted once for its feature:
+
+    hit         it had a row
+    insert      it got a row; of these, `evictions` took that of another id
+    collision   it has no row and shares one
+    rejection   it has no row and is dropped
+    not_admitted   of the last two: those that have not come often enough yet; the others found their bucket full
+
+Counters lie beside their buckets and travel with them, so their sums do not depend on the ranks.
+
+Legend: N ids, F features, M counters per feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.hash import Outcome
+
+KINDS = ("hits", "inserts", "evictions", "collisions", "rejections", "not_admitted", "probes")
+"""Counters of a feature, in order."""
+
+_HITS, _INSERTS, _EVICTIONS, _COLLISIONS, _REJECTIONS, _NOT_ADMITTED, _PROBES = range(len(KINDS))
+
+
+@dataclass(frozen=True)
+class FeatureCounts:
+    """What became of the ids of one feature in training, since the table was made.
+
+    Args:
+        probes: slots looked at, in all.
+        reads, misses: ids of evaluation batches, and those of them that had no row; since this process began.
+    """
+
+    hits: int
+    inserts: int
+    evictions: int
+    collisions: int
+    rejections: int
+    not_admitted: int
+    probes: int
+    reads: int = 0
+    misses: int = 0
+
+    @property
+    def lookups(self) -> int:
+        """Ids that came."""
+        return self.hits + self.inserts + self.collisions + self.rejections
+
+    @property
+    def probes_per_lookup(self) -> float:
+        """Slots looked at per id; 0 where none came."""
+        return self.probes / self.lookups if self.lookups else 0.0
+
+    def __add__(self, other: FeatureCounts) -> FeatureCounts:
+        return FeatureCounts(*(a + b for a, b in zip(_astuple(self), _astuple(other), strict=True)))
+
+
+def _astuple(counts: FeatureCounts) -> tuple[int, ...]:
+    return (*(getattr(counts, kind) for kind in KINDS), counts.reads, counts.misses)
+
+
+@dataclass(frozen=True)
+class IdStats:
+    """A table's ids, as they are now and as they came.
+
+    Args:
+        features: by name.
+        rows: that ids can have for themselves.
+        shared_rows: that ids without a row share.
+        live: ids that have a row.
+        probe_lengths: position p - 1 holds how many of them are found at the p-th slot looked at.
+        fullest_bucket: the largest share of a bucket's rows that is taken.
+    """
+
+    features: dict[str, FeatureCounts]
+    rows: int
+    shared_rows: int
+    live: int
+    probe_lengths: tuple[int, ...]
+    fullest_bucket: float
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the rows that have an id."""
+        return self.live / self.rows
+
+    @property
+    def total(self) -> FeatureCounts:
+        """Of all features."""
+        return sum(self.features.values(), FeatureCounts(0, 0, 0, 0, 0, 0, 0))
+
+    def __str__(self) -> str:
+        head = ("feature", *KINDS)
+        lines = [
+            (name, *(str(getattr(counts, kind)) for kind in KINDS)) for name, counts in self.features.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        text = [
+            "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in (head, *lines)
+        ]
+        longest = len(self.probe_lengths)
+        taken = f"{self.live:,} of {self.rows:,} rows taken ({self.occupancy:.1%}"
+        return f"{taken}; fullest bucket {self.fullest_bucket:.1%}), longest probe {longest}\n" + "\n".join(
+            text
+        )
+
+
+@dataclass(frozen=True)
+class IdPlace:
+    """Where an id lives; `row` None: nowhere.
+
+    Args:
+        row: of the table; of an id that has none, `shared_row` is what it reads (None: it is dropped).
+        since, last: training steps of its insertion and of its last use.
+        hits: uses since it was inserted.
+        expires: by the table's clock; None where nothing expires.
+        probes: slots looked at to find it, or to find that it is not there.
+        sooner: ids in the slots where it may lie that would be evicted before it; None without a policy.
+        how: the same in words.
+        rank: that holds its bucket.
+    """
+
+    table: str
+    feature: str
+    id: int
+    bucket: int
+    row: int | None
+    shared_row: int | None
+    since: int | None
+    last: int | None
+    hits: int | None
+    expires: int | None
+    probes: int
+    sooner: int | None
+    how: str
+    rank: int = 0
+
+
+class Summary(NamedTuple):
+    """What one rank knows of a table: sums that add up over the ranks."""
+
+    counts_FM: Tensor
+    reads_F2: Tensor
+    live: int
+    probe_lengths: Tensor
+    fullest: int
+
+
+def add_counts(
+    counts_BC: Tensor, features: int, bucket_N: Tensor, feature_N: Tensor, outcomes_N: Tensor, probes_N: Tensor,
+    *, shares: bool,
+) -> None:  # fmt: skip
+    """Count what became of ids: `counts_BC[bucket, feature * M + kind]`, buckets counted from the first one here."""
+    if not outcomes_N.numel():
+        return
+    kinds = len(KINDS)
+    missed = _COLLISIONS if shares else _REJECTIONS
+    kind_of = outcomes_N.new_tensor([_HITS, _INSERTS, _INSERTS, missed, missed, missed], dtype=torch.int64)
+    base_N = (bucket_N * features + feature_N) * kinds
+    flat = counts_BC.view(-1)
+    chosen_N = outcomes_N.to(torch.int64)
+    one_N = torch.ones_like(base_N)
+    flat.index_add_(0, base_N + kind_of[chosen_N], one_N)
+    flat.index_add_(0, base_N + _PROBES, probes_N.to(torch.int64))
+    for outcome, kind in ((Outcome.EVICTED, _EVICTIONS), (Outcome.NOT_ADMITTED, _NOT_ADMITTED)):
+        those = base_N[chosen_N == outcome]
+        if those.numel():
+            flat.index_add_(0, those + kind, one_N[: those.numel()])
+
+
+def stats_of(
+    features: Sequence[str], parts: Sequence[Summary], rows: int, shared: int, slots: int
+) -> IdStats:
+    """The record of what ranks know."""
+    counts = torch.stack([part.counts_FM.cpu() for part in parts]).sum(0).tolist()
+    reads = torch.stack([part.reads_F2.cpu() for part in parts]).sum(0).tolist()
+    longest = max(part.probe_lengths.numel() for part in parts)
+    lengths = torch.zeros(longest, dtype=torch.int64, device="cpu")
+    for part in parts:
+        lengths[: part.probe_lengths.numel()] += part.probe_lengths.cpu()
+    return IdStats(
+        {
+            name: FeatureCounts(*own, *read)
+            for name, own, read in zip(features, counts, reads, strict=True)
+        },
+        rows, shared, sum(part.live for part in parts), tuple(lengths.tolist()),
+        max(part.fullest for part in parts) / slots,
+    )  # fmt: skip

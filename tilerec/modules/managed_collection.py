@@ -1,0 +1,234 @@
+"""`ManagedCollisionCollection`: the ids of a batch become rows, table by table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.id_counts import IdPlace, IdStats
+from tilerec.modules.managed_collision import ManagedCollisionModule, kept_lengths
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import AnyTableConfig
+
+# Rows depend on what came before: nothing to trace. A compiled model has one clean break around them.
+_eager = torch._disable_dynamo
+
+
+class ManagedCollisionCollection(nn.Module):
+    """Maps the features of several tables, each table by its module.
+
+    Args:
+        managed_collision_modules: table name to module; tables without one keep their ids, which are row numbers then.
+        embedding_configs: of all tables. A feature that is mapped belongs to one table.
+        need_preprocess: whether ids pass the modules' `input_hash_func` first.
+
+    Raises:
+        ConfigError: a module of no table, of another number of rows than its table, or used twice; a feature of two
+            tables.
+
+    Example:
+        >>> config = EmbeddingBagConfig(1536, 4, "user", feature_names=["user"])
+        >>> modules = {"user": HashZchManagedCollisionModule(1536)}
+        >>> mcc = ManagedCollisionCollection(modules, [config])
+        >>> ids = torch.tensor([-1, 10**15, -1])
+        >>> mcc(KeyedJaggedTensor.from_lengths_sync(["user"], ids, torch.tensor([1, 1, 1]))).values().tolist()
+        [1084, 938, 1084]
+    """
+
+    def __init__(
+        self,
+        managed_collision_modules: Mapping[str, ManagedCollisionModule],
+        embedding_configs: Sequence[AnyTableConfig],
+        need_preprocess: bool = True,
+    ) -> None:
+        super().__init__()
+        self._embedding_configs = tuple(embedding_configs)
+        self._need_preprocess = need_preprocess
+        self._table_features = _features_of(managed_collision_modules, self._embedding_configs)
+        for table, features in self._table_features.items():
+            managed_collision_modules[table].bind(table, features)
+        self._managed_collision_modules = nn.ModuleDict(dict(managed_collision_modules))
+        self.register_load_state_dict_pre_hook(_refuse_before_loading)
+
+    @property
+    def modules_by_table(self) -> dict[str, ManagedCollisionModule]:
+        """Table name to module."""
+        return cast("dict[str, ManagedCollisionModule]", dict(self._managed_collision_modules.items()))
+
+    def embedding_configs(self) -> Sequence[AnyTableConfig]:
+        """Of all tables, as given (with the number of rows of now)."""
+        return self._embedding_configs
+
+    def table_to_number_buckets(self) -> dict[str, int]:
+        """Table name to how many buckets it has."""
+        return {table: module.buckets() for table, module in self.modules_by_table.items()}
+
+    @_eager
+    def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
+        """Ids become rows; in training mode, ids that have none take one.
+
+        Args:
+            features: keys in any order; those of no table here come back as they are. Batches of variable size and
+                weights are kept.
+            mutate_miss_lengths: ids that are dropped leave their bags shorter. False refuses that (and so a table
+                that drops ids).
+
+        Returns:
+            A batch of the same keys; values int64 in `[0, num_embeddings)`.
+
+        Raises:
+            InputError: a feature is not in the batch, or its ids are not integers; then nothing has changed.
+        """
+        batch = self.begin(features, mutate_miss_lengths)
+        rows: dict[str, Tensor] = {}
+        for table, module in self.modules_by_table.items():
+            names = self._table_features[table]
+            mapped = module.map(batch[table], [batch.sizes[name] for name in names], module.now())
+            module.keep_evicted(mapped.evicted_M)
+            rows.update(zip(names, mapped.rows_N.split([batch.sizes[name] for name in names]), strict=True))
+        return with_rows(features, rows)
+
+    def begin(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> TableIds:
+        """A batch's ids by table, checked."""
+        if not isinstance(features, KeyedJaggedTensor):
+            raise InputError(
+                f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor."
+            )
+        keys = features.keys()
+        starts = dict(zip(keys, features.offset_per_key(), strict=False))
+        sizes = dict(zip(keys, features.length_per_key(), strict=True))
+        ids = TableIds(sizes)
+        for table, names in self._table_features.items():
+            module = self.modules_by_table[table]
+            module.check_lengths(mutate_miss_lengths)
+            for name in names:
+                if name not in sizes:
+                    raise InputError(
+                        f"{type(self).__name__}: feature '{name}' of table '{table}' is not in the batch, whose keys "
+                        f"are {keys[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                    )
+            parts = [features.values()[starts[name] : starts[name] + sizes[name]] for name in names]
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            ids[table] = module.hashed(joined) if self._need_preprocess else joined.to(torch.int64)
+        return ids
+
+    def evict(self) -> dict[str, Tensor | None]:
+        """Per table, rows that lost their id since this was last asked; see `ManagedCollisionModule.evict`."""
+        return {table: module.evict() for table, module in self.modules_by_table.items()}
+
+    def open_slots(self) -> dict[str, Tensor]:
+        """Per table, rows that are here and have no id yet."""
+        return {table: module.open_slots() for table, module in self.modules_by_table.items()}
+
+    def stats(self) -> dict[str, IdStats]:
+        """Per table, what became of the ids. Sharded: of all ranks, and all ranks call it."""
+        return {table: module.stats() for table, module in self.modules_by_table.items()}
+
+    def inspect(self, feature: str, id_: int) -> IdPlace:
+        """Where an id of a feature lives; see `IdPlace`. Sharded: all ranks call it."""
+        return self.modules_by_table[self.table_of(feature)].inspect(feature, id_)
+
+    def table_of(self, feature: str) -> str:
+        """The table that maps a feature."""
+        for table, names in self._table_features.items():
+            if feature in names:
+                return table
+        raise InputError(
+            f"{type(self).__name__}: no table maps feature '{feature}'; mapped are "
+            f"{[name for names in self._table_features.values() for name in names][:20]}."
+        )
+
+
+class TableIds(dict[str, Tensor]):
+    """Ids by table, feature after feature; `sizes`: how many each feature has."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+
+def with_rows(features: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags."""
+    sizes = features.length_per_key()
+    keys = features.keys()
+    own = features.values().split(sizes)
+    values = torch.cat(
+        [rows[key] if key in rows else part.to(torch.int64) for key, part in zip(keys, own, strict=True)]
+    )
+    weights, lengths = features.weights_or_none(), features.lengths()
+    mapped = torch.cat([rows[key] for key in keys if key in rows]) if rows else values[:0]
+    if bool((mapped < 0).any()):
+        kept_N = torch.cat(
+            [
+                rows[key] >= 0 if key in rows else torch.ones_like(part, dtype=torch.bool)
+                for key, part in zip(keys, own, strict=True)
+            ]
+        )
+        lengths = kept_lengths(kept_N, features.offsets()).to(lengths.dtype)
+        values = values[kept_N]
+        weights = None if weights is None else weights[kept_N]
+        sizes = [int(part.sum()) for part in kept_N.split(sizes)]
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        weights,
+        lengths,
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        length_per_key=sizes,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def _features_of(
+    modules: Mapping[str, ManagedCollisionModule], configs: Sequence[AnyTableConfig]
+) -> dict[str, list[str]]:
+    """Features by table, for the tables that have a module; checked."""
+    kind = "ManagedCollisionCollection"
+    by_name = {config.name: config for config in configs}
+    found: dict[str, list[str]] = {}
+    table_of: dict[str, str] = {}
+    for table, module in modules.items():
+        if not isinstance(module, ManagedCollisionModule):
+            raise ConfigError(
+                f"{kind}: the module of table '{table}' is a {type(module).__name__}; wanted a "
+                "HashZchManagedCollisionModule or MCHManagedCollisionModule."
+            )
+        if table not in by_name:
+            raise ConfigError(
+                f"{kind}: a module for table '{table}', which embedding_configs lack; they have {list(by_name)[:20]}."
+            )
+        rows = by_name[table].num_embeddings
+        if module.output_size() != rows:
+            raise ConfigError(
+                f"{kind}: table '{table}' has {rows} rows and its module gives {module.output_size()}; make zch_size "
+                "and num_embeddings the same."
+            )
+        found[table] = list(by_name[table].feature_names)
+    if len({id(module) for module in modules.values()}) < len(modules):
+        raise ConfigError(f"{kind}: two tables have one module; give each its own.")
+    for config in configs:
+        for feature in config.feature_names:
+            other = table_of.setdefault(feature, config.name)
+            if other != config.name and (config.name in modules or other in modules):
+                raise ConfigError(
+                    f"{kind}: feature '{feature}' is read by tables '{other}' and '{config.name}', and one batch can "
+                    "hold its rows in one of them only; give the batch the feature twice, under two names."
+                )
+    return found
+
+
+def _refuse_before_loading(collection: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Nothing is loaded, of tables neither, where the state of one is not for it."""
+    assert isinstance(collection, ManagedCollisionCollection)
+    for table, module in collection.modules_by_table.items():
+        start = f"{prefix}_managed_collision_modules.{table}."
+        own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+        if set(own) >= {*module.state_tensors(), *module.numbers()}:
+            refused = module.misfit(own)
+            if refused is not None:
+                raise ConfigError(refused)

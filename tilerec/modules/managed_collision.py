@@ -1,0 +1,956 @@
+"""Managed collision: ids of any 64 bits get rows of a table, and no two live ids share one unless it is asked for.
+
+Nouns
+  id       any int64, negative ones and -1 included
+  bucket   `rows / buckets` neighbouring rows; an id never leaves its bucket, so its row does not depend on the world
+  live     an id that has a row of its own
+  missed   an id that has none: not admitted yet, its bucket full, or never seen (in evaluation). It reads a row that
+           its bucket keeps for such ids (`shares`), or is dropped from its bag
+  step     a forward in training mode; a row that a step uses is not evicted in it
+
+    training     found: a hit      not found: admitted -> empty slot -> evict by policy -> missed
+    evaluation   found: its row    not found: missed                    and nothing changes
+
+The map's meaning is sequential: ids take rows one after the other, feature by feature in the order of the table's
+`feature_names`, and within a feature in the order of the global batch. `ops/hash.py` has the exact rules.
+
+Legend: N ids, E rows with own ids (places), B buckets that are here, C admission counters, F features.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets, divisor_near
+from tilerec.modules.evict import (
+    Evicting,
+    HashZchEvictionConfig,
+    HashZchEvictionPolicyName,
+    MCHEvictionPolicy,
+    read_eviction,
+)
+from tilerec.modules.id_counts import KINDS, IdPlace, IdStats, Summary, add_counts, stats_of
+from tilerec.ops.hash import (
+    HashRange,
+    HashState,
+    Policy,
+    empty_state,
+    score,
+    zch_assign_,
+    zch_buckets,
+    zch_find,
+    zch_resize,
+)
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.spec.without_effect import warn_without_effect
+
+WhenFull = Literal["evict", "fallback", "reject"]
+_INT64_MAX = 2**63 - 1
+_NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
+
+
+def hours() -> int:
+    """Hours since 1970: the clock of times to live, unless a module has another."""
+    return int(time.time()) // 3600
+
+
+class Mapped(NamedTuple):
+    """What a table made of ids: a row for each (-1: dropped), and rows that lost their old id."""
+
+    rows_N: Tensor
+    evicted_M: Tensor
+
+
+class Resized(NamedTuple):
+    """What a change of capacity did.
+
+    Args:
+        old_rows, new_rows: int64 [M], what moves: live ids' rows and shared ones.
+        kept: live ids that still have a row.
+        dropped_ids: those that found no place: int64.
+    """
+
+    old_rows: Tensor
+    new_rows: Tensor
+    kept: int
+    dropped_ids: Tensor
+
+
+class StateView(ABC):
+    """How the state of the buckets that are here looks in a state dict, where others hold the rest."""
+
+    @abstractmethod
+    def show(self, own: Tensor, per_bucket: int) -> Tensor:
+        """The tensor of all buckets, `per_bucket` of its first dimension each."""
+
+    @abstractmethod
+    def take(self, own: Tensor, per_bucket: int, value: Tensor) -> None:
+        """Write what a state dict holds for all buckets into this part of it."""
+
+
+class ManagedCollisionModule(nn.Module):
+    """The ids of one table (abstract: see `HashZchManagedCollisionModule` and `MCHManagedCollisionModule`).
+
+    Everything it keeps is bucket by bucket: `ids`, `used`, `since`, `last`, `hits` (and `expires`) per row, `admission`
+    and `counts` per bucket; and `step`. A state dict has these names.
+    """
+
+    def __init__(
+        self, who: str, buckets: Buckets, device: torch.device | str | None, *, evicting: Evicting | None, shares: bool,
+        max_probe: int, interval: int = 1, threshold: int = 1, read_only: bool = False,
+        read_only_suffix: str = "_readonly", input_hash: Callable[[Tensor, int], Tensor] | None = None,
+        input_size: int = _INT64_MAX, clock: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, value in (
+            ("max_probe", max_probe),
+            ("eviction_interval", interval),
+            ("admission_threshold", threshold),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ConfigError(f"{who}: {name} is {value!r}; it must be a whole number of at least 1.")
+        self._who = who
+        self._buckets = buckets
+        self._evicting, self._shares, self._max_probe = evicting, shares, max_probe
+        self._interval, self._threshold = interval, threshold
+        self._read_only, self._suffix = read_only, read_only_suffix
+        self._input_hash, self._input_size = input_hash, input_size
+        self._clock = clock or hours
+        self._features: tuple[str, ...] = ()
+        self._view: StateView | None = None
+        self._evicted: list[Tensor] = []
+        # On the CPU whatever the rest is on: it is read at every step.
+        self._step = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._reads_F2 = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+        self._put(self._empty(buckets, device))
+        self.register_buffer("counts", torch.zeros(buckets.held, 0, dtype=torch.int64, device=device), False)
+
+    def _empty(self, buckets: Buckets, device: torch.device | str | None) -> HashState:
+        return empty_state(
+            buckets.held,
+            buckets.slots,
+            expires=self._policy is Policy.TTL,
+            counters=2 * buckets.slots if self._threshold > 1 else 0,
+            device=device,
+        )
+
+    def _put(self, state: HashState) -> None:
+        for name, tensor in zip(_NAMES, state, strict=True):
+            self.register_buffer(name, tensor, persistent=False)  # `_save_to_state_dict` writes them
+
+    # ------------------------------------------------------------------------------------------------------ facts
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state is."""
+        return self._state.ids_E.device
+
+    @property
+    def step(self) -> int:
+        """Training steps so far."""
+        return int(self._step)
+
+    @property
+    def _policy(self) -> Policy | None:
+        return None if self._evicting is None else self._evicting.policy
+
+    @property
+    def _state(self) -> HashState:
+        own = self._buffers
+        return HashState(*(own[name] for name in _NAMES))  # type: ignore[arg-type]
+
+    @property
+    def _range(self) -> HashRange:
+        own = self._buckets
+        return HashRange(own.count, own.slots, self._max_probe, own.first)
+
+    def output_size(self) -> int:
+        """Rows of the table."""
+        return self._buckets.rows
+
+    def input_size(self) -> int:
+        """What a user's `input_hash_func` is told; ids themselves may be any int64."""
+        return self._input_size
+
+    def buckets(self) -> int:
+        """How many buckets the table has."""
+        return self._buckets.count
+
+    def open_slots(self) -> Tensor:
+        """int64 [1]: rows that are here and have no id yet."""
+        used_E = self._state.used_E
+        return (used_E.numel() - used_E.sum()).view(1)
+
+    def validate_state(self) -> None:
+        """Check that every id lies where it would be looked for.
+
+        Raises:
+            InputError: one does not: the state was written for other buckets, or damaged.
+        """
+        state, table = self._state, self._range
+        places = state.used_E.nonzero().squeeze(1)
+        ids_U = state.ids_E[places]
+        bucket_U = zch_buckets(ids_U, table.buckets)
+        wrong = bucket_U != places // table.slots + table.first
+        if not bool(wrong.any()):
+            wrong = zch_find(ids_U, state, table).rows_N != places + table.first * table.slots
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise InputError(
+                f"{self._who}: id {int(ids_U[at])} lies at place {int(places[at])} of the buckets [{table.first}, "
+                f"{self._buckets.last}), where it would not be found; the state is of other buckets, or damaged."
+            )
+
+    # ------------------------------------------------------------------------------------------------------ mapping
+
+    def bind(self, table: str, features: Sequence[str]) -> None:
+        """Name the table and its features, in the order in which their ids take rows; once."""
+        if self._features:
+            if self._features != tuple(features):
+                raise ConfigError(
+                    f"{self._who}: it maps the features {list(self._features)} and cannot map {list(features)} "
+                    "as well; give every table a module of its own."
+                )
+            return
+        self._who = f"Table '{table}'"
+        self._features = tuple(features)
+        unknown = [name for name, _ in (self._evicting.ttl_of if self._evicting else ())]
+        if unknown and sorted(unknown) != sorted(features):
+            raise ConfigError(
+                f"{self._who}: per_feature_ttl is of {unknown}, and its features are {list(features)}; name each once."
+            )
+        kinds = len(features) * len(KINDS)
+        self.counts = torch.zeros(self._buckets.held, kinds, dtype=torch.int64, device=self.device)
+        self._reads_F2 = torch.zeros(len(features), 2, dtype=torch.int64, device="cpu")
+
+    def now(self) -> int:
+        """The time of expiry; 0 where nothing expires."""
+        return self._clock() if self._policy is Policy.TTL else 0
+
+    def hashed(self, ids_N: Tensor) -> Tensor:
+        """Ids as they are kept: int64, through the user's `input_hash_func` if there is one."""
+        if ids_N.dtype not in (torch.int32, torch.int64):
+            raise InputError(
+                f"{self._who}: ids have dtype {ids_N.dtype}, wanted int32 or int64; cast the batch's values."
+            )
+        ids_N = ids_N.to(torch.int64)
+        if self._input_hash is None:
+            return ids_N
+        hashed_N = self._input_hash(ids_N, self._input_size)
+        if hashed_N.shape != ids_N.shape or hashed_N.dtype != torch.int64:
+            raise InputError(
+                f"{self._who}: input_hash_func made {hashed_N.dtype} {tuple(hashed_N.shape)} of ids of shape "
+                f"{tuple(ids_N.shape)}; wanted int64 of the same shape."
+            )
+        return hashed_N
+
+    @property
+    def writes(self) -> bool:
+        """Whether the next batch may change the map."""
+        return self.training and not self._read_only
+
+    @torch.no_grad()
+    def map(self, ids_N: Tensor, sizes: Sequence[int], now: int) -> Mapped:
+        """Rows of a batch's ids; in training mode they take rows where they have none.
+
+        Args:
+            ids_N: int64, feature by feature; of buckets that are here.
+            sizes: ids of each feature.
+            now: by the clock.
+        """
+        if self.ids.is_meta:
+            raise ConfigError(
+                f"{self._who}: its ids are on meta; shard the model, or call to_empty(device=...), reset_parameters()."
+            )
+        if not self.writes:
+            return self._read(ids_N, sizes)
+        feature_N = self._feature_of(sizes, ids_N.device)
+        self._step += 1
+        evicting = self._evicting or Evicting(Policy.LRU)
+        ttl: int | Tensor = evicting.ttl
+        if evicting.ttl_of:
+            ttl = ids_N.new_tensor(evicting.ttls(self._features))[feature_N]
+        may_insert = None
+        if any(feature.endswith(self._suffix) for feature in self._features):
+            reading = [not feature.endswith(self._suffix) for feature in self._features]
+            may_insert = torch.tensor(reading, device=ids_N.device)[feature_N]
+        made = zch_assign_(
+            ids_N, self._state, self._range, step=self.step, policy=evicting.policy, exponent=evicting.exponent,
+            now=now, ttl=ttl, evict=self._evicting is not None and self.step % self._interval == 0,
+            threshold=self._threshold, may_insert_N=may_insert,
+        )  # fmt: skip
+        bucket_N = zch_buckets(ids_N, self._buckets.count) - self._buckets.first
+        add_counts(
+            self.counts, len(self._features), bucket_N, feature_N, made.outcomes_N, made.probes_N, shares=self._shares
+        )  # fmt: skip
+        return Mapped(self._rows(ids_N, made.rows_N), self._buckets.rows_of(made.evicted_rows_M))
+
+    def _read(self, ids_N: Tensor, sizes: Sequence[int]) -> Mapped:
+        rows_N = zch_find(ids_N, self._state, self._range).rows_N
+        missed = [int((part < 0).sum()) for part in rows_N.split(list(sizes))]
+        self._reads_F2 += torch.tensor([[n, m] for n, m in zip(sizes, missed, strict=True)], device="cpu")
+        return Mapped(self._rows(ids_N, rows_N), ids_N.new_empty(0))
+
+    def _rows(self, ids_N: Tensor, places_N: Tensor) -> Tensor:
+        rows_N = self._buckets.rows_of(places_N)
+        return torch.where(rows_N < 0, self._buckets.shared_rows(ids_N), rows_N) if self._shares else rows_N
+
+    def _feature_of(self, sizes: Sequence[int], device: torch.device) -> Tensor:
+        counts = torch.tensor(list(sizes), device=device)
+        return torch.repeat_interleave(counts, output_size=sum(sizes))
+
+    def forward(
+        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
+    ) -> dict[str, JaggedTensor]:
+        """Ids become rows; in training mode new ids take rows. See `ManagedCollisionCollection.forward`.
+
+        Args:
+            features: of this table, all of them, in one order.
+            mutate_miss_lengths: see `ManagedCollisionCollection.forward`.
+        """
+        return self._map_dict(features, mutate_miss_lengths, self.training)
+
+    def remap(
+        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
+    ) -> dict[str, JaggedTensor]:
+        """Ids become rows, as in evaluation: nothing changes."""
+        return self._map_dict(features, mutate_miss_lengths, False)
+
+    def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Let ids take rows, in training mode, and give the features back as they are."""
+        self._map_dict(features, True, self.training)
+        return features
+
+    def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Ids through the user's `input_hash_func`."""
+        if self._input_hash is None:
+            return features
+        return {
+            name: JaggedTensor(self.hashed(part.values()), part.weights_or_none(), part.lengths())
+            for name, part in features.items()
+        }
+
+    def _map_dict(
+        self, features: dict[str, JaggedTensor], mutate: bool, training: bool
+    ) -> dict[str, JaggedTensor]:
+        self.bind(self._who, list(features))
+        self.check_lengths(mutate)
+        before, self.training = self.training, training
+        try:
+            parts = [part.values().to(torch.int64) for part in features.values()]
+            sizes = [part.numel() for part in parts]
+            mapped = self.map(torch.cat(parts), sizes, self.now())
+        finally:
+            self.training = before
+        self.keep_evicted(mapped.evicted_M)
+        return {
+            name: _with_rows(part, rows)
+            for (name, part), rows in zip(features.items(), mapped.rows_N.split(sizes), strict=True)
+        }
+
+    def check_lengths(self, mutate: bool) -> None:
+        """Refuse to keep the lengths of bags that lose ids."""
+        if not mutate and not self._shares:
+            raise ConfigError(
+                f"{self._who}: mutate_miss_lengths=False keeps bags as long as they came, and this table drops ids "
+                "without a row; let such ids share one (when_full='fallback', disable_fallback=False)."
+            )
+
+    def keep_evicted(self, rows_M: Tensor) -> None:
+        """Remember rows for the next `evict`."""
+        if rows_M.numel():
+            self._evicted.append(rows_M)
+
+    def evict(self) -> Tensor | None:
+        """Rows that lost their id since this was last asked (int64 [M]); None if none did.
+
+        They hold what the old id learned: reset them, and their optimizer state, before they are read
+        (`ManagedCollisionEmbeddingBagCollection` does).
+        """
+        if not self._evicted:
+            return None
+        rows_M, self._evicted = torch.cat(self._evicted), []
+        return rows_M
+
+    # ------------------------------------------------------------------------------------------------------ asking
+
+    def summary(self) -> Summary:
+        """This rank's part of `stats`."""
+        state, table = self._state, self._range
+        ids_U = state.ids_E[state.used_E]
+        probes_U = zch_find(ids_U, state, table).probes_N
+        per_bucket = state.used_E.view(-1, table.slots).sum(1)
+        return Summary(
+            self.counts.sum(0).view(-1, len(KINDS)),
+            self._reads_F2,
+            int(ids_U.numel()),
+            torch.bincount(probes_U.to(torch.int64))[1:],
+            int(per_bucket.max()),
+        )
+
+    def stats(self) -> IdStats:
+        """What this module has counted, for the buckets that are here."""
+        return self.stats_of([self.summary()])
+
+    def stats_of(self, parts: Sequence[Summary]) -> IdStats:
+        """The record of what several ranks know of this table."""
+        own = self._buckets
+        return stats_of(self._features, parts, own.count * own.slots, own.count * own.shared, own.slots)
+
+    def holds(self, id_: int) -> bool:
+        """Whether the id's bucket is here."""
+        bucket = int(zch_buckets(torch.tensor([self._hashed_one(id_)]), self._buckets.count))
+        return self._buckets.first <= bucket < self._buckets.last
+
+    def _hashed_one(self, id_: int) -> int:
+        if not -(2**63) <= id_ < 2**63:
+            raise InputError(f"{self._who}: id {id_} is no int64.")
+        return int(self.hashed(torch.tensor([id_]))[0])
+
+    @torch.no_grad()
+    def inspect(self, feature: str, id_: int) -> IdPlace:
+        """Where an id lives, since when, when it was last used, and how it would be evicted. Changes nothing."""
+        if feature not in self._features:
+            raise InputError(
+                f"{self._who}: no feature '{feature}'; its features are {list(self._features)[:20]}."
+            )
+        key = self._hashed_one(id_)
+        ids_N = torch.tensor([key], device=self.device)
+        state, table = self._state, self._range
+        bucket = int(zch_buckets(ids_N, table.buckets)[0])
+        found = zch_find(ids_N, state, table)
+        probes, place = int(found.probes_N[0]), int(found.rows_N[0])
+        shared = int(self._buckets.shared_rows(ids_N)[0]) if self._shares else None
+        table_name = self._who.removeprefix("Table '").removesuffix("'")
+        if place < 0:
+            how = f"it has no row, and {'shares one' if self._shares else 'is dropped'}"
+            return IdPlace(
+                table_name, feature, id_, bucket, None, shared, None, None, None, None, probes, None, how
+            )
+        at = place - table.first * table.slots
+        row = int(self._buckets.rows_of(found.rows_N)[0])
+        since, last, hits = (int(t[at]) for t in (state.since_E, state.last_E, state.hits_E))
+        expires = int(state.expires_E[at]) if state.expires_E.numel() else None
+        sooner, how = self._sooner(at, last, hits, expires)
+        return IdPlace(
+            table_name, feature, id_, bucket, row, shared, since, last, hits, expires, probes, sooner, how
+        )
+
+    def _sooner(self, at: int, last: int, hits: int, expires: int | None) -> tuple[int | None, str]:
+        """How many ids of the bucket would go before the one at this place, and the rule in words."""
+        if self._evicting is None:
+            return None, "never: this table does not evict"
+        policy, exponent, state = self._evicting.policy, self._evicting.exponent, self._state
+        slots = self._buckets.slots
+        here = slice(at // slots * slots, (at // slots + 1) * slots)
+        ends = state.expires_E[here].tolist() if state.expires_E.numel() else [0] * slots
+        others = zip(
+            state.used_E[here].tolist(), state.last_E[here].tolist(), state.hits_E[here].tolist(), ends,
+            strict=True,
+        )  # fmt: skip
+        step = self.step + 1
+        own = score(policy, step=step, last=last, hits=hits, expires=expires or 0, exponent=exponent)
+        scores = [
+            score(policy, step=step, last=their_last, hits=their_hits, expires=end, exponent=exponent)
+            for used, their_last, their_hits, end in others
+            if used
+        ]
+        sooner = sum(other < own for other in scores)
+        if policy is Policy.TTL:
+            how = f"by a new id of its window, once the clock (now {self.now()}) reaches {expires}"
+        else:
+            words = {
+                Policy.LRU: f"the longest unused first: last used in step {last} of {self.step}",
+                Policy.LFU: f"the least used first: {hits} uses, the last in step {last}",
+                Policy.DISTANCE_LFU: f"the least uses / age^{exponent:g} first: {own[0]:.3g}",
+            }
+            how = words[policy]
+        return sooner, f"{how}; {sooner} of the {len(scores)} ids of its bucket would go before it"
+
+    # ---------------------------------------------------------------------------------------------------- capacity
+
+    @torch.no_grad()
+    def resize(self, zch_size: int | None = None, total_num_buckets: int | None = None) -> Resized:
+        """Change the number of rows, or of buckets, and keep the ids.
+
+        Args:
+            zch_size: the new number of rows; None: as many rows per bucket as now.
+            total_num_buckets: the new number; a multiple of the present one (each bucket splits) or a divisor of it.
+                None: as many as now.
+
+        Where ids find no place any more (less room, or a window that is full), those that the policy would evict first
+        are dropped, and counted as evictions of the table's first feature. This moves ids only; a table's rows move
+        with them in `ManagedCollisionEmbeddingBagCollection.resize`.
+
+        Raises:
+            ConfigError: sizes that do not fill the buckets, or numbers of buckets of which none divides the other; the
+                map is then as it was.
+        """
+        old = self._buckets
+        if old.held != old.count:
+            raise ConfigError(
+                f"{self._who}: only buckets [{old.first}, {old.last}) of {old.count} are here; resize the collection, "
+                "on all ranks."
+            )
+        new = self.resized(zch_size, total_num_buckets)
+        evicting = self._evicting or Evicting(Policy.LFU)
+        made = zch_resize(
+            self._state, self._range, new.count, new.slots, step=self.step, policy=evicting.policy,
+            exponent=evicting.exponent,
+        )  # fmt: skip
+        state = made.state
+        if self._threshold > 1:
+            state = state._replace(counters_BC=_as_wide(state.counters_BC, 2 * new.slots))
+        dropped_ids = self._state.ids_E[made.moved_E == -2]
+        places = (made.moved_E >= 0).nonzero().squeeze(1)
+        old_rows, new_rows = old.rows_of(places), new.rows_of(made.moved_E[places])
+        shared_old, shared_new = _shared_moves(old, new, self.device)
+        self._count_resized(old, new, dropped_ids)
+        self._buckets = new
+        self._put(state)
+        return Resized(
+            torch.cat([old_rows, shared_old]),
+            torch.cat([new_rows, shared_new]),
+            places.numel(),
+            dropped_ids,
+        )
+
+    def resized(self, zch_size: int | None, total_num_buckets: int | None) -> Buckets:
+        """The buckets that `resize` would make."""
+        old = self._buckets
+        count = old.count if total_num_buckets is None else total_num_buckets
+        rows = old.size * count if zch_size is None else zch_size
+        new = Buckets.of(self._who, rows, count, shares=self._shares, percent_shared=old.percent)
+        if count % old.count and old.count % count:
+            raise ConfigError(
+                f"{self._who}: {old.count} buckets cannot become {count}: buckets split or merge whole; use a multiple "
+                f"of {old.count}, or a divisor."
+            )
+        return new
+
+    def _count_resized(self, old: Buckets, new: Buckets, dropped_ids: Tensor) -> None:
+        """Counters of split buckets stay with the first child, those of merged ones are added; sums stay."""
+        counts = self.counts
+        if new.count >= old.count:
+            made = counts.new_zeros(new.count, counts.shape[1])
+            made[:: new.count // old.count] = counts
+        else:
+            made = counts.view(new.count, old.count // new.count, counts.shape[1]).sum(1)
+        if dropped_ids.numel():
+            bucket_M = zch_buckets(dropped_ids, new.count)
+            made[:, KINDS.index("evictions")].index_add_(0, bucket_M, torch.ones_like(bucket_M))
+        self.counts = made
+
+    def reset_parameters(self) -> None:
+        """Forget all ids and counts."""
+        for name in (*_NAMES, "counts"):
+            tensor = getattr(self, name)
+            if not tensor.is_meta:
+                tensor.zero_()
+        self._step.zero_()
+        self._reads_F2.zero_()
+
+    def rebuild_with_output_id_range(
+        self,
+        output_id_range: tuple[int, int],
+        output_segments: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> ManagedCollisionModule:
+        """An empty module of the same settings that holds the buckets of these rows only.
+
+        Raises:
+            ConfigError: the range cuts a bucket.
+        """
+        own = self._buckets
+        if any(row % own.size for row in output_id_range):
+            raise ConfigError(
+                f"{self._who}: rows {list(output_id_range)} cut a bucket; buckets have {own.size} rows, so use "
+                f"multiples of {own.size}."
+            )
+        first, last = (row // own.size for row in output_id_range)
+        twin = copy.deepcopy(self)
+        twin._buckets = own.checked_cut(self._who, first, last)
+        twin._view = None
+        where = device or self.device
+        twin._put(twin._empty(twin._buckets, where))
+        shape = (twin._buckets.held, self.counts.shape[1])
+        twin.counts = torch.zeros(shape, dtype=torch.int64, device=where)
+        twin.reset_parameters()
+        return twin
+
+    def hold(self, first: int, last: int, view: StateView, device: torch.device | str | None) -> None:
+        """Keep these buckets only; others hold the rest, and `view` says how all of them look in a state dict.
+
+        Args:
+            device: for a module on meta, whose buckets begin empty.
+        """
+        old = self._buckets
+        new = old.cut(first, last)
+        if self.ids.is_meta:
+            self._put(self._empty(new, device or "cpu"))
+            self.counts = torch.zeros(
+                new.held, self.counts.shape[1], dtype=torch.int64, device=device or "cpu"
+            )
+        else:
+            for name in (*_NAMES, "counts"):
+                tensor = getattr(self, name)
+                per_bucket = tensor.shape[0] // old.held
+                part = tensor[(first - old.first) * per_bucket : (last - old.first) * per_bucket]
+                self.register_buffer(name, part.clone(), persistent=False)
+        self._buckets, self._view = new, view
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def state_tensors(self) -> dict[str, tuple[Tensor, int]]:
+        """What a checkpoint holds of the buckets, by name, with entries of the first dimension per bucket."""
+        slots = self._buckets.slots
+        found = {name: (tensor, slots) for name, tensor in zip(_NAMES, self._state, strict=True)}
+        if not self._state.expires_E.numel():
+            del found["expires"]
+        found["admission"] = (self._state.counters_BC, 1)
+        if self._threshold == 1:
+            del found["admission"]
+        if self._features:
+            found["counts"] = (self.counts, 1)
+        return found
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the whole: step, and the cut of the rows (which a load compares)."""
+        own = self._buckets
+        cut = torch.tensor([own.count, own.size, own.shared, self._max_probe], device="cpu")
+        return {"step": self._step, "geometry": cut}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, (tensor, per_bucket) in self.state_tensors().items():
+            destination[prefix + name] = tensor if self._view is None else self._view.show(tensor, per_bucket)
+        for name, number in self.numbers().items():
+            destination[prefix + name] = number
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """All or nothing: whatever does not fit is said, and then nothing of this table is loaded."""
+        wanted = self.state_tensors()
+        names = [*wanted, *self.numbers()]
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if strict:
+            own = {prefix + name for name in names}
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in own and prefix
+            )
+        missing = [prefix + name for name in names if name not in found]
+        if missing:
+            if strict or found:
+                missing_keys.extend(missing)
+            return
+        refused = self.misfit(found)
+        if refused is not None:
+            error_msgs.append(f"{prefix.removesuffix('.')}: {refused}")
+            return
+        for name, (tensor, per_bucket) in wanted.items():
+            if self._view is None:
+                tensor.copy_(found[name])
+            else:
+                self._view.take(tensor, per_bucket, found[name])
+        self._step.copy_(found["step"])
+        self._evicted.clear()
+
+    def misfit(self, state: dict[str, Any]) -> str | None:
+        """Why a saved state is not for this table, in words; None where it is."""
+        own = self._buckets
+        said = state.get("geometry")
+        if isinstance(said, Tensor) and said.numel() == 4:
+            count, size, shared, probe = said.tolist()
+            if (count, size, shared) != (own.count, own.size, own.shared):
+                return (
+                    f"{self._who}: the state is of {count} buckets of {size} rows ({shared} of them shared), and this "
+                    f"table has {own.count} of {own.size} ({own.shared} shared); load it into a table of its size, and "
+                    "resize that."
+                )
+            if probe > self._max_probe:
+                return (
+                    f"{self._who}: the state was made with max_probe={probe}, and with {self._max_probe} ids that lie "
+                    f"further from their start would not be found; use max_probe={probe} or more."
+                )
+        whole = own.count if self._view is not None else own.held
+        for name, (tensor, per_bucket) in self.state_tensors().items():
+            value = state.get(name)
+            want = (whole * per_bucket, *tensor.shape[1:])
+            if not isinstance(value, Tensor):
+                return f"{self._who}: '{name}' is a {type(value).__name__}, wanted a tensor."
+            if tuple(value.shape) != want:
+                return (
+                    f"{self._who}: size mismatch for '{name}': the state has shape {tuple(value.shape)}, this table "
+                    f"{want}; it is of other buckets, or of other features."
+                )
+        return None
+
+    def described(self) -> dict[str, Any]:
+        """The settings that ranks must share, as plain values."""
+        own, evicting = self._buckets, self._evicting
+        return {
+            "rows": own.rows,
+            "buckets": own.count,
+            "shared": own.shared,
+            "evicts": None if evicting is None else evicting.policy.name,
+            "exponent": None if evicting is None else evicting.exponent,
+            "ttl": None if evicting is None else [evicting.ttl, [list(pair) for pair in evicting.ttl_of]],
+            "shares": self._shares,
+            "max_probe": self._max_probe,
+            "interval": self._interval,
+            "admission_threshold": self._threshold,
+            "read only": [self._read_only, self._suffix],
+            "input_hash": getattr(self._input_hash, "__qualname__", None),
+            "on meta": self.ids.is_meta,
+        }
+
+    def extra_repr(self) -> str:
+        own = self._buckets
+        here = "" if own.held == own.count else f", here: [{own.first}, {own.last})"
+        policy = "no eviction" if self._evicting is None else self._evicting.policy.name
+        missed = "share a row" if self._shares else "are dropped"
+        return f"{own.rows} rows, {own.count} buckets{here}, {policy}, ids without a row {missed}"
+
+
+def _with_rows(part: JaggedTensor, rows_N: Tensor) -> JaggedTensor:
+    """A feature with rows in place of ids; those that are -1 are dropped."""
+    weights = part.weights_or_none()
+    kept_N = rows_N >= 0
+    if bool(kept_N.all()):
+        return JaggedTensor(rows_N, weights, part.lengths())
+    lengths = kept_lengths(kept_N, part.offsets()).to(part.lengths().dtype)
+    return JaggedTensor(rows_N[kept_N], None if weights is None else weights[kept_N], lengths)
+
+
+def kept_lengths(kept_N: Tensor, offsets: Tensor) -> Tensor:
+    """int64: how many of each bag's ids are kept."""
+    before = torch.zeros(kept_N.numel() + 1, dtype=torch.int64, device=kept_N.device)
+    torch.cumsum(kept_N, 0, out=before[1:])
+    at = before[offsets]
+    return at[1:] - at[:-1]
+
+
+def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows that buckets keep for missed ids: a child takes its parent's, a merged bucket those of its first part."""
+    kept = min(old.shared, new.shared)
+    slots = torch.arange(kept, device=device)
+    buckets = torch.arange(new.count, device=device)
+    parents = buckets * old.count // new.count
+    old_rows = (parents * old.size + old.slots)[:, None] + slots
+    new_rows = (buckets * new.size + new.slots)[:, None] + slots
+    return old_rows.reshape(-1), new_rows.reshape(-1)
+
+
+def _as_wide(counters_BC: Tensor, width: int) -> Tensor:
+    """Admission counters for another number of slots: places would change, so all counts begin anew."""
+    if counters_BC.shape[1] == width:
+        return counters_BC
+    return counters_BC.new_zeros(counters_BC.shape[0], width)
+
+
+# ---------------------------------------------------------------------------------------------------- the two modules
+
+
+@final
+class HashZchManagedCollisionModule(ManagedCollisionModule):
+    """Ids get rows by hashing into buckets and probing there.
+
+    Args:
+        zch_size: rows; the table's `num_embeddings`. A whole number per bucket.
+        device: of the state; "meta" allocates nothing until the model is sharded.
+        total_num_buckets: B; ranks hold whole buckets, so up to B ranks can share the table.
+        max_probe: slots that are looked at for an id, at most.
+        is_inference: never change, in training mode either.
+        eviction_policy_name, eviction_config: who goes when a bucket is full; None: nobody. Times to live are in hours,
+            or in units of `clock`.
+        start_bucket, end_bucket: hold these only.
+        percent_reserved_slots: of each bucket's rows, shared by its ids that have none (at least one row is, unless
+            such ids are dropped).
+        disable_fallback: ids without a row are dropped from their bags, and share none.
+        read_only_suffix: features whose names end so are looked up and never inserted.
+        when_full: "evict" (the default with a policy; where nobody may go, as the next), "fallback" (the default
+            without: the id shares a row), or "reject" (it is dropped).
+        admission_threshold: an id gets a row when it comes for the k-th time (counted by a sketch per bucket, which
+            may count too much and never too little).
+        clock: () -> int, for times to live; the same on all ranks at a step is rank 0's.
+        input_hash_size, output_segments, name, tb_logging_frequency, inference_dispatch_div_train_world_size,
+            track_id_freq, enable_per_feature_lookups, no_bag, persist_hash_zch_bucket: of TorchRec; without effect.
+        opt_in_prob, write_runtime_meta_dim: of TorchRec; refused unless left at their defaults.
+
+    Raises:
+        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
+    """
+
+    def __init__(
+        self,
+        zch_size: int,
+        device: torch.device | str | None = None,
+        total_num_buckets: int = DEFAULT_BUCKETS,
+        max_probe: int = 128,
+        input_hash_size: int = 0,
+        output_segments: list[int] | None = None,
+        is_inference: bool = False,
+        name: str | None = None,
+        tb_logging_frequency: int = 0,
+        eviction_policy_name: HashZchEvictionPolicyName | str | None = None,
+        eviction_config: HashZchEvictionConfig | None = None,
+        inference_dispatch_div_train_world_size: bool = False,
+        start_bucket: int = 0,
+        end_bucket: int | None = None,
+        opt_in_prob: int = -1,
+        percent_reserved_slots: float = 0,
+        disable_fallback: bool = False,
+        track_id_freq: bool = False,
+        read_only_suffix: str = "_readonly",
+        enable_per_feature_lookups: bool = False,
+        no_bag: bool = False,
+        write_runtime_meta_dim: int = 0,
+        persist_hash_zch_bucket: bool = True,
+        *,
+        when_full: WhenFull | None = None,
+        admission_threshold: int = 1,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        who = f"HashZchManagedCollisionModule{f' {name!r}' if name else ''}"
+        if opt_in_prob != -1:
+            raise ConfigError(
+                f"{who}: opt_in_prob={opt_in_prob} admits ids by chance, which would differ from rank to rank; leave "
+                "it out and use admission_threshold=k: an id gets a row when it comes for the k-th time."
+            )
+        if write_runtime_meta_dim:
+            raise ConfigError(
+                f"{who}: write_runtime_meta_dim={write_runtime_meta_dim} stores data of the caller beside the ids, "
+                "which is not kept here; leave it out."
+            )
+        given: dict[str, object] = {
+            "output_segments": output_segments,
+            "input_hash_size": input_hash_size not in (0, _INT64_MAX),
+            "tb_logging_frequency": tb_logging_frequency or None,
+            "inference_dispatch_div_train_world_size": inference_dispatch_div_train_world_size,
+            "track_id_freq": track_id_freq,
+            "enable_per_feature_lookups": enable_per_feature_lookups,
+            "no_bag": no_bag,
+        }
+        warn_without_effect(who, given, _WITHOUT_EFFECT, 2)
+        evicting = read_eviction(eviction_policy_name, eviction_config, who)
+        evicting, shares = _when_full(who, when_full, evicting, disable_fallback)
+        buckets = Buckets.of(
+            who, zch_size, total_num_buckets, first=start_bucket, last=end_bucket, shares=shares,
+            percent_shared=percent_reserved_slots,
+        )  # fmt: skip
+        super().__init__(
+            who, buckets, device, evicting=evicting, shares=shares, max_probe=max_probe,
+            threshold=admission_threshold, read_only=is_inference, read_only_suffix=read_only_suffix, clock=clock,
+        )  # fmt: skip
+
+
+@final
+class MCHManagedCollisionModule(ManagedCollisionModule):
+    """Ids get rows; when a bucket is full, an eviction policy decides.
+
+    Args:
+        zch_size: rows; the table's `num_embeddings`. One row of each bucket is shared by ids that have none.
+        device: see `HashZchManagedCollisionModule`.
+        eviction_policy: `LFU_EvictionPolicy()`, `LRU_EvictionPolicy()` or `DistanceLFU_EvictionPolicy()`.
+        eviction_interval: evictions happen in every so-many-th training step; in the others, new ids of full
+            buckets share a row. Empty rows are taken at once, always.
+        input_hash_func, input_hash_size: ids become `input_hash_func(ids, input_hash_size)` first.
+        buckets: how many; None takes the most that divide `zch_size`, up to 768, and leave each at least 64 rows. Ranks
+            hold whole buckets, so give a `zch_size` that is a multiple of 768 where many share the table.
+        max_probe, when_full, admission_threshold: see `HashZchManagedCollisionModule`.
+        output_segments, name: of TorchRec; without effect.
+        mch_size, mch_hash_func, output_global_offset: of TorchRec; refused unless left at their defaults.
+
+    Raises:
+        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
+    """
+
+    def __init__(
+        self,
+        zch_size: int,
+        device: torch.device | str | None,
+        eviction_policy: MCHEvictionPolicy,
+        eviction_interval: int,
+        input_hash_size: int = _INT64_MAX,
+        input_hash_func: Callable[[Tensor, int], Tensor] | None = None,
+        mch_size: int | None = None,
+        mch_hash_func: Callable[[Tensor, int], Tensor] | None = None,
+        name: str | None = None,
+        output_global_offset: int = 0,
+        output_segments: list[int] | None = None,
+        buckets: int | None = None,
+        *,
+        max_probe: int = 128,
+        when_full: WhenFull | None = None,
+        admission_threshold: int = 1,
+    ) -> None:
+        who = f"MCHManagedCollisionModule{f' {name!r}' if name else ''}"
+        if not isinstance(eviction_policy, MCHEvictionPolicy):
+            raise ConfigError(
+                f"{who}: eviction_policy is a {type(eviction_policy).__name__}; wanted LFU_EvictionPolicy(), "
+                "LRU_EvictionPolicy() or DistanceLFU_EvictionPolicy()."
+            )
+        if mch_size or mch_hash_func is not None:
+            raise ConfigError(
+                f"{who}: mch_size and mch_hash_func give ids without a row a hashed part of the table, and here each "
+                "bucket keeps rows for them; leave both out, or use HashZchManagedCollisionModule with "
+                "percent_reserved_slots."
+            )
+        if output_global_offset:
+            raise ConfigError(
+                f"{who}: output_global_offset={output_global_offset}; a table's rows begin at 0 on every rank, so "
+                "leave it out."
+            )
+        warn_without_effect(who, {"output_segments": output_segments}, _WITHOUT_EFFECT, 2)
+        evicting, shares = _when_full(who, when_full, eviction_policy.evicting, False, always=True)
+        if buckets is None and isinstance(zch_size, int) and zch_size > 0:
+            buckets = divisor_near(zch_size, DEFAULT_BUCKETS, 64)
+        super().__init__(
+            who, Buckets.of(who, zch_size, buckets or 1, shares=shares), device, evicting=evicting, shares=shares,
+            max_probe=max_probe, interval=eviction_interval, threshold=admission_threshold,
+            input_hash=input_hash_func, input_size=input_hash_size,
+        )  # fmt: skip
+
+
+_WITHOUT_EFFECT = {
+    "output_segments": "rows are cut into equal buckets, whatever the ranks",
+    "input_hash_size": "ids are any int64, and are hashed into buckets",
+    "tb_logging_frequency": "stats() tells, whenever asked",
+    "inference_dispatch_div_train_world_size": "buckets do not depend on the world size",
+    "track_id_freq": "uses of every id are always counted; see inspect()",
+    "enable_per_feature_lookups": "every feature is looked up on its own already",
+    "no_bag": "bags come and go as bags",
+}
+
+
+def _when_full(
+    who: str,
+    when_full: WhenFull | None,
+    evicting: Evicting | None,
+    disable_fallback: bool,
+    always: bool = False,
+) -> tuple[Evicting | None, bool]:
+    """Who is evicted, and whether ids without a row share one. `always`: the caller must name a policy."""
+    if when_full is not None and when_full not in get_args(WhenFull):
+        raise ConfigError(f"{who}: when_full={when_full!r} is none of {list(get_args(WhenFull))}.")
+    if when_full == "evict" and evicting is None:
+        raise ConfigError(f"{who}: when_full='evict' needs a policy; give eviction_policy_name.")
+    if when_full == "fallback" and disable_fallback:
+        raise ConfigError(
+            f"{who}: when_full='fallback' and disable_fallback=True contradict each other; keep one."
+        )
+    if when_full in ("fallback", "reject") and evicting is not None and not always:
+        raise ConfigError(
+            f"{who}: when_full='{when_full}' evicts nobody, and an eviction policy is given; keep one of them."
+        )
+    shares = not (disable_fallback or when_full == "reject")
+    return (evicting if when_full in (None, "evict") else None), shares

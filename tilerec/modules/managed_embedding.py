@@ -1,0 +1,222 @@
+"""Embedding collections whose ids are any int64: managed collision in front, and rows reset when they change hands.
+
+features ──► ManagedCollisionCollection ──► rows ──► EmbeddingBagCollection / EmbeddingCollection
+                    │ rows that lost their id
+                    └──► initial values and fresh optimizer state, before they are read
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.id_counts import IdPlace, IdStats
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_collision import Resized
+from tilerec.modules.reset import reset_rows
+from tilerec.modules.resize_table import check_resizable, resize_table
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.without_effect import warn_without_effect
+
+_eager = torch._disable_dynamo
+
+
+class ManagedCollisionEmbeddings(nn.Module):
+    """What the two modules below share (abstract)."""
+
+    _kind: type[TableCollection]
+
+    def __init__(
+        self,
+        embedding_module: TableCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool,
+        allow_in_place_embed_weight_update: bool,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if not isinstance(embedding_module, self._kind):
+            raise ConfigError(
+                f"{who}: got a {type(embedding_module).__name__}, wanted a {self._kind.__name__}."
+            )
+        if not isinstance(managed_collision_collection, ManagedCollisionCollection):
+            raise ConfigError(
+                f"{who}: got a {type(managed_collision_collection).__name__}, wanted a ManagedCollisionCollection."
+            )
+        _check_alike(who, embedding_module, managed_collision_collection)
+        reason = "rows are reset between two steps, where no graph holds them"
+        name = "allow_in_place_embed_weight_update"
+        warn_without_effect(who, {name: allow_in_place_embed_weight_update}, {name: reason}, 3)
+        self._managed_collision_collection = managed_collision_collection
+        self._embedding_module = embedding_module
+        self._return_remapped_features = return_remapped_features
+
+    @property
+    def managed_collision_collection(self) -> ManagedCollisionCollection:
+        """What maps the ids."""
+        return self._managed_collision_collection
+
+    @property
+    def embedding_module(self) -> TableCollection:
+        """The tables."""
+        return self._embedding_module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._embedding_module.device
+
+    def stats(self) -> dict[str, IdStats]:
+        """Per table, what became of the ids; see `IdStats`. Sharded: of all ranks, and all ranks call it."""
+        return self._managed_collision_collection.stats()
+
+    def inspect(self, feature: str, id_: int) -> IdPlace:
+        """Where an id of a feature lives; see `IdPlace`. Sharded: all ranks call it."""
+        return self._managed_collision_collection.inspect(feature, id_)
+
+    def _remap(self, features: KeyedJaggedTensor, mutate: bool) -> KeyedJaggedTensor:
+        """Rows of the batch's ids; rows that lost their id are new."""
+        remapped = self._managed_collision_collection(features, mutate)
+        self._reset(self._managed_collision_collection.evict())
+        return remapped
+
+    def _reset(self, evicted: dict[str, Tensor | None]) -> None:
+        for table, rows_M in evicted.items():
+            if rows_M is not None:
+                reset_rows(self._embedding_module._tables[table], rows_M)
+
+    def resize(
+        self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
+    ) -> Resized:
+        """Change the capacity of a table, and keep its ids with their rows and optimizer state.
+
+        Args:
+            zch_size: the new number of rows. None: as many per bucket as now.
+            total_num_buckets: the new number of buckets: a multiple of the present one, or a divisor. None: as many.
+
+        Returns:
+            What moved where, how many ids were kept, and which found no place.
+
+        Raises:
+            ConfigError: no such table, sizes that do not fit, a table that is tied or sharded; nothing has changed.
+        """
+        collection = self._managed_collision_collection
+        if table not in collection.modules_by_table:
+            raise ConfigError(
+                f"{type(self).__name__}: no managed table '{table}'; it has {list(collection.modules_by_table)[:20]}."
+            )
+        module = collection.modules_by_table[table]
+        module.resized(zch_size, total_num_buckets)
+        check_resizable(self._embedding_module._tables[table])
+        moved = module.resize(zch_size, total_num_buckets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said above
+            resize_table(self._embedding_module, table, module.output_size(), moved.old_rows, moved.new_rows)
+        collection._embedding_configs = tuple(
+            replace(config, num_embeddings=module.output_size()) if config.name == table else config
+            for config in collection._embedding_configs
+        )
+        return moved
+
+
+class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
+    """An `EmbeddingBagCollection` for ids of any 64 bits.
+
+    Args:
+        embedding_bag_collection: the tables.
+        managed_collision_collection: made of the same table configs.
+        return_remapped_features: whether `forward` gives the batch of row numbers, too.
+        allow_in_place_embed_weight_update: of TorchRec; without effect.
+
+    Raises:
+        ConfigError: the two are not of the same tables.
+    """
+
+    _kind = EmbeddingBagCollection
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__(
+            embedding_bag_collection, managed_collision_collection, return_remapped_features,
+            allow_in_place_embed_weight_update,
+        )  # fmt: skip
+
+    @_eager
+    def forward(
+        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
+    ) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
+        """Map, then look up and pool.
+
+        Args:
+            features, mutate_miss_lengths: see `ManagedCollisionCollection.forward`.
+
+        Returns:
+            The pooled rows, and the batch of row numbers (None unless `return_remapped_features`).
+        """
+        remapped = self._remap(features, mutate_miss_lengths)
+        pooled = self._embedding_module(remapped)
+        return pooled, remapped if self._return_remapped_features else None
+
+
+class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
+    """An `EmbeddingCollection` for ids of any 64 bits.
+
+    Args:
+        embedding_collection: the tables.
+        managed_collision_collection, return_remapped_features, allow_in_place_embed_weight_update: see
+            `ManagedCollisionEmbeddingBagCollection`.
+    """
+
+    _kind = EmbeddingCollection
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__(
+            embedding_collection, managed_collision_collection, return_remapped_features,
+            allow_in_place_embed_weight_update,
+        )  # fmt: skip
+
+    @_eager
+    def forward(
+        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
+    ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:
+        """As `ManagedCollisionEmbeddingBagCollection.forward`, one row per id."""
+        remapped = self._remap(features, mutate_miss_lengths)
+        rows = self._embedding_module(remapped)
+        return rows, remapped if self._return_remapped_features else None
+
+
+def _check_alike(who: str, tables: TableCollection, collection: ManagedCollisionCollection) -> None:
+    own = {config.name: config for config in tables._configs}
+    for table in collection.modules_by_table:
+        config = next(c for c in collection.embedding_configs() if c.name == table)
+        if table not in own:
+            raise ConfigError(
+                f"{who}: managed collision is for table '{table}', which the embedding module lacks; it has "
+                f"{list(own)[:20]}."
+            )
+        for fact in ("num_embeddings", "feature_names"):
+            if getattr(own[table], fact) != getattr(config, fact):
+                raise ConfigError(
+                    f"{who}: table '{table}' has {fact} {getattr(own[table], fact)} in the embedding module and "
+                    f"{getattr(config, fact)} in the managed collision collection; give both the same configs."
+                )

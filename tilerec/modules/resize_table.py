@@ -1,0 +1,76 @@
+"""A table of a collection that is not sharded gets another number of rows; what moves, moves with its optimizer state.
+
+Legend: E old rows, E' new rows, M rows that move, D columns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection, readers
+from tilerec.modules.initial import fill_initial
+from tilerec.modules.table import Table
+
+
+@torch.no_grad()
+def resize_table(
+    collection: TableCollection, name: str, num_embeddings: int, old_rows_M: Tensor, new_rows_M: Tensor
+) -> None:
+    """Give a table `num_embeddings` rows, in place: row `new_rows_M[m]` is the old `old_rows_M[m]`, others are new.
+
+    The table's parameter is another one afterwards; an attached optimizer follows.
+    """
+    table = collection._tables[name]
+    check_resizable(table)
+    config = replace(table.config, num_embeddings=num_embeddings)
+    old, rows = table.weight, table.rows
+    state, spec, group = dict(rows.state), rows.spec, rows.group
+    memory = old.new_empty((num_embeddings, old.shape[1]))
+    if not memory.is_meta:
+        fill_initial(memory, config, rows.place.key, 0, 0)
+        memory[new_rows_M.to(old.device)] = old[old_rows_M.to(old.device)]
+    leaf = nn.Parameter(memory, requires_grad=old.requires_grad)
+    table.config = config
+    table._parameters["weight"] = leaf
+    # Attached, the rows make fresh state of the new size; then what moves is written into it.
+    rows.spec = None
+    rows.bind(leaf)
+    if spec is not None and group is not None:
+        rows.attach(spec, group)
+        for slot, value in rows.state.items():
+            before = state[slot]
+            if before.dim() == 0:
+                value.copy_(before)
+            elif not value.is_meta:
+                value[new_rows_M.to(value.device)] = before[old_rows_M.to(value.device)]
+    collection._configs = tuple(config if c.name == name else c for c in collection._configs)
+    collection._readers = readers(collection._configs)
+    collection._sizes = collection._slot_sizes()
+    collection._routes.clear()
+    collection._renew_sinks()
+    collection._lay_flat()
+
+
+def check_resizable(table: Table) -> None:
+    """Raise a `ConfigError` for a table that is not one whole of its own; warn of what will not follow."""
+    name = table.config.name
+    if type(table) is not Table:
+        raise ConfigError(
+            f"Table '{name}' is sharded: save the model, resize an unsharded one from its state, and shard that; or "
+            "resize before sharding."
+        )
+    if len(table.rows.holders) > 1:
+        raise ConfigError(
+            f"Table '{name}' is tied to another collection's, which would keep the old rows; resize before tying."
+        )
+    if table.rows.spec is None and table.weight.requires_grad:
+        warnings.warn(
+            f"Table '{name}': its weight becomes another parameter; make the optimizer that steps it anew, or attach "
+            "one (apply_optimizer_in_backward), which follows.",
+            stacklevel=4,
+        )
