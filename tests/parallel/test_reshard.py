@@ -1,4 +1,4 @@
-"""After `reshard` a model goes on with the bits of one that had the new plan all the time, whatever the two plans are."""
+"""After `reshard` a model goes on with the bits of one that has had the new plan since, whatever the two plans are."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_in_exact_mode_a_model_that_moves_each_step_has_the_bits_of_one_that_nev
     run_virtual_ranks(2, live)
 
 
-# ---------------------------------------------------------------------------------------------- what stays, what changes
+# --------------------------------------------------------------------------------------------- what stays, what changes
 
 
 class Tied(nn.Module):
