@@ -133,21 +133,25 @@ def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int, 
         return upper + kinds.charge
     quick = np.where(kinds.usable, 0, NEVER)
     views = [_View(v, int((v.floor + quick).min(1, initial=NEVER).sum())) for v in stages]
+    # Of each option, the least cost in rank-ps of a plan that has it, by whichever view says most.
+    costs = np.zeros_like(views[0].stages.piece)
+    for view in views:
+        np.maximum(costs, view.stages.piece + (view.stages.base + view.least), out=costs)
     slices = SLICES if kinds.usable.size <= SMALL else 1
     for step in (0, 8, 256):
         # A view is worth a bisection if it raises the bound at all; asking costs little where it does not.
         for view in views:
             goal = min(top + top // step + 1, upper) if step else upper
-            if top < upper and _none_at(relaxed, kinds, views, view, goal, slices):
-                top = _bisect(relaxed, kinds, views, view, goal, upper, slices) if goal < upper else upper
+            if top < upper and _none_at(relaxed, kinds, costs, view, goal, slices):
+                top = _bisect(relaxed, kinds, costs, view, goal, upper, slices) if goal < upper else upper
                 stages.remove(view.stages)
                 stages.insert(0, view.stages)
     poor = slices > 1 and top + kinds.charge < worth
     for view in [view for view in views if poor and view.stages is stages[0]]:
         # The view that told most, once more in thinner slices.
         goal = min(top + top // 1000 + 1, upper)
-        if top < upper and _none_at(relaxed, kinds, views, view, goal, FINEST):
-            top = _bisect(relaxed, kinds, views, view, goal, upper, FINEST) if goal < upper else upper
+        if top < upper and _none_at(relaxed, kinds, costs, view, goal, FINEST):
+            top = _bisect(relaxed, kinds, costs, view, goal, upper, FINEST) if goal < upper else upper
     return top + kinds.charge
 
 
@@ -202,30 +206,26 @@ def _stage_views(relaxed: Relaxed, kinds: Kinds) -> list[_Stages]:
 
 
 def _bisect(
-    relaxed: Relaxed, kinds: Kinds, views: Sequence[_View], view: _View, low: int, high: int, slices: int
+    relaxed: Relaxed, kinds: Kinds, costs: Ints, view: _View, low: int, high: int, slices: int
 ) -> int:
     """The largest cost, between `low` and `high` ps, that no plan is at or below, as far as this view shows."""
-    if _none_at(relaxed, kinds, views, view, high, slices):
+    if _none_at(relaxed, kinds, costs, view, high, slices):
         return high
     for _ in range(BISECTIONS):
         middle = (low + high) // 2
         if (high - low) * 2000 <= low or middle == low:
             break
-        if _none_at(relaxed, kinds, views, view, middle, slices):
+        if _none_at(relaxed, kinds, costs, view, middle, slices):
             low = middle
         else:
             high = middle
     return low
 
 
-def _none_at(
-    relaxed: Relaxed, kinds: Kinds, views: Sequence[_View], view: _View, cost: int, slices: int
-) -> bool:
+def _none_at(relaxed: Relaxed, kinds: Kinds, costs: Ints, view: _View, cost: int, slices: int) -> bool:
     """Proof that no plan costs `cost` ps or less."""
     everything = cost * relaxed.instance.ranks
-    small = kinds.usable.copy()
-    for other in views:
-        small &= other.stages.piece <= everything - other.stages.base - other.least
+    small = kinds.usable & (costs <= everything)
     if not small.any(1).all():
         return True
     lowest, highest = view.least + view.stages.base, everything
