@@ -24,6 +24,7 @@ from tilerec.modules.feature_processor import PositionWeightedModule as Position
 from tilerec.modules.feature_processor import (
     PositionWeightedModuleCollection as PositionWeightedModuleCollection,
 )
+from tilerec.modules.hash_zch import HashZchManagedCollisionModule as HashZchManagedCollisionModule
 from tilerec.modules.id_counts import FeatureCounts as FeatureCounts
 from tilerec.modules.id_counts import IdPlace as IdPlace
 from tilerec.modules.id_counts import IdStats as IdStats
@@ -34,15 +35,14 @@ from tilerec.modules.keyed import ComputeJTDictToKJT as ComputeJTDictToKJT
 from tilerec.modules.keyed import ComputeKJTToJTDict as ComputeKJTToJTDict
 from tilerec.modules.keyed import KTRegroupAsDict as KTRegroupAsDict
 from tilerec.modules.managed_collection import ManagedCollisionCollection as ManagedCollisionCollection
-from tilerec.modules.managed_collision import HashZchManagedCollisionModule as HashZchManagedCollisionModule
 from tilerec.modules.managed_collision import ManagedCollisionModule as ManagedCollisionModule
-from tilerec.modules.managed_collision import MCHManagedCollisionModule as MCHManagedCollisionModule
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
 )
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
 )
+from tilerec.modules.mch import MCHManagedCollisionModule as MCHManagedCollisionModule
 from tilerec.modules.mlp import MLP as MLP
 from tilerec.modules.mlp import Perceptron as Perceptron
 from tilerec.modules.table import Table as Table

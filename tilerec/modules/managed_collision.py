@@ -23,19 +23,15 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets, divisor_near
+from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import (
     Evicting,
-    HashZchEvictionConfig,
-    HashZchEvictionPolicyName,
-    MCHEvictionPolicy,
-    read_eviction,
 )
 from tilerec.modules.id_counts import KINDS, IdPlace, IdStats, Summary, add_counts, stats_of
 from tilerec.ops.hash import (
@@ -50,10 +46,8 @@ from tilerec.ops.hash import (
     zch_resize,
 )
 from tilerec.sparse.jagged_tensor import JaggedTensor
-from tilerec.spec.without_effect import warn_without_effect
 
-WhenFull = Literal["evict", "fallback", "reject"]
-_INT64_MAX = 2**63 - 1
+ANY_ID = 2**63 - 1
 _NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
 
 
@@ -107,7 +101,7 @@ class ManagedCollisionModule(nn.Module):
         self, who: str, buckets: Buckets, device: torch.device | str | None, *, evicting: Evicting | None, shares: bool,
         max_probe: int, interval: int = 1, threshold: int = 1, read_only: bool = False,
         read_only_suffix: str = "_readonly", input_hash: Callable[[Tensor, int], Tensor] | None = None,
-        input_size: int = _INT64_MAX, clock: Callable[[], int] | None = None,
+        input_size: int = ANY_ID, clock: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         for name, value in (
@@ -755,202 +749,3 @@ def _as_wide(counters_BC: Tensor, width: int) -> Tensor:
     if counters_BC.shape[1] == width:
         return counters_BC
     return counters_BC.new_zeros(counters_BC.shape[0], width)
-
-
-# ---------------------------------------------------------------------------------------------------- the two modules
-
-
-@final
-class HashZchManagedCollisionModule(ManagedCollisionModule):
-    """Ids get rows by hashing into buckets and probing there.
-
-    Args:
-        zch_size: rows; the table's `num_embeddings`. A whole number per bucket.
-        device: of the state; "meta" allocates nothing until the model is sharded.
-        total_num_buckets: B; ranks hold whole buckets, so up to B ranks can share the table.
-        max_probe: slots that are looked at for an id, at most.
-        is_inference: never change, in training mode either.
-        eviction_policy_name, eviction_config: who goes when a bucket is full; None: nobody. Times to live are in hours,
-            or in units of `clock`.
-        start_bucket, end_bucket: hold these only.
-        percent_reserved_slots: of each bucket's rows, shared by its ids that have none (at least one row is, unless
-            such ids are dropped).
-        disable_fallback: ids without a row are dropped from their bags, and share none.
-        read_only_suffix: features whose names end so are looked up and never inserted.
-        when_full: "evict" (the default with a policy; where nobody may go, as the next), "fallback" (the default
-            without: the id shares a row), or "reject" (it is dropped).
-        admission_threshold: an id gets a row when it comes for the k-th time (counted by a sketch per bucket, which
-            may count too much and never too little).
-        clock: () -> int, for times to live; the same on all ranks at a step is rank 0's.
-        input_hash_size, output_segments, name, tb_logging_frequency, inference_dispatch_div_train_world_size,
-            track_id_freq, enable_per_feature_lookups, no_bag, persist_hash_zch_bucket: of TorchRec; without effect.
-        opt_in_prob, write_runtime_meta_dim: of TorchRec; refused unless left at their defaults.
-
-    Raises:
-        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
-    """
-
-    def __init__(
-        self,
-        zch_size: int,
-        device: torch.device | str | None = None,
-        total_num_buckets: int = DEFAULT_BUCKETS,
-        max_probe: int = 128,
-        input_hash_size: int = 0,
-        output_segments: list[int] | None = None,
-        is_inference: bool = False,
-        name: str | None = None,
-        tb_logging_frequency: int = 0,
-        eviction_policy_name: HashZchEvictionPolicyName | str | None = None,
-        eviction_config: HashZchEvictionConfig | None = None,
-        inference_dispatch_div_train_world_size: bool = False,
-        start_bucket: int = 0,
-        end_bucket: int | None = None,
-        opt_in_prob: int = -1,
-        percent_reserved_slots: float = 0,
-        disable_fallback: bool = False,
-        track_id_freq: bool = False,
-        read_only_suffix: str = "_readonly",
-        enable_per_feature_lookups: bool = False,
-        no_bag: bool = False,
-        write_runtime_meta_dim: int = 0,
-        persist_hash_zch_bucket: bool = True,
-        *,
-        when_full: WhenFull | None = None,
-        admission_threshold: int = 1,
-        clock: Callable[[], int] | None = None,
-    ) -> None:
-        who = f"HashZchManagedCollisionModule{f' {name!r}' if name else ''}"
-        if opt_in_prob != -1:
-            raise ConfigError(
-                f"{who}: opt_in_prob={opt_in_prob} admits ids by chance, which would differ from rank to rank; leave "
-                "it out and use admission_threshold=k: an id gets a row when it comes for the k-th time."
-            )
-        if write_runtime_meta_dim:
-            raise ConfigError(
-                f"{who}: write_runtime_meta_dim={write_runtime_meta_dim} stores data of the caller beside the ids, "
-                "which is not kept here; leave it out."
-            )
-        given: dict[str, object] = {
-            "output_segments": output_segments,
-            "input_hash_size": input_hash_size not in (0, _INT64_MAX),
-            "tb_logging_frequency": tb_logging_frequency or None,
-            "inference_dispatch_div_train_world_size": inference_dispatch_div_train_world_size,
-            "track_id_freq": track_id_freq,
-            "enable_per_feature_lookups": enable_per_feature_lookups,
-            "no_bag": no_bag,
-        }
-        warn_without_effect(who, given, _WITHOUT_EFFECT, 2)
-        evicting = read_eviction(eviction_policy_name, eviction_config, who)
-        evicting, shares = _when_full(who, when_full, evicting, disable_fallback)
-        buckets = Buckets.of(
-            who, zch_size, total_num_buckets, first=start_bucket, last=end_bucket, shares=shares,
-            percent_shared=percent_reserved_slots,
-        )  # fmt: skip
-        super().__init__(
-            who, buckets, device, evicting=evicting, shares=shares, max_probe=max_probe,
-            threshold=admission_threshold, read_only=is_inference, read_only_suffix=read_only_suffix, clock=clock,
-        )  # fmt: skip
-
-
-@final
-class MCHManagedCollisionModule(ManagedCollisionModule):
-    """Ids get rows; when a bucket is full, an eviction policy decides.
-
-    Args:
-        zch_size: rows; the table's `num_embeddings`. One row of each bucket is shared by ids that have none.
-        device: see `HashZchManagedCollisionModule`.
-        eviction_policy: `LFU_EvictionPolicy()`, `LRU_EvictionPolicy()` or `DistanceLFU_EvictionPolicy()`.
-        eviction_interval: evictions happen in every so-many-th training step; in the others, new ids of full
-            buckets share a row. Empty rows are taken at once, always.
-        input_hash_func, input_hash_size: ids become `input_hash_func(ids, input_hash_size)` first.
-        buckets: how many; None takes the most that divide `zch_size`, up to 768, and leave each at least 64 rows. Ranks
-            hold whole buckets, so give a `zch_size` that is a multiple of 768 where many share the table.
-        max_probe, when_full, admission_threshold: see `HashZchManagedCollisionModule`.
-        output_segments, name: of TorchRec; without effect.
-        mch_size, mch_hash_func, output_global_offset: of TorchRec; refused unless left at their defaults.
-
-    Raises:
-        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
-    """
-
-    def __init__(
-        self,
-        zch_size: int,
-        device: torch.device | str | None,
-        eviction_policy: MCHEvictionPolicy,
-        eviction_interval: int,
-        input_hash_size: int = _INT64_MAX,
-        input_hash_func: Callable[[Tensor, int], Tensor] | None = None,
-        mch_size: int | None = None,
-        mch_hash_func: Callable[[Tensor, int], Tensor] | None = None,
-        name: str | None = None,
-        output_global_offset: int = 0,
-        output_segments: list[int] | None = None,
-        buckets: int | None = None,
-        *,
-        max_probe: int = 128,
-        when_full: WhenFull | None = None,
-        admission_threshold: int = 1,
-    ) -> None:
-        who = f"MCHManagedCollisionModule{f' {name!r}' if name else ''}"
-        if not isinstance(eviction_policy, MCHEvictionPolicy):
-            raise ConfigError(
-                f"{who}: eviction_policy is a {type(eviction_policy).__name__}; wanted LFU_EvictionPolicy(), "
-                "LRU_EvictionPolicy() or DistanceLFU_EvictionPolicy()."
-            )
-        if mch_size or mch_hash_func is not None:
-            raise ConfigError(
-                f"{who}: mch_size and mch_hash_func give ids without a row a hashed part of the table, and here each "
-                "bucket keeps rows for them; leave both out, or use HashZchManagedCollisionModule with "
-                "percent_reserved_slots."
-            )
-        if output_global_offset:
-            raise ConfigError(
-                f"{who}: output_global_offset={output_global_offset}; a table's rows begin at 0 on every rank, so "
-                "leave it out."
-            )
-        warn_without_effect(who, {"output_segments": output_segments}, _WITHOUT_EFFECT, 2)
-        evicting, shares = _when_full(who, when_full, eviction_policy.evicting, False, always=True)
-        if buckets is None and isinstance(zch_size, int) and zch_size > 0:
-            buckets = divisor_near(zch_size, DEFAULT_BUCKETS, 64)
-        super().__init__(
-            who, Buckets.of(who, zch_size, buckets or 1, shares=shares), device, evicting=evicting, shares=shares,
-            max_probe=max_probe, interval=eviction_interval, threshold=admission_threshold,
-            input_hash=input_hash_func, input_size=input_hash_size,
-        )  # fmt: skip
-
-
-_WITHOUT_EFFECT = {
-    "output_segments": "rows are cut into equal buckets, whatever the ranks",
-    "input_hash_size": "ids are any int64, and are hashed into buckets",
-    "tb_logging_frequency": "stats() tells, whenever asked",
-    "inference_dispatch_div_train_world_size": "buckets do not depend on the world size",
-    "track_id_freq": "uses of every id are always counted; see inspect()",
-    "enable_per_feature_lookups": "every feature is looked up on its own already",
-    "no_bag": "bags come and go as bags",
-}
-
-
-def _when_full(
-    who: str,
-    when_full: WhenFull | None,
-    evicting: Evicting | None,
-    disable_fallback: bool,
-    always: bool = False,
-) -> tuple[Evicting | None, bool]:
-    """Who is evicted, and whether ids without a row share one. `always`: the caller must name a policy."""
-    if when_full is not None and when_full not in get_args(WhenFull):
-        raise ConfigError(f"{who}: when_full={when_full!r} is none of {list(get_args(WhenFull))}.")
-    if when_full == "evict" and evicting is None:
-        raise ConfigError(f"{who}: when_full='evict' needs a policy; give eviction_policy_name.")
-    if when_full == "fallback" and disable_fallback:
-        raise ConfigError(
-            f"{who}: when_full='fallback' and disable_fallback=True contradict each other; keep one."
-        )
-    if when_full in ("fallback", "reject") and evicting is not None and not always:
-        raise ConfigError(
-            f"{who}: when_full='{when_full}' evicts nobody, and an eviction policy is given; keep one of them."
-        )
-    shares = not (disable_fallback or when_full == "reject")
-    return (evicting if when_full in (None, "evict") else None), shares

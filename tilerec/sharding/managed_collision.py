@@ -40,15 +40,15 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
+from tilerec.modules.table import Table
 from tilerec.ops.hash import zch_buckets
 from tilerec.sharding.embedding import LookedUp, RoutedFeatures, ShardedCollection
 from tilerec.sharding.logical import Cover, Logical, Piece
 from tilerec.sharding.state import load, shown
-from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.spec.tile import Rectangle, Tile
+from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 _eager = torch._disable_dynamo
 
@@ -101,30 +101,45 @@ class IdExchange:
 
     Args:
         group: the ranks whose batches make the global batch; its calls are made in the order of `route`'s.
-        tables: modules by table.
+        modules: by table.
         features: of each table, in the order in which their ids take rows.
-        holders: per rank and table, the rows it has.
+        tables: what holds the rows; their tilings say who is told of evictions, as they are at the time.
+        member_of: of each rank of the group, its rank in these tilings.
     """
 
     def __init__(
-        self, group: Group, tables: Mapping[str, ManagedCollisionModule], features: Mapping[str, Sequence[str]],
-        holders: Sequence[Mapping[str, Ranges]],
+        self, group: Group, modules: Mapping[str, ManagedCollisionModule], features: Mapping[str, Sequence[str]],
+        tables: Mapping[str, Table], member_of: Callable[[int], int],
     ) -> None:  # fmt: skip
-        self.group, self.tables, self.holders = group, dict(tables), holders
-        self.features = [(t, name) for t, table in enumerate(tables) for name in features[table]]
+        self.group, self.modules, self.tables, self.member_of = group, dict(modules), dict(tables), member_of
+        self.features = [(t, name) for t, table in enumerate(modules) for name in features[table]]
         self.spans: list[tuple[int, int]] = []  # of each table among the features
         at = 0
-        for table in tables:
+        for table in modules:
             self.spans.append((at, at + len(features[table])))
             at += len(features[table])
-        self.cuts = [bucket_cuts(module.buckets(), group.size) for module in tables.values()]
+        self.cuts = [bucket_cuts(module.buckets(), group.size) for module in modules.values()]
+        self._tilings: list[Tiling | None] = []
+        self._holders: list[list[Ranges]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> IdExchange:
-        raise AssertionError("a collection's copy makes an exchange of its own")
+    def holders(self) -> list[list[Ranges]]:
+        """Per rank and table, the rows it holds; all of them where nobody says."""
+        tilings = [getattr(self.tables.get(table), "tiling", None) for table in self.modules]
+        if not self._holders or any(a is not b for a, b in zip(tilings, self._tilings, strict=True)):
+            everything: Ranges = ((0, 2**62),)
+            self._tilings = tilings
+            self._holders = [
+                [
+                    everything if tiling is None else row_ranges(tiling.tiles_of(self.member_of(rank)))
+                    for tiling in tilings
+                ]
+                for rank in range(self.group.size)
+            ]
+        return self._holders
 
     def refuse(self, failure: Exception) -> NoReturn:
         """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
-        width = _FLAGS + len(self.tables) + len(self.features)
+        width = _FLAGS + len(self.modules) + len(self.features)
         header = torch.zeros(self.group.size * width, dtype=torch.int64, device=self.group.device)
         header[::width] = _REFUSED
         self._all_to_all("id header", header, [width] * self.group.size, [width] * self.group.size)
@@ -137,14 +152,14 @@ class IdExchange:
             InputError: another rank refused its batch, or trains where this one evaluates; nothing has changed.
         """
         sent, received = self._send(batch)
-        received_counts = [header[_FLAGS + len(self.tables) :] for header in sent.heard]
+        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.heard]
         ordered = _reordered(received, received_counts)
         failure: Exception | None = None
         try:
             rows_R, evicted = self._map(ordered, received_counts, sent.heard[0])
         except Exception as error:  # the others wait for rows
             failure, rows_R = error, torch.full_like(ordered, -1)
-            evicted = [ordered.new_empty(0)] * len(self.tables)
+            evicted = [ordered.new_empty(0)] * len(self.modules)
         turned = [list(column) for column in zip(*received_counts, strict=True)]
         home_rows = _reordered(rows_R, turned) if turned else rows_R
         return self._answer(batch, sent, home_rows, received_counts, evicted, failure)
@@ -155,7 +170,7 @@ class IdExchange:
         """Ids to the owners of their buckets."""
         group, count = self.group, len(self.features)
         owners, ids = [], []
-        for t, (table, module) in enumerate(self.tables.items()):
+        for t, (table, module) in enumerate(self.modules.items()):
             cuts = torch.tensor(self.cuts[t][1:], device=batch[table].device)
             bucket_N = zch_buckets(batch[table], module.buckets())
             owners.append(torch.searchsorted(cuts, bucket_N, right=True))
@@ -166,8 +181,8 @@ class IdExchange:
         counts_WF = torch.bincount(owner_N * count + feature_N, minlength=group.size * count).view(
             group.size, count
         )
-        writes = sum(module.writes << t for t, module in enumerate(self.tables.values()))
-        said = [0, writes % (1 << 62), *(module.now() for module in self.tables.values())]
+        writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
+        said = [0, writes % (1 << 62), *(module.now() for module in self.modules.values())]
         head = torch.tensor(said, device=ids_N.device).expand(group.size, len(said))
         width = len(said) + count
         heard_WH = self._all_to_all(
@@ -193,10 +208,10 @@ class IdExchange:
         modes = [header[1] for header in heard]
         if len(set(modes)) > 1:
             rank = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
-            t = next(t for t in range(len(self.tables)) if (modes[0] ^ modes[rank]) >> t & 1)
+            t = next(t for t in range(len(self.modules)) if (modes[0] ^ modes[rank]) >> t & 1)
             words = ["trains" if modes[r] >> t & 1 else "evaluates" for r in (0, rank)]
             raise InputError(
-                f"Table '{list(self.tables)[t]}': rank 0 {words[0]} and rank {rank} {words[1]}; call train() or "
+                f"Table '{list(self.modules)[t]}': rank 0 {words[0]} and rank {rank} {words[1]}; call train() or "
                 "eval() on all ranks alike."
             )
 
@@ -205,11 +220,11 @@ class IdExchange:
         failure: Exception | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Rows go home; rows that lost their id go to their holders."""
-        group, tables = self.group, len(self.tables)
+        group, tables = self.group, len(self.modules)
         told = [
-            [_within(rows, self.holders[rank].get(table, ())) for table, rows in zip(self.tables, evicted, strict=True)]
-            for rank in range(group.size)
-        ]  # fmt: skip
+            [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
+            for own in self.holders()
+        ]
         total = sum(rows.numel() for rows in evicted) if failure is None else _FAILED
         own = home_rows.split([sum(counts) for counts in received_counts])
         message = torch.cat(
@@ -252,8 +267,8 @@ class IdExchange:
             "evicted rows", torch.cat([rows for own in told for rows in own]), [sum(words[1:]) for words in tails], outs
         )  # fmt: skip
         pieces = heard.split([n for words in tails for n in words[1:]])
-        tables = len(self.tables)
-        return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.tables)}
+        tables = len(self.modules)
+        return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.modules)}
 
     # ------------------------------------------------------------------------------------------------------ owner
 
@@ -261,7 +276,7 @@ class IdExchange:
         """Rows of the ids received, in the order of the global batch; and per table the rows that lost their id."""
         sizes = [sum(column) for column in zip(*counts, strict=True)]
         rows, evicted, at = [], [], 0
-        for t, module in enumerate(self.tables.values()):
+        for t, module in enumerate(self.modules.values()):
             own = sizes[slice(*self.spans[t])]
             mapped = module.map(ids_R[at : at + sum(own)], own, first[_FLAGS + t])
             at += sum(own)
@@ -355,7 +370,10 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         kept = {name: value for name, value in self.__dict__.items() if name != "exchange"}
         twin.__dict__.update(copy.deepcopy(kept, memo))
         own = self.exchange
-        twin.exchange = IdExchange(own.group, twin.modules_by_table, twin._table_features, own.holders)
+        tables = {name: copy.deepcopy(table, memo) for name, table in own.tables.items()}
+        twin.exchange = IdExchange(
+            own.group, twin.modules_by_table, twin._table_features, tables, own.member_of
+        )
         return twin
 
 
@@ -549,20 +567,17 @@ def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device
     Args:
         device: of modules on meta.
     """
-    group, place = over
+    group, member_of = over
     for collection, reader in found.values():
         tables = {} if reader is None else reader.embedding_module._tables
+        own = {name: tables[name] for name in collection.modules_by_table if name in tables}
         _take_from_rank_0(group, collection)
-        holders = [
-            {table: _held(tables.get(table), place(rank)) for table in collection.modules_by_table}
-            for rank in range(group.size)
-        ]
         for part in collection.modules_by_table.values():
             cuts = bucket_cuts(part.buckets(), group.size)
             part.hold(cuts[group.rank], cuts[group.rank + 1], BucketsView(group, cuts), device)
         collection.__class__ = ShardedManagedCollisionCollection
         cast(ShardedManagedCollisionCollection, collection).exchange = IdExchange(
-            group, collection.modules_by_table, collection._table_features, holders
+            group, collection.modules_by_table, collection._table_features, own, member_of
         )
         if reader is None:
             continue
@@ -574,11 +589,6 @@ def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device
         )
         sharded = cast(ShardedManagedCollisionEmbeddings, reader)
         sharded._routed, sharded._resets = 0, deque()
-
-
-def _held(table: object, rank: int) -> Ranges:
-    """Rows of a table that a rank has; all, where nobody knows."""
-    return row_ranges(table.tiling.tiles_of(rank)) if isinstance(table, ShardedTable) else ((0, 2**62),)
 
 
 def full_state_of(module: ManagedCollisionModule, destination: dict[str, Any], prefix: str) -> None:
