@@ -67,7 +67,7 @@ def test_ids_per_bag_are_the_largest_pooling_factor() -> None:
     [
         (
             {"sharding_types": ["row"]},
-            r"sharding_types got 'row', wanted a ShardingType or one of \['data_parallel'",
+            r"sharding_types got 'row', wanted ShardingType or one of \['data_parallel'",
         ),
         ({"sharding_types": []}, "sharding_types is empty, so nothing is allowed"),
         ({"sharding_types": ["explicit"]}, "explicit, which a planner cannot choose"),

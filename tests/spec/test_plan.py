@@ -84,9 +84,7 @@ def test_enums_strings_and_another_librarys_enums_are_accepted() -> None:
 
     for word in (ShardingType.ROW_WISE, "row_wise", "ROW_WISE", Other.ROW_WISE):
         assert ParameterSharding(word).kind is ShardingType.ROW_WISE  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"sharding_type got 'row', wanted a ShardingType or one of \['data"
-    ):
+    with pytest.raises(ConfigError, match=r"sharding_type got 'row', wanted ShardingType or one of \['data"):
         ParameterSharding("row")
     with pytest.raises(ConfigError, match="compute_kernel got 3"):
         ParameterSharding("row_wise", 3)  # type: ignore[arg-type]
@@ -240,7 +238,7 @@ ROW = {"sharding_type": "row_wise"}
         (one(sharding_type="rows"), "Table 't' in the plan: .*sharding_type got 'rows'"),
         (one(**ROW, compute_kernel="x"), "Table 't' in the plan: .*compute_kernel got 'x'"),
         (one(**ROW, ranks="x"), "Table 't': ranks got 'x'"),
-        (one(**ROW, data_type="FP33"), "Table 't' in the plan: 'FP33'"),
+        (one(**ROW, data_type="FP33"), "Table 't' in the plan: data_type is 'FP33'; it is one of .*BF16"),
         (one(**ROW, wire={"up": 1}), "Table 't' in the plan: .*up"),
         (one(**ROW, wire=3), "Table 't' in the plan"),
         (one(**ROW, tiling=[{"ranks": "0"}]), "needs rows and dim beside it"),
@@ -252,6 +250,11 @@ ROW = {"sharding_type": "row_wise"}
 def test_json_that_is_no_plan_is_refused(data: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ShardingPlan.from_json(data)  # type: ignore[arg-type]
+
+
+def test_a_data_type_may_be_written_small() -> None:
+    plan = ShardingPlan.from_json(one(**ROW, data_type="bf16"))
+    assert plan.plan["ebc"]["t"].data_type is DataType.BF16
 
 
 def test_a_plan_says_what_a_rank_holds() -> None:

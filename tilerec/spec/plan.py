@@ -92,7 +92,7 @@ def to_enum(kind: type[_E], value: object, what: str) -> _E:
     word = getattr(value, "value", value)
     if isinstance(word, str) and word.lower() in words:
         return words[word.lower()]
-    raise ConfigError(f"{what} got {value!r}, wanted a {kind.__name__} or one of {list(words)}.")
+    raise ConfigError(f"{what} got {value!r}, wanted {kind.__name__} or one of {list(words)}.")
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class ParameterSharding:
         ranks = text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None
         try:
             wire = Wire(**data["wire"]) if "wire" in data else None
-            data_type = DataType(data["data_type"]) if "data_type" in data else None
+            data_type = _data_type(data["data_type"]) if "data_type" in data else None
             return ParameterSharding(
                 data["sharding_type"],
                 data.get("compute_kernel"),
@@ -320,6 +320,14 @@ class ParameterSharding:
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Table '{name}' in the plan: {error}") from error
+
+
+def _data_type(value: object) -> DataType:
+    try:
+        return DataType(value.upper() if isinstance(value, str) else value)
+    except ValueError:
+        known = ", ".join(kind.value for kind in DataType)
+        raise ConfigError(f"data_type is {value!r}; it is one of {known}.") from None
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):

@@ -95,7 +95,7 @@ def _enum(kind: type[_E], value: object, what: str) -> _E:
         return value
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
-    raise ConfigError(f"{what} got {value!r}, wanted a {kind.__name__} or one of {list(kind.__members__)}.")
+    raise ConfigError(f"{what} got {value!r}, wanted {kind.__name__} or one of {list(kind.__members__)}.")
 
 
 def _data_type(value: object, what: str) -> DataType:
