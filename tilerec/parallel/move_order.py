@@ -37,9 +37,8 @@ def order_of(
         before_TR, after_TR: bytes of each table on each rank.
         most: bytes of extra memory up to which tables move together; None: what the largest single move needs.
 
-    Two ranks swap tables of 8 and of 4 bytes: the one of 4 first needs 4 beside (rank 0 holds 8 + 4, at most 8 before
-    or after), then the one of 8 needs 4 on rank 1 (it ends with 8 and holds 8 + 4 = 12 for a moment only if it still
-    had the 4): extra is 4, not 8.
+    Two tables of 2 bytes go from rank 0 to 1, one of 4 from rank 1 to 0. One of 2, then that of 4, then the other of 2:
+    no rank holds more than 6 where 4 is the most that it has before or after, so extra is 2; the one of 4 first: 4.
     """
     before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
     if not len(before):

@@ -129,8 +129,8 @@ def reshard(
             "checks": "passed",
             "plan": ready.plan.to_json(),
             "present plan": ready.present.to_json(),
-            "budget_bytes": budget_bytes,
-            "optimizers": ready.steppers.described(),
+            "given budget_bytes": budget_bytes,
+            "found optimizers": ready.steppers.described(),
         },
     )
     return _Mover(model, collections, group, ready, budget_bytes, progress, begun).run()
@@ -493,7 +493,7 @@ def _mixed(ready: Ready, moved: Sequence[TableMove]) -> ShardingPlan:
 def _renewed(
     old: Exchange, part: ShardedCollection, plan: EmbeddingModuleShardingPlan, topology: Topology
 ) -> Exchange:
-    """A collection's exchange for the tilings that its tables have now; the old one ends."""
+    """A collection's exchange for the tilings that its tables have now."""
     each = old.each_id or old.exact
     layouts = []
     for name, table in part._tables.items():
@@ -501,9 +501,7 @@ def _renewed(
         known = sharding.ids_per_bag
         fan_in = 1.0 if each else 2.0 if known is None else known
         layouts.append(TableLayout(name, cast(ShardedTable, table).tiling, fan_in, sharding.wire or Wire()))
-    made = old.over(topology, layouts)
-    old.layout.ended = True
-    return made
+    return old.over(topology, layouts)
 
 
 def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:

@@ -111,6 +111,10 @@ class Exchange:
             weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams,
         )  # fmt: skip
 
+    def made(self, stages: Stages) -> bool:
+        """Whether these are its own; those of another one were made before the tables were cut anew."""
+        return any(own is stages for own in self._stages.values())
+
     def stages(self, wide: torch.dtype) -> Stages:
         """Router and combiner for sums in `wide`."""
         if wide not in self._stages:
@@ -243,7 +247,7 @@ class ShardedCollection(TableCollection):
 
         A batch that was routed before the tables were cut anew (`reshard`) is routed again, on every rank.
         """
-        if routed.stages.router.layout.ended:
+        if not self.exchange.made(routed.stages):
             routed = self.route(routed.wait().features)
         return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
 
@@ -265,7 +269,7 @@ class ShardedCollection(TableCollection):
     def _flat(self, looked: LookedUp, output: Output) -> Tensor:
         """The flat output, differentiable."""
         batch = looked.batch
-        if batch.stages.combiner.layout.ended:
+        if not self.exchange.made(batch.stages):
             raise ConfigError(
                 f"{type(self).__name__}: the tables were cut anew between this batch's lookup and its combine; reshard "
                 "between two steps, and look the batch up again."
@@ -303,7 +307,9 @@ class ShardedCollection(TableCollection):
         guarded = [
             (s, dtype) for s, t, dtype in self.exchange.column_cut if attached[t] and _by_elements(tables[t])
         ]
+        exchange = self.exchange
         return Gradients(
+            lambda: self.exchange is exchange,
             leaves,
             [first[t] for t in bare],
             held + bare,

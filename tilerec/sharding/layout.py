@@ -124,8 +124,6 @@ class Layout:
         self.tables, self.slots = tuple(tables), tuple(slots)
         self._team_of = None if team_of is None else tuple(team_of)
         self.topology, self.rank, self.size = topology, rank, topology.world_size
-        # Tables were cut anew since: what was routed by this layout is to be routed again.
-        self.ended = False
         self.rectangles: list[tuple[int, Tile]] = []  # (table, tile)
         self.parts: list[Part] = []
         self.routes: list[Route] = []

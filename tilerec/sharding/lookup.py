@@ -94,6 +94,7 @@ class Gradients:
     What is said per table is the same on every rank, so that all ranks take the same turns.
     """
 
+    current: Callable[[], bool]  # whether the tables are still cut as they were
     leaves: list[nn.Parameter]
     bare: list[nn.Parameter]  # empty leaves, of the tables that this rank holds nothing of
     tables: list[int]  # of each leaf, then of each bare one
@@ -135,7 +136,7 @@ class _Combine(torch.autograd.Function):
                 "again, or let tables have dense gradients and step them by hand."
             )
         combiner, routed = ctx.combiner, ctx.looked.routed
-        if combiner.layout.ended:
+        if not gradients.current():
             raise RuntimeError(
                 "A sharded lookup's backward came after its tables were cut anew (reshard), so the rows it would write "
                 "lie elsewhere: reshard between two steps, after the backward."
