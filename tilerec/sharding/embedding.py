@@ -249,6 +249,9 @@ class ShardedCollection(TableCollection):
         """
         if not self.exchange.made(routed.stages):
             routed = self.route(routed.wait().features)
+        if self.exchange.teams is not None and self.exchange.teams.apart:
+            for rows in self._rows():
+                rows.settle()
         return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
 
     def _leaves(self) -> list[nn.Parameter]:
