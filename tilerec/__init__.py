@@ -15,16 +15,10 @@ from tilerec.modules.managed_embedding import (
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
 )
-from tilerec.modules.managed_collection import ManagedCollisionCollection as ManagedCollisionCollection
-from tilerec.modules.managed_embedding import (
-    ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
-)
-from tilerec.modules.managed_embedding import (
-    ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
-)
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.rebalance import rebalance as rebalance
 from tilerec.parallel.replicate import DMPCollection as DMPCollection
 from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard

@@ -7,6 +7,9 @@ from tilerec.parallel.full_state import full_state_dict as full_state_dict
 from tilerec.parallel.fused_params import EmbOptimType as EmbOptimType
 from tilerec.parallel.join import Turn as Turn
 from tilerec.parallel.join import even_batches as even_batches
+from tilerec.parallel.load import FeatureLoad as FeatureLoad
+from tilerec.parallel.load import Load as Load
+from tilerec.parallel.load import load_of as load_of
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of as plan_of
 from tilerec.parallel.qcomms import CommOp as CommOp
@@ -14,6 +17,8 @@ from tilerec.parallel.qcomms import CommType as CommType
 from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig
 from tilerec.parallel.qcomms import get_qcomm_codecs as get_qcomm_codecs
 from tilerec.parallel.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.parallel.rebalance import Rebalanced as Rebalanced
+from tilerec.parallel.rebalance import rebalance as rebalance
 from tilerec.parallel.replicate import DMPCollection as DMPCollection
 from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
 from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy

@@ -111,6 +111,10 @@ class Exchange:
             weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams,
         )  # fmt: skip
 
+    def all_stages(self) -> list[Stages]:
+        """Those that have been used."""
+        return list(self._stages.values())
+
     def made(self, stages: Stages) -> bool:
         """Whether these are its own; those of another one were made before the tables were cut anew."""
         return any(own is stages for own in self._stages.values())

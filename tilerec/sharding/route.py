@@ -26,6 +26,7 @@ from torch import Tensor
 from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
 from tilerec.sharding.layout import Layout
+from tilerec.sharding.read_counts import ReadCounts
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
 """Flags of a header; above them stands a digest of how its rank trains the tables."""
@@ -106,6 +107,7 @@ class Router:
         )
         self._id_words = 2 if self.id_dtype == torch.int64 else 1
         self._weight_words = 2 if wide == torch.float64 else 1
+        self.reads = ReadCounts(len(layout.slots), [route.slot for route in layout.routes])
         self._cuts = [cut for route in layout.routes for cut in route.cuts]
         self._ranges = [len(route.parts) for route in layout.routes]
         self._wire = [layout.wire[p] if p >= 0 else -1 for route in layout.routes for p in route.parts]
@@ -187,6 +189,7 @@ class Router:
             )
         if any(header[0] >> TRAINING != flags >> TRAINING for header in heard):
             self._refuse_training(batch.training)
+        self.reads.add(counts_K2, keys, batch.batches)
         unions = self._unite(marks, counts, sizes)
         return self._exchange_payloads(
             batch, weights, counts, lengths, local, slots, positions, unions, heard

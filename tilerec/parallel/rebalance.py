@@ -1,0 +1,352 @@
+"""`rebalance`: look at what was read, ask the planner, and reshard if the predicted gain pays for the move.
+
+    load ──► seconds of a step now ──► a plan for this load ──► seconds under it ──► seconds of the move ──► move or not
+
+    pays   if   (before - after) x horizon  >  move      and      before - after  >=  least_gain x before
+
+Rank 0 decides for all: every other rank hears the plan and the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.parallel.least_move import Tilings, renamed, tilings_of, with_what_stays
+from tilerec.parallel.load import FeatureLoad, Load, load_of
+from tilerec.parallel.move_progress import ProgressOption, check_progress
+from tilerec.parallel.reshard import Resharded, present_plan, reshard, sharded_collections
+from tilerec.parallel.tables import Name, ties_of
+from tilerec.parallel.transit import Load as MoveLoad
+from tilerec.parallel.transit import Part, sent_by_rank
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.workload import Workload
+from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.tables import PlannedTable, tables_of
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.topology import Topology
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """What `rebalance` found and did; the same on every rank.
+
+    Attributes:
+        load: what it went by.
+        before_s, after_s: seconds of the tables' part of a step, as predicted: under the plan that was in use, and
+            under the one that was proposed.
+        move_s, move_bytes: of the move, as predicted; bytes that travel between ranks.
+        horizon: steps in which the move had to pay.
+        pays: whether the gain pays for the move, and is enough.
+        why: in words.
+        plan: the proposed one.
+        moved: what the move did; None if there was none.
+    """
+
+    load: Load
+    before_s: float
+    after_s: float
+    move_s: float
+    move_bytes: int
+    horizon: int
+    pays: bool
+    why: str
+    plan: ShardingPlan
+    moved: Resharded | None = None
+
+    @property
+    def gain_s(self) -> float:
+        """Seconds that a step is to take less."""
+        return self.before_s - self.after_s
+
+    @property
+    def pays_after(self) -> float:
+        """Steps after which the move has paid; infinite where there is no gain."""
+        return self.move_s / self.gain_s if self.gain_s > 0 else float("inf")
+
+    def __str__(self) -> str:
+        lines = [
+            f"load    {self.load}",
+            f"step    {_ms(self.before_s)} now, {_ms(self.after_s)} proposed",
+            f"move    {self.move_bytes:,} bytes, {_ms(self.move_s)}",
+            f"so      {self.why}",
+        ]
+        return "\n".join([*lines, f"done    {self.moved}"] if self.moved is not None else lines)
+
+
+def rebalance(
+    model: nn.Module,
+    planner: EmbeddingShardingPlanner | None = None,
+    *,
+    horizon: int = 1000,
+    least_gain: float = 0.05,
+    step_seconds: float | None = None,
+    load: Load | None = None,
+    apply: bool = True,
+    budget_bytes: int | None = None,
+    progress: ProgressOption = None,
+    optimizers: Sequence[Optimizer] | None = None,
+) -> Rebalanced:
+    """Reshard a running model if its measured load asks for another plan and the move pays. Every rank calls it.
+
+    The load is what all ranks' batches have read of each feature since the last call (`load_of`). The planner gets it
+    as bags and ids per bag, on top of its constraints. Its plan is brought close to the present one: ranks that are
+    alike are renamed, and tables whose place matters little stay.
+
+    Args:
+        model: as `reshard` takes it.
+        planner: with a topology (calibrated, for prices in this machine's seconds) and constraints; its batch size and
+            pooling factors are the measured ones. None: one for the model's own topology.
+        horizon: steps in which the move must pay: until the next call, as a rule.
+        least_gain: part of the step that a new plan must save: smaller ones are within the model's error.
+        step_seconds: what the tables' part of a step takes now, as measured; predicted seconds are scaled to it. None:
+            they are taken as they are.
+        load: instead of what was measured; rank 0's counts.
+        apply: False only says what it would do.
+        budget_bytes, progress, optimizers: as of `reshard`.
+
+    Returns:
+        What was found: before, after, the price of the move, why or why not, and what the move did.
+
+    Raises:
+        ConfigError: the model is not sharded; an option makes no sense; what the planner or `reshard` refuse.
+        PlannerError: no plan fits the memory of the planner's topology.
+    """
+    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
+    collections = sharded_collections(model, "rebalance")
+    group = next(iter(collections.values())).exchange.group
+    measured = load_of(model) if load is None else load
+    outcome: tuple[str, Any]
+    try:
+        _check(planner, horizon, least_gain, step_seconds)
+        check_progress(progress)
+        outcome = "", None
+        if group.rank == 0:
+            outcome = "", _decided(model, collections, planner, measured, horizon, least_gain, step_seconds)
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}", error
+    found = _of_rank_0(group, outcome)
+    if found.pays and apply:
+        moved = reshard(
+            model, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
+        )
+        return replace(found, moved=moved)
+    return found
+
+
+def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> None:
+    if planner is not None and not isinstance(planner, EmbeddingShardingPlanner):
+        raise ConfigError(
+            f"rebalance: planner is a {type(planner).__name__}; wanted an EmbeddingShardingPlanner, or None."
+        )
+    if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
+        raise ConfigError(f"rebalance: horizon is {horizon!r}; it must be a whole number of steps from 1.")
+    for name, value in (("least_gain", least_gain), ("step_seconds", step_seconds)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf")
+        ):
+            raise ConfigError(f"rebalance: {name} is {value!r}; it must be a number from 0.")
+
+
+def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
+    """Rank 0's decision, on every rank; or any rank's error."""
+    text, own = outcome
+    told = (text, None if text else own)
+    said = cast("list[tuple[str, Rebalanced | None]]", group.all_gather_object(told))
+    if text:
+        raise own
+    for rank, (trouble, _) in enumerate(said):
+        if trouble:
+            raise ConfigError(f"rebalance: rank {rank} could not go on: {trouble}")
+    found = said[0][1]
+    assert found is not None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the decision
+
+
+def _decided(
+    model: nn.Module,
+    collections: dict[str, ShardedCollection],
+    planner: EmbeddingShardingPlanner | None,
+    load: Load,
+    horizon: int,
+    least_gain: float,
+    step_seconds: float | None,
+) -> Rebalanced:
+    present = present_plan(model, collections, "rebalance")
+    own = next(iter(collections.values())).exchange.topology
+    if planner is None:
+        planner = EmbeddingShardingPlanner(own)
+    elif planner.topology is None or planner.topology.world_size != own.world_size:
+        raise ConfigError(
+            f"rebalance: the planner's topology is {planner.topology}, and the model's tables lie on {own.world_size} "
+            "ranks; pass EmbeddingShardingPlanner(topology=...) with one of these."
+        )
+    if not load.steps or not any(f.ids for own_ in load.features.values() for f in own_):
+        return Rebalanced(
+            load, 0.0, 0.0, 0.0, 0, horizon, False, "nothing was read since the last look", present
+        )
+    request = _request(planner, _tables(model, present), load)
+    ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
+    step = _Step(request)
+    scale = 1.0
+    before = step(tilings_of(present))
+    if step_seconds:
+        scale = step_seconds / before
+    proposed = planner.make(request)
+    bytes_of_cell = _cells(collections)
+    topology = request.topology
+    if topology.host_ranks == own.host_ranks:
+        other = renamed(proposed, present, bytes_of_cell, topology)
+        if step(tilings_of(other)) <= step(tilings_of(proposed)) * 1.001:
+            proposed = other
+    after = step(tilings_of(proposed))
+    # Half of the least gain may go for tables that can stay.
+    most = after + max(0.0, min(0.1 * (before - after), 0.5 * least_gain * before))
+    proposed = with_what_stays(proposed, present, ties, bytes_of_cell, topology, step, most)
+    after = step(tilings_of(proposed))
+    loads = _move_loads(collections, ties, present, proposed, own)
+    move_s, move_bytes = _price_of_move(loads, topology)
+    found = Rebalanced(
+        load,
+        scale * before,
+        scale * after,
+        move_s,
+        move_bytes,
+        horizon,
+        False,
+        "",
+        replace(proposed, report=None),
+    )
+    pays, why = _judged(found, least_gain, bool(loads))
+    return replace(found, pays=pays, why=why)
+
+
+def _judged(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, str]:
+    """Whether it pays, and why or why not."""
+    gain = found.gain_s / found.before_s if found.before_s else 0.0
+    if not moves:
+        return False, "the present plan is as good as any that the planner knows for this load"
+    if gain < least_gain or found.gain_s <= 0:
+        return False, f"a step would gain {gain:.1%}, less than the {least_gain:.1%} asked for (least_gain)"
+    after = found.pays_after
+    if after >= found.horizon:
+        return False, (
+            f"a step would gain {gain:.1%}, and the move takes what {after:,.0f} steps save: more than the horizon of "
+            f"{found.horizon:,}"
+        )
+    steps = max(1, round(after))
+    return True, f"a step gains {gain:.1%}, and the move has paid after {steps:,} of {found.horizon:,} steps"
+
+
+class _Step:
+    """Seconds of a step under tilings, by the planner's cost model."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        works = request.works()
+        self._names = [request.by_key[work.name].names[0] for work in works]
+        self._model = Model(Workload(works), request.topology)
+
+    def __call__(self, tilings: Tilings) -> float:
+        return price([tilings[name] for name in self._names], self._model).seconds
+
+
+def _tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable]:
+    """The model's tables, with the wires that they have."""
+    found = []
+    for table in tables_of(model):
+        path, name = table.names[0]
+        found.append(replace(table, wire=present.plan[path][name].wire))
+    return found
+
+
+def _request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load) -> PlanRequest:
+    """What the planner is asked: its own constraints, and the load as it was measured."""
+    request = planner.request(tables)
+    samples = max(f.bags for own in load.features.values() for f in own)
+    batch = max(1, round(samples))
+    constraints: dict[str, ParameterConstraints] = dict(request.constraints)
+    for table in tables:
+        features = _features(table, load.features)
+        if not features:
+            continue
+        limits = constraints.get(table.key, ParameterConstraints())
+        constraints[table.key] = replace(
+            limits,
+            pooling_factors=tuple(f.ids_per_bag for f in features),
+            num_poolings=tuple(f.bags / batch for f in features),
+            batch_sizes=None,
+        )
+    return replace(request, batch_size=batch, constraints=constraints)
+
+
+def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]]) -> list[FeatureLoad]:
+    """Of all names of a table, in their order."""
+    return [feature for name in table.names for feature in features.get(name, ())]
+
+
+def _cells(collections: Mapping[str, ShardedCollection]) -> dict[Name, int]:
+    """Bytes of a cell of each table, with its state of the same shape."""
+    found: dict[Name, int] = {}
+    for path, part in collections.items():
+        for name, table in part._tables.items():
+            slots = [s for s in table.rows.state.values() if s.dim() == 2]
+            found[(path, name)] = table.weight.element_size() + sum(s.element_size() for s in slots)
+    return found
+
+
+def _move_loads(
+    collections: Mapping[str, ShardedCollection],
+    ties: Sequence[Sequence[Name]],
+    present: ShardingPlan,
+    proposed: ShardingPlan,
+    topology: Topology,
+) -> list[MoveLoad]:
+    """What would travel, of weights and attached optimizers' state."""
+    before, after = tilings_of(present), tilings_of(proposed)
+    loads = []
+    for names in ties:
+        path, name = names[0]
+        if before[(path, name)] == after[(path, name)]:
+            continue
+        table = collections[path]._tables[name]
+        parts = [Part("weight", True, table.weight.element_size(), [])]
+        for slot, state in table.rows.state.items():
+            if state.dim():
+                parts.append(Part(slot, state.dim() == 2, state.element_size(), []))
+        loads.append(MoveLoad(before[(path, name)], after[(path, name)], parts, topology))
+    return loads
+
+
+def _price_of_move(loads: Sequence[MoveLoad], topology: Topology) -> tuple[float, int]:
+    """(seconds, bytes that travel): the busiest rank's links, and the copies at both ends."""
+    speeds, ranks = topology.speeds or default_speeds(topology), topology.world_size
+    seconds = [0.0] * ranks
+    for load in loads:
+        for (source, target), size in load.bytes_between().items():
+            if source == target:
+                seconds[source] += size * speeds.copy
+                continue
+            near = topology.host_of(source) == topology.host_of(target)
+            seconds[source] += size * (speeds.copy + (speeds.link_out if near else speeds.network_out))
+            seconds[target] += size * (speeds.copy + (speeds.link_in if near else speeds.network_in))
+    calls = (speeds.call + speeds.call_peer * ranks) * (2 + 4 * len(loads))
+    return max(seconds) + calls * bool(loads), sum(sent_by_rank(loads, ranks)[0])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f} ms"
