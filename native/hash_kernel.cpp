@@ -1,8 +1,7 @@
 // The loops of hash.h, for one instruction set.
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
-#include <string.h>
 
 #include "hash.h"
 
@@ -15,8 +14,12 @@ namespace {
 constexpr int kAhead = 16;
 constexpr int64_t kNone = -1;
 
-// Of 8 slots from here on, a bit for each that holds the id (used or not).
-inline uint32_t same8(const int64_t* ids, int64_t id) {
+// Slots are looked at eight rows at a time, rows 8 k ... 8 k + 7 of the state: their ids lie in one line of the cache.
+// A block may reach into neighbouring buckets, which another thread may be writing: those bits are read and not used.
+constexpr int64_t kBlock = 8;
+
+// A bit for each row of a block that holds the id (used or not).
+inline uint32_t same_ids(const int64_t* ids, int64_t id) {
 #if defined(__AVX512F__)
   return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(ids), _mm512_set1_epi64(id));
 #elif defined(__AVX2__)
@@ -26,44 +29,49 @@ inline uint32_t same8(const int64_t* ids, int64_t id) {
   return (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(low)) | (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(high)) << 4;
 #else
   uint32_t bits = 0;
-  for (int i = 0; i < 8; i++) bits |= (uint32_t)(ids[i] == id) << i;
+  for (int i = 0; i < kBlock; i++) bits |= (uint32_t)(ids[i] == id) << i;
   return bits;
 #endif
 }
 
-// Of 8 bytes, how many come before the first zero.
-inline int before_zero8(const uint8_t* used) {
-  uint64_t x;
-  memcpy(&x, used, sizeof x);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  x = __builtin_bswap64(x);
+// A bit for each row of a block that is empty.
+inline uint32_t empty_rows(const uint8_t* used) {
+#if defined(__SSE2__)
+  return (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_loadl_epi64((const __m128i*)used), _mm_setzero_si128())) & 0xff;
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kBlock; i++) bits |= (uint32_t)(used[i] == 0) << i;
+  return bits;
 #endif
-  const uint64_t low7 = 0x7f7f7f7f7f7f7f7fu, zero = ~(((x & low7) + low7) | x | low7);
-  return zero == 0 ? 8 : __builtin_ctzll(zero) >> 3;
 }
 
-// Where a search ended: at the id, at the first empty slot, or after the window.
+// Where a search ended: at the id, at the first empty row, or after the window.
 struct Search {
-  int64_t slot;  // of the bucket; kNone: the window is full of others
+  int64_t row;  // of the state; kNone: the window is full of others
   int64_t probes;
   bool found;
 };
 
-// Slots begin ... end - 1 of a bucket. True when the search ends here.
-inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t id, int64_t begin, int64_t end, Search& search) {
-  int64_t slot = begin;
-  for (; slot + 8 <= end; slot += 8) {
-    const int full = before_zero8(used + slot);
-    const uint32_t same = same8(ids + slot, id) & ((1u << full) - 1);
-    if (same != 0 || full < 8) {
-      const int at = same != 0 ? __builtin_ctz(same) : full;
-      search = {slot + at, search.probes + (slot - begin) + at + 1, same != 0};
-      return true;
+// Rows begin ... end - 1. True when the search ends here.
+inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t rows, int64_t id, int64_t begin, int64_t end,
+                       Search& search) {
+  uint32_t inside = 0xffu << (begin & (kBlock - 1));
+  for (int64_t block = begin & ~(kBlock - 1); block < end; block += kBlock, inside = 0xff) {
+    uint32_t same = 0, empty = 0;
+    if (__builtin_expect(block + kBlock <= rows, 1)) {
+      same = same_ids(ids + block, id);
+      empty = empty_rows(used + block);
+    } else {
+      for (int64_t i = 0; block + i < rows; i++) {
+        same |= (uint32_t)(ids[block + i] == id) << i;
+        empty |= (uint32_t)(used[block + i] == 0) << i;
+      }
     }
-  }
-  for (; slot < end; slot++) {
-    if (used[slot] && ids[slot] != id) continue;
-    search = {slot, search.probes + (slot - begin) + 1, used[slot] != 0};
+    if (end - block < kBlock) inside &= (1u << (end - block)) - 1;
+    const uint32_t stops = (same | empty) & inside;
+    if (stops == 0) continue;
+    const int at = __builtin_ctz(stops);
+    search = {block + at, search.probes + block + at - begin + 1, (empty >> at & 1) == 0};
     return true;
   }
   search.probes += end - begin;
@@ -71,19 +79,18 @@ inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t id, int6
 }
 
 struct Window {
-  int64_t start, first_end, wrapped_end;  // slots [start, first_end), then [0, wrapped_end)
+  int64_t start, first_end, base, wrapped_end;  // rows [start, first_end), then [base, wrapped_end)
 };
 
-inline Window window_of(int64_t start, int64_t slots, int64_t window) {
+inline Window window_of(int64_t base, int64_t start, int64_t slots, int64_t window) {
   const int64_t left = slots - start;
-  return {start, left < window ? slots : start + window, left < window ? window - left : 0};
+  return {base + start, left < window ? base + slots : base + start + window, base, left < window ? base + window - left : base};
 }
 
-inline Search search_for(const int64_t* ids, const uint8_t* used, int64_t id, int64_t start, int64_t slots, int64_t window) {
-  if (used[start] != 0 && ids[start] == id) return {start, 1, true};
+inline Search search_for(const tr_zch& call, int64_t rows, int64_t id, const Window& w) {
   Search search = {kNone, 0, false};
-  const Window w = window_of(start, slots, window);
-  if (!search_run(ids, used, id, w.start, w.first_end, search)) search_run(ids, used, id, 0, w.wrapped_end, search);
+  if (!search_run(call.slot_ids, call.used, rows, id, w.start, w.first_end, search))
+    search_run(call.slot_ids, call.used, rows, id, w.base, w.wrapped_end, search);
   return search;
 }
 
@@ -92,12 +99,12 @@ inline Search search_for(const int64_t* ids, const uint8_t* used, int64_t id, in
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Worst {
-  int64_t slot;
+  int64_t row;
   int64_t whole, second;  // its score; which of them counts, the policy says
   double score;
 };
 
-// Each takes slots [begin, end) of a bucket; `worst` changes if one of them scores strictly less. Passes over arrays: the least
+// Each takes rows [begin, end); `worst` changes if one of them scores strictly less. Passes over arrays: the least
 // score of those that may go, then its first place. kNever is more than every step, clock and count.
 constexpr int64_t kNever = INT64_MAX;
 
@@ -140,7 +147,7 @@ void worst_distance_lfu(const int64_t* hits, const int64_t* last, int64_t step, 
     if (last[s] >= step) continue;
     const int64_t age = step - last[s];
     const double score = (double)hits[s] / (exponent == 256 ? (double)age : zch_power(age, exponent));
-    if (worst.slot == kNone || score < worst.score) worst = {s, 0, 0, score};
+    if (worst.row == kNone || score < worst.score) worst = {s, 0, 0, score};
   }
 }
 
@@ -157,20 +164,28 @@ void worst_ttl(const int64_t* expires, const int64_t* last, int64_t step, int64_
   worst = {s, low, 0, 0};
 }
 
-__attribute__((noinline)) int64_t worst_slot(const tr_zch& call, int64_t exponent, int64_t base, const Window& w) {
+// All of it is asked for at once: the lines of a window are rarely in the cache.
+inline void prefetch_window(const int64_t* values, const Window& w) {
+  for (int64_t r = w.start; r < w.first_end; r += kBlock) __builtin_prefetch(values + r);
+  for (int64_t r = w.base; r < w.wrapped_end; r += kBlock) __builtin_prefetch(values + r);
+}
+
+__attribute__((noinline)) int64_t worst_row(const tr_zch& call, int64_t exponent, const Window& w) {
+  prefetch_window(call.last, w);
+  if (call.policy == TR_LFU || call.policy == TR_DISTANCE_LFU) prefetch_window(call.hits, w);
+  if (call.policy == TR_TTL) prefetch_window(call.expires, w);
   Worst worst = {kNone, kNever, kNever, 0};
-  const int64_t *last = call.last + base, *hits = call.hits + base;
   for (int part = 0; part < 2; part++) {
-    const int64_t begin = part == 0 ? w.start : 0, end = part == 0 ? w.first_end : w.wrapped_end;
+    const int64_t begin = part == 0 ? w.start : w.base, end = part == 0 ? w.first_end : w.wrapped_end;
     if (begin == end) continue;
     switch (call.policy) {
-      case TR_LRU: worst_lru(last, call.step, begin, end, worst); break;
-      case TR_LFU: worst_lfu(hits, last, call.step, begin, end, worst); break;
-      case TR_DISTANCE_LFU: worst_distance_lfu(hits, last, call.step, exponent, begin, end, worst); break;
-      default: worst_ttl(call.expires + base, last, call.step, call.now, begin, end, worst);
+      case TR_LRU: worst_lru(call.last, call.step, begin, end, worst); break;
+      case TR_LFU: worst_lfu(call.hits, call.last, call.step, begin, end, worst); break;
+      case TR_DISTANCE_LFU: worst_distance_lfu(call.hits, call.last, call.step, exponent, begin, end, worst); break;
+      default: worst_ttl(call.expires, call.last, call.step, call.now, begin, end, worst);
     }
   }
-  return worst.slot;
+  return worst.row;
 }
 
 // ---- admission
@@ -199,7 +214,7 @@ inline Ahead look_ahead(const tr_zch& call, int64_t id) {
 
 template <bool kPositions>
 void assign_entries(const tr_zch& call, const ZchLane& lane) {
-  const int64_t window = least(call.max_probe, call.slots), exponent = zch_exponent(call.exponent);
+  const int64_t rows = call.held * call.slots, window = least(call.max_probe, call.slots), exponent = zch_exponent(call.exponent);
   const bool counts = call.counts != nullptr, ttls = call.ttls != nullptr;
   Ahead ring[kAhead];
   const auto entry = [&](int64_t i) { return kPositions ? (int64_t)lane.positions[i] : i; };
@@ -216,13 +231,13 @@ void assign_entries(const tr_zch& call, const ZchLane& lane) {
   for (int64_t i = lane.begin; i < lane.end; i++) {
     const Ahead a = ring[i % kAhead];
     if (i + kAhead < lane.end) prefetch(i + kAhead);
-    const int64_t n = entry(i), id = call.ids[n], base = a.bucket * call.slots;
+    const int64_t n = entry(i), id = call.ids[n];
     const int64_t count = counts ? call.counts[n] : 1;
-    const Search search = search_for(call.slot_ids + base, call.used + base, id, a.start, call.slots, window);
+    const Window w = window_of(a.bucket * call.slots, a.start, call.slots, window);
+    const Search search = search_for(call, rows, id, w);
     call.probes[n] = (int32_t)search.probes;
-    int64_t slot = search.slot;
+    int64_t at = search.row;
     if (search.found) {
-      const int64_t at = base + slot;
       call.last[at] = call.step;
       call.hits[at] += count;
       if (call.expires != nullptr) {
@@ -238,17 +253,16 @@ void assign_entries(const tr_zch& call, const ZchLane& lane) {
       outcome = TR_MISSING;
     } else if (!admits(call, a.bucket, a.mixed, count)) {
       outcome = TR_NOT_ADMITTED;
-    } else if (slot == kNone) {
-      if (call.evict) slot = worst_slot(call, exponent, base, window_of(a.start, call.slots, window));
-      outcome = slot == kNone ? TR_REJECTED : TR_EVICTED;
-      if (slot != kNone) call.evicted_ids[n] = call.slot_ids[base + slot];
+    } else if (at == kNone) {
+      if (call.evict) at = worst_row(call, exponent, w);
+      outcome = at == kNone ? TR_REJECTED : TR_EVICTED;
+      if (at != kNone) call.evicted_ids[n] = call.slot_ids[at];
     }
     call.outcomes[n] = outcome;
     if (outcome > TR_EVICTED) {
       call.rows[n] = kNone;
       continue;
     }
-    const int64_t at = base + slot;
     call.slot_ids[at] = id;
     call.used[at] = 1;
     call.since[at] = call.last[at] = call.step;
@@ -268,7 +282,7 @@ void zch_assign_lane(const tr_zch& call, const ZchLane& lane) {
 }
 
 void zch_find_run(const tr_zch& call, int64_t begin, int64_t end) {
-  const int64_t window = least(call.max_probe, call.slots);
+  const int64_t rows = call.held * call.slots, window = least(call.max_probe, call.slots);
   Ahead ring[kAhead];
   const auto prefetch = [&](int64_t i) {
     const Ahead a = look_ahead(call, call.ids[i]);
@@ -281,9 +295,8 @@ void zch_find_run(const tr_zch& call, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     const Ahead a = ring[i % kAhead];
     if (i + kAhead < end) prefetch(i + kAhead);
-    const int64_t base = a.bucket * call.slots;
-    const Search search = search_for(call.slot_ids + base, call.used + base, call.ids[i], a.start, call.slots, window);
-    call.rows[i] = search.found ? call.first * call.slots + base + search.slot : kNone;
+    const Search search = search_for(call, rows, call.ids[i], window_of(a.bucket * call.slots, a.start, call.slots, window));
+    call.rows[i] = search.found ? call.first * call.slots + search.row : kNone;
     call.probes[i] = (int32_t)search.probes;
   }
 }

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilerec.ops.cpu.library import BAD_ID, NO_MEMORY
+from tilerec.ops.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Zch, ZchResizing
 from tilerec.ops.hash import _high, _mixed, _new_held
@@ -165,6 +165,8 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
         expiring = expires_E.shape[0] > 0
         new = [values.new_zeros(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
         new.append(expires_E.new_zeros(rows if expiring else 0))
+        for values in new:
+            advise_huge_pages(values)
         moved_E = torch.empty_like(ids_E)
         call = ZchResizing(
             ids_E.data_ptr(), used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),

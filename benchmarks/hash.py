@@ -1,0 +1,296 @@
+"""Ids to rows: the hash op beside TorchRec's managed collision on CPU and a Python dictionary.
+
+    python benchmarks/hash.py [--peer PATH/TO/python] [--ids 10000000] [--batch 65536] [--rows 1049088]
+
+The claims: an id is looked up, and let in where it is new, in tens of nanoseconds, whatever the load; no two live ids
+share a row, where plain hashing (id modulo rows) lets a good part of the ids share one.
+
+A table of 768 buckets is filled to a load with distinct ids; then a stream of ids by Zipf's law passes (of the ids that
+are there at loads below 1, of four times as many as there are rows at load 1). The native op with each number of
+threads (on tables of their own), read-only find and a dictionary (which at load 1 evicts whom it holds longest) take
+the stream in turns of 16 batches; medians over batches are printed. Before, a batch of the native op was compared with
+the reference, bit for bit; after, the tables of the numbers of threads with each other. TorchRec's
+`MCHManagedCollisionModule` (LFU) takes the first batches of the same stream from a table that was filled alike.
+
+TorchRec's module keeps a sorted table and works every `eviction_interval` batches; a new id has the shared last row
+until then. Two intervals are shown, 1, as here, and 8; means over batches, since only every 8th does the work. Its
+hash-based module has CUDA kernels only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hash_peer import Workload
+from torch import Tensor
+
+from tilerec.ops import backends as backends
+from tilerec.ops.cpu.library import library, status
+from tilerec.ops.hash import (
+    REFERENCE,
+    HashRange,
+    HashState,
+    Outcome,
+    Policy,
+    empty_state,
+    zch_assign_,
+    zch_find,
+)
+
+BUCKETS = 768
+TURN = 16  # batches a side takes in a row
+PEERS = ((1, 1), (1, 2), (8, 2))  # eviction interval, threads
+
+
+class Peer:
+    """TorchRec's module in a process of its own."""
+
+    def __init__(self, python: str) -> None:
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("hash_peer.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        )  # fmt: skip
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise SystemExit("The peer ended before it answered.")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Dictionary:
+    """A Python dict from id to row; who has been there longest goes when the rows are used up."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.row_of: dict[int, int] = {}
+
+    def step(self, ids_N: Tensor) -> Tensor:
+        row_of, rows, out = self.row_of, self.rows, []
+        for id_ in ids_N.tolist():
+            row = row_of.get(id_)
+            if row is None:
+                row = len(row_of)
+                if row == rows:
+                    row = row_of.pop(next(iter(row_of)))
+                row_of[id_] = row
+            out.append(row)
+        return torch.tensor(out)
+
+
+class Line(NamedTuple):
+    """One side at one load; ids per second in millions."""
+
+    load: float
+    side: str
+    fill: float | None
+    stream: float | None
+    shared: float  # of the stream's ids, those whose row is another id's too, or that have none
+    evicted: float | None
+
+    def cells(self) -> list[str]:
+        evicted = "" if self.evicted is None else f"{100 * self.evicted:.2f} %"
+        fill, stream = ("" if speed is None else f"{speed:.2f}" for speed in (self.fill, self.stream))
+        return [f"{self.load:.1f}", self.side, fill, stream, f"{100 * self.shared:.2f} %", evicted]
+
+
+HEADER = ("load", "side", "fill, M ids/s", "stream, M ids/s", "share a row or have none", "evictions")
+
+
+def clock(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def shares(ids_N: Tensor, rows_N: Tensor) -> float:
+    """Of the ids, those whose row is used by another id too, or that have none."""
+    rank_N = torch.unique(ids_N, return_inverse=True)[1]
+    pair_P = torch.unique(torch.stack([rows_N, rank_N]), dim=1)[0]
+    row_R, count_R = torch.unique(pair_P, return_counts=True)
+    crowded_R = (count_R > 1) | (row_R < 0)
+    return float(crowded_R[torch.searchsorted(row_R, rows_N)].double().mean())
+
+
+class Ours:
+    """The native op on a table of its own."""
+
+    def __init__(self, table: HashRange, threads: int) -> None:
+        self.table, self.threads, self.steps = table, threads, 0
+        self.state = empty_state(table.buckets, table.slots)
+        for values in self.state:
+            backends.advise_huge_pages(values)
+
+    def step(self, ids_N: Tensor) -> Any:
+        self.steps += 1
+        torch.set_num_threads(self.threads)
+        return zch_assign_(ids_N, self.state, self.table, step=self.steps, policy=Policy.LFU)
+
+    def find(self, ids_N: Tensor) -> Any:
+        torch.set_num_threads(self.threads)
+        return zch_find(ids_N, self.state, self.table)
+
+
+def against_reference(ours: Ours, ids_N: Tensor) -> float:
+    """Seconds of the reference for a batch, whose results are compared with the native op's."""
+    table = ours.table
+    states = [HashState(*(values.clone() for values in ours.state)) for _ in range(2)]
+    rest = (
+        0,
+        table.buckets,
+        table.slots,
+        table.max_probe,
+        ours.steps + 1,
+        0,
+        int(Policy.LFU),
+        1.0,
+        0,
+        True,
+        1,
+    )
+    entries = (ids_N, None, None, None)
+    native = torch.ops.tilerec.zch_assign_(*entries, *states[0], *rest)
+    seconds, expected = clock(lambda: REFERENCE["zch_assign_"](*entries, *states[1], *rest))
+    for one, other in zip([*native, *states[0]], [*expected, *states[1]], strict=True):
+        if not torch.equal(one, other):
+            raise SystemExit("The native op and the reference differ; no times are printed.")
+    return seconds
+
+
+def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iterator[Line]:
+    table = HashRange(BUCKETS, options.rows // BUCKETS, options.max_probe)
+    rows = table.buckets * table.slots
+    universe = int(load * rows) if load < 1 else 4 * rows
+    work = Workload(rows, universe, min(universe, rows), options.batch, options.zipf)
+    batches = options.ids // options.batch
+    weights_U = work.weights()
+    sides = {threads: Ours(table, threads) for threads in options.threads}
+    dictionary = Dictionary(rows)
+    fill: dict[str, float] = {}
+    filling = work.fill()
+    for threads, ours in sides.items():
+        fill[f"{threads}"] = work.filled / sum(
+            clock(lambda i=ids_N, o=ours: o.step(i))[0] for ids_N in filling
+        )
+    fill["dict"] = work.filled / sum(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in filling)
+    first = next(iter(sides.values()))
+    reference = against_reference(first, work.batch_ids(0, weights_U))
+
+    times: dict[str, list[float]] = {}
+    evicted, crowded, stream = 0, [], []
+    previous = [work.batch_ids(n, weights_U) for n in range(TURN)]
+    for number in range(0, batches, TURN):
+        turn = [work.batch_ids(n, weights_U) for n in range(number, min(number + TURN, batches))]
+        stream += turn
+        for threads, ours in sides.items():
+            taken = [clock(lambda i=ids_N, o=ours: o.step(i)) for ids_N in turn]
+            times.setdefault(f"{threads}", []).extend(seconds for seconds, _ in taken)
+            found = [clock(lambda i=ids_N, o=ours: o.find(i)) for ids_N in previous]
+            times.setdefault(f"find {threads}", []).extend(seconds for seconds, _ in found)
+            time.sleep(0.01)  # threads spin a little before they sleep; the next side must not feel that
+        evicted += sum(int((result.outcomes_N == Outcome.EVICTED).sum()) for _, result in taken)
+        previous = turn
+        crowded.append(shares(turn[-1], taken[-1][1].rows_N))
+        times.setdefault("dict", []).extend(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in turn)
+    for one, other in zip(*(ours.state for ours in list(sides.values())[:2]), strict=True):
+        if not torch.equal(one, other):
+            raise SystemExit("Tables of different numbers of threads differ; no times are printed.")
+
+    def speed(side: str) -> float:
+        return options.batch / statistics.median(times[side]) / 1e6
+
+    share = statistics.mean(crowded)
+    ids = options.batch * batches
+    for threads in sides:
+        name = f"tilerec, {_threads(threads)}"
+        yield Line(load, name, fill[f"{threads}"] / 1e6, speed(f"{threads}"), share, evicted / ids)
+        yield Line(load, f"{name}, find only", None, speed(f"find {threads}"), share, None)
+    yield Line(load, "tilerec, reference", None, options.batch / reference / 1e6, share, None)
+    yield Line(load, "Python dict", fill["dict"] / 1e6, speed("dict"), 0.0, None)
+    for interval, threads in PEERS if peer is not None else ():
+        assert peer is not None
+        name = f"TorchRec MCH, every {interval}, {_threads(threads)}"
+        yield peer_line(peer, name, load, work, interval, threads, options.peer_batches)
+    ids_S = torch.cat(stream)
+    yield Line(load, "id modulo rows", None, None, shares(ids_S, ids_S % rows), None)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def peer_line(
+    peer: Peer, name: str, load: float, work: Workload, interval: int, threads: int, batches: int
+) -> Line:
+    """TorchRec's module on the first batches of the stream; whole intervals, for the mean."""
+    filling = peer.ask("fill", work=dataclasses.asdict(work), interval=interval, threads=threads)["seconds"]
+    batches = -(-batches // interval) * interval
+    answers = [peer.ask("step", number=number, threads=threads) for number in range(batches)]
+    shared, evicted = (sum(answer[key] for answer in answers) for key in ("shared", "evicted"))
+    ids = work.batch * batches
+    seconds = sum(answer["seconds"] for answer in answers)
+    return Line(load, name, work.filled / filling / 1e6, ids / seconds / 1e6, shared / ids, evicted / ids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", default=os.environ.get("TILEREC_PEER_PYTHON", ".venv-peer/bin/python"))
+    parser.add_argument("--ids", type=int, default=10_000_000)
+    parser.add_argument("--batch", type=int, default=65_536)
+    parser.add_argument("--rows", type=int, default=768 * 1366)
+    parser.add_argument("--max-probe", type=int, default=128)
+    parser.add_argument("--zipf", type=float, default=1.05)
+    parser.add_argument(
+        "--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.5, 0.9, 1.0]
+    )
+    parser.add_argument("--threads", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
+    parser.add_argument(
+        "--peer-batches", type=int, default=8, help="batches of the stream that TorchRec takes"
+    )
+    options = parser.parse_args()
+    if library() is None:
+        raise SystemExit(str(status()))
+    peer = Peer(options.peer) if Path(options.peer).exists() else None
+    print(f"- machine: {platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}; {status()}")
+    if peer is None:
+        print(f"- peer: none ({options.peer} is not there; TILEREC_PEER_PYTHON or --peer name another one)")
+    else:
+        hello = peer.ask("hello")
+        print(f"- peer: torchrec {hello['torchrec']}, torch {hello['torch']}")
+    print(
+        f"- recipe: `{' '.join(['python', *sys.argv])}`, {time.strftime('%Y-%m-%d')}; medians over batches\n"
+    )
+    print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|", flush=True)
+    for load in options.loads:
+        for line in measure(options, load, peer):
+            print("| " + " | ".join(line.cells()) + " |", flush=True)
+    if peer is not None:
+        peer.close()
+
+
+if __name__ == "__main__":
+    main()
