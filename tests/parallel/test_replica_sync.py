@@ -160,7 +160,7 @@ def covering() -> list[Marks]:
         (tiling, FORMS[(i + j) % len(FORMS)], optimizer, worlds[(2 * i + j // 3) % len(worlds)])
         for i, tiling in enumerate(TILINGS)
         for j, optimizer in enumerate(attached)
-        if (i + j) % 3 == 0
+        if (i + j) % 4 == 0
     ]
 
 

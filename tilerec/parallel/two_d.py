@@ -44,6 +44,7 @@ from tilerec.parallel.values import send_from_rank_0, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import listed, sharder_of
 from tilerec.planner.tables import tables_of
+from tilerec.sharding.managed_collision import IdRanks
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.teams import Teams
 from tilerec.spec.plan import ShardingPlan
@@ -292,14 +293,14 @@ def shard_2d(
         "exact": settings.exact,
         "moment_scale": settings.moment_scale,
         "hook": settings.hook is not None,
-        "parts": [
+        "groups": [
             {
                 "sharding_group_size": part.plan.grid.group_size,
                 "use_inter_host_allreduce": part.plan.grid.across_hosts,
-                "plan": part.plan.to_json(),
             }
             for part in planned
         ],
+        "plans": [part.plan.to_json() for part in planned],
     }
     agree(world, "the model to shard in 2D", said)
     try:
@@ -434,9 +435,13 @@ def _shard_part(
     shard = world.partition("shard", grid.sharding_groups)
     axis = world.partition("replicate", grid.replica_groups)
 
+    # One map of ids for all teams: a row number means the same id in every replica.
+    ids = IdRanks(world.split("ids"), grid.member_of) if settings.sync != "exact" else None
+
     def cut(group: Group, own: ShardingPlan, hosts: Topology, teams: Teams) -> None:
         shard_tables(
-            module, own, group, hosts, device, settings.exact, list(sharders) or None, who, only=paths, teams=teams
+            module, own, group, hosts, device, settings.exact, list(sharders) or None, who, only=paths, teams=teams,
+            id_ranks=ids,
         )  # fmt: skip
 
     if settings.sync == "exact":

@@ -1,0 +1,352 @@
+"""`shard_2d`: plans of one sharding group, parts with groups of other sizes, hosts, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD, RowWiseAdagrad
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.testing.batches import concat_batches, random_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+
+class Model(nn.Module):
+    """Two collections, one of them deeper."""
+
+    def __init__(self, init_fn: Callable[[Tensor], None] | None = None, device: str | None = None) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(12, 8, name, feature_names=[name], init_fn=init_fn) for name in ("a", "b")
+        ]
+        self.ebc = EmbeddingBagCollection(tables, device=device)
+        self.deep = nn.ModuleDict(
+            {"ec": EmbeddingCollection([EmbeddingConfig(9, 4, "c", feature_names=["c"])], device=device)}
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = torch.cat([jagged.values() for jagged in self.deep["ec"](features).values()])
+        return self.ebc(features).values().square().sum() + rows.square().sum()
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    made = Model()
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(made.parameters()))
+    return made
+
+
+def batch(rank: int, step: int = 0) -> KeyedJaggedTensor:
+    return random_batch(["a", "b", "c"], {"a": 12, "b": 12, "c": 9}, 3, seed=10 * step + rank)
+
+
+def train(module: Model, group: Group, two: TwoD | None = None, steps: int = 3) -> dict[str, Tensor]:
+    for step in range(steps):
+        (module(batch(group.rank, step)) * group.size).backward()
+        if two is not None:
+            two.sync_if_due()
+    return full_state_dict(module)
+
+
+def unsharded(size: int, steps: int = 3) -> dict[str, Tensor]:
+    module = model()
+    for step in range(steps):
+        module(concat_batches([batch(rank, step) for rank in range(size)])).backward()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def assert_like(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.allclose(got[name], value, rtol=1e-6, atol=1e-6), name
+
+
+EXACT, AVERAGE = ReplicaSettings("exact"), ReplicaSettings("average", 1)
+
+
+# ---------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("settings", [EXACT, AVERAGE], ids=["exact", "average"])
+def test_the_users_plan_stays_as_it_was_and_serves_two_worlds_at_once(settings: ReplicaSettings) -> None:
+    """One process, one plan object, models of two group sizes whose steps interleave."""
+    half = {"a": Tiling.of("a", 12, 8, [(0, 5, 0, 8, 0), (5, 12, 0, 8, 1)]), "b": table_wise(rank=1)}
+    plan: dict[str, Any] = {"ebc": half, "deep.ec": row_wise()}
+    before = copy.deepcopy(plan["ebc"]["a"]), dict(plan["ebc"])
+    base, want = model(), unsharded(4)
+
+    def run(group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        first, second = copy.deepcopy(base), copy.deepcopy(base)
+        one = shard_2d(first, [GroupConfig(plan, 2)], group, settings)
+        other = shard_2d(second, [GroupConfig(None, 4)], group, settings)
+        for step in range(3):
+            for module, two in ((first, one), (second, other)):
+                (module(batch(group.rank, step)) * 4).backward()
+                two.sync_if_due()
+        return full_state_dict(first), full_state_dict(second)
+
+    for first, second in run_virtual_ranks(4, run):
+        assert_like(second, want)  # one replica: whatever keeps replicas together
+        if settings is EXACT:
+            assert_like(first, want)
+    assert (plan["ebc"]["a"], plan["ebc"]) == before
+
+
+def test_without_a_plan_one_sharding_group_is_planned_for() -> None:
+    base, want = model(), unsharded(4)
+
+    def run(group: Group) -> tuple[dict[str, Tensor], int | None, int | None, str]:
+        module = copy.deepcopy(base)
+        two = shard_2d(module, [GroupConfig(None, 2)], group, EXACT)
+        plan = two.parts[0].plan
+        assert plan.report is not None
+        return train(module, group), plan.group_plan.world_size, plan_of(module).world_size, str(plan)
+
+    for state, of_group, of_world, text in run_virtual_ranks(4, run):
+        assert_like(state, want)
+        assert (of_group, of_world) == (2, 4)
+        assert "4 ranks = 2 replicas x 2 shards" in text
+        assert "plan for 2 ranks" in text
+
+
+def test_a_saved_plan_may_be_passed_again(tmp_path: Any) -> None:
+    base, path = model(), tmp_path / "plan.json"
+
+    def run(group: Group) -> bool:
+        plan = {"ebc": row_wise(), "deep.ec": row_wise()}
+        first = shard_2d(copy.deepcopy(base), [GroupConfig(plan, 2)], group, EXACT).parts[0].plan
+        if group.rank == 0:
+            first.save(path)
+        group.barrier()
+        second = shard_2d(copy.deepcopy(base), [GroupConfig(str(path), 2)], group, EXACT).parts[0].plan
+        assert first.held_by(group.rank) == second.held_by(group.rank)
+        return first.group_plan == second.group_plan
+
+    assert all(run_virtual_ranks(4, run))
+
+
+def refused(
+    base: nn.Module, config: GroupConfig, size: int = 4, settings: ReplicaSettings = EXACT
+) -> list[str]:
+    def run(group: Group) -> str:
+        module = copy.deepcopy(base)
+        names = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+        with pytest.raises(ConfigError) as caught:
+            shard_2d(module, [config], group, settings)
+        assert [(name, tuple(p.shape)) for name, p in module.named_parameters()] == names, "as it was"
+        return str(caught.value)
+
+    return run_virtual_ranks(size, run)
+
+
+def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
+    base = model()
+    whole = {"ebc": row_wise(), "deep.ec": row_wise()}
+
+    def planned(group: Group) -> ShardingPlan:
+        module = copy.deepcopy(base)
+        return shard_2d(module, [GroupConfig(whole, 4)], group, EXACT).parts[0].plan.group_plan
+
+    plan = run_virtual_ranks(4, planned)[0]
+    for text in refused(base, GroupConfig(plan, 2)):
+        assert "made for 4 ranks" in text
+        assert "of one sharding group: of 2 ranks, numbered from 0, of the 4 ranks in all" in text
+    for text in refused(base, GroupConfig({"ebc": table_wise(rank=2), "deep.ec": row_wise()}, 2)):
+        assert "of one sharding group: of 2 ranks" in text
+    for text in refused(base, GroupConfig({"ebc": row_wise()}, 2)):
+        assert "'deep.ec'" in text
+
+
+def test_group_sizes_and_node_group_sizes_that_do_not_fit_are_refused_on_all_ranks() -> None:
+    base = model()
+    for text in refused(base, GroupConfig(None, 3)):
+        assert "3 ranks do not divide a world of 4; use 1, 2, 4" in text
+    for node in (0, 3, True):
+        for text in refused(base, GroupConfig(None, 2, node)):
+            assert f"node_group_size is {node!r}" in text
+
+
+# ---------------------------------------------------------------------------------------------------- hosts
+
+
+HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "said"),
+    [
+        (GroupConfig(None, 4), ((0, 1), (2, 3)), "as the machines are"),
+        (GroupConfig(None, 4, across_hosts=True), ((0, 1, 2, 3),), "as the machines are"),
+        (GroupConfig(None, 4, 1), ((0,), (1,), (2,), (3,)), "runs of node_group_size members"),
+        (GroupConfig(None, 4, 3), ((0, 1, 2), (3,)), "runs of node_group_size members"),
+    ],
+)
+def test_hosts_of_a_group_are_the_machines_or_what_node_group_size_says(
+    config: GroupConfig, hosts: tuple[tuple[int, ...], ...], said: str
+) -> None:
+    torch.manual_seed(0)
+    base = EmbeddingBagCollection(
+        [EmbeddingBagConfig(12, 8, name, feature_names=["a"]) for name in ("x", "y")]
+    )
+    plan = {"x": table_row_wise(host_index=len(hosts) - 1), "y": grid_shard([0])}
+    topology = Topology(8, "cpu", hosts=HOSTS)
+
+    def run(group: Group) -> tuple[Any, str]:
+        own = GroupConfig(plan, config.group_size, config.node_group_size, config.across_hosts)
+        plan_ = shard_2d(copy.deepcopy(base), [own], group, EXACT, topology).parts[0].plan
+        return (plan_.tiling("", "x").ranks(), plan_.tiling("", "y").ranks(), plan_.group_plan.hosts), str(
+            plan_
+        )
+
+    for got, text in run_virtual_ranks(8, run):
+        assert got == (hosts[-1], hosts[0], hosts)
+        assert f"hosts below      {said}" in text
+
+
+def test_a_topology_of_one_sharding_group_is_refused() -> None:
+    def run(group: Group) -> str:
+        with pytest.raises(ConfigError) as caught:
+            shard_2d(model(), [GroupConfig(None, 2)], group, EXACT, Topology(2, "cpu"))
+        return str(caught.value)
+
+    assert all("of all ranks, not of one sharding group" in text for text in run_virtual_ranks(4, run))
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("sync", ["exact", "average"])
+def test_parts_of_a_model_have_groups_of_their_own_size(sync: Any) -> None:
+    base, want = model(), unsharded(4)
+
+    def run(group: Group) -> tuple[dict[str, Tensor], list[str], list[int]]:
+        module = copy.deepcopy(base)
+        configs = [GroupConfig(None, 2), GroupConfig(None, 4, across_hosts=True, paths=("deep.ec",))]
+        two = shard_2d(module, configs, group, ReplicaSettings(sync, 1 if sync == "average" else None))
+        state = train(module, group, two)
+        kinds = [type(part).__name__ for part in (module.ebc, module.deep["ec"])]
+        assert set(plan_of(module).plan) == ({"ebc", "deep.ec"} if sync == "exact" else {"ebc"})
+        return state, kinds, [part.plan.grid.group_size for part in two.parts]
+
+    for state, kinds, sizes in run_virtual_ranks(4, run):
+        assert kinds == ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
+        assert sizes == [2, 4]
+        name = "deep.ec.embeddings.c.weight"
+        assert torch.allclose(state[name], want[name], atol=1e-6)
+        if sync == "exact":
+            assert_like(state, want)
+
+
+# ---------------------------------------------------------------------------------------------------- agreement
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "word"),
+    [
+        (ReplicaSettings("average", 1), GroupConfig(None, 2), "sync"),
+        (ReplicaSettings("exact", exact=True), GroupConfig(None, 2), "exact"),
+        (EXACT, GroupConfig(None, 4), "sharding_group_size"),
+        (EXACT, GroupConfig(None, 3), "checks"),
+        (EXACT, GroupConfig(None, 2, across_hosts=True), "use_inter_host_allreduce"),
+        (EXACT, GroupConfig({"ebc": row_wise(), "deep.ec": table_wise(rank=1)}, 2), "plan"),
+        (ReplicaSettings("average", 0), GroupConfig(None, 2), "checks"),
+        (ReplicaSettings("average", 4), GroupConfig(None, 2), "sync"),
+    ],
+)
+def test_ranks_with_different_settings_hear_it_on_all_ranks(
+    settings: ReplicaSettings, config: GroupConfig, word: str
+) -> None:
+    base = model()
+    plain = {"ebc": row_wise(), "deep.ec": row_wise()}
+
+    def run(group: Group) -> str:
+        odd = group.rank == 2
+        own = config if odd else GroupConfig(plain, 2)
+        if odd and own.plan is None:
+            own = GroupConfig(plain, config.group_size, None, config.across_hosts)
+        module = copy.deepcopy(base)
+        with pytest.raises(ConfigError) as caught:
+            shard_2d(module, [own], group, settings if odd else EXACT)
+        assert type(module.ebc) is EmbeddingBagCollection
+        return str(caught.value)
+
+    texts = run_virtual_ranks(4, run)
+    for rank, text in enumerate(texts):
+        assert rank == 2 or ("differs between ranks" in text and word in text), text
+
+
+def test_ranks_that_hold_other_values_start_from_rank_0s_in_every_group() -> None:
+    def run(group: Group, sync: Any) -> dict[str, Tensor]:
+        module = Model()
+        generator = torch.Generator().manual_seed(group.rank)
+        for parameter in module.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+        apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
+        shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings(sync))
+        return full_state_dict(module)
+
+    generator = torch.Generator().manual_seed(0)
+    want = {name: torch.randn(p.shape, generator=generator) for name, p in Model().named_parameters()}
+    for sync in ("exact", "average"):
+        for state in run_virtual_ranks(4, run, sync):
+            assert all(torch.equal(state[name], value) for name, value in want.items())
+
+
+def test_values_that_a_users_function_draws_are_the_same_in_every_group() -> None:
+    """From a generator that nobody seeds alike."""
+
+    def run(group: Group, sync: Any) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(group.rank)
+
+        def init(weight: Tensor) -> None:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+
+        module = Model(init, "meta")
+        apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
+        shard_2d(
+            module, [GroupConfig({"ebc": row_wise(), "deep.ec": row_wise()}, 2)], group, ReplicaSettings(sync)
+        )
+        return full_state_dict(module)
+
+    for sync in ("exact", "average"):
+        first, *others = run_virtual_ranks(4, run, sync)
+        assert float(first["ebc.embedding_bags.a.weight"].std()) > 0
+        for state in others:
+            assert all(torch.equal(state[name], value) for name, value in first.items())
+
+
+def test_a_copy_averages_for_itself() -> None:
+    base = model()
+
+    def run(group: Group) -> tuple[int, int]:
+        module = copy.deepcopy(base)
+        two = shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings("average"))
+        train(module, group, steps=2)
+        two.settle()
+        twin = copy.deepcopy(module)
+        theirs = two.of_copy(twin)
+        train(twin, group, steps=1)
+        theirs.sync()
+        return two.unsynced_steps, theirs.unsynced_steps
+
+    got = run_virtual_ranks(4, run)
+    assert max(mine for mine, _ in got) == 2
+    assert all(theirs == 0 for _, theirs in got)
