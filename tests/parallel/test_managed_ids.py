@@ -1,0 +1,244 @@
+"""Managed collision in a whole model: checkpoints between world sizes, `DistributedModelParallel`, 2D, resharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from tests.sharding.test_managed_collision import (
+    STEPS,
+    alone,
+    assert_same,
+    build,
+    global_batch,
+    local_batch,
+    sizes_of,
+    train,
+)
+from tilerec.comms.group import Group
+from tilerec.comms.mesh import group_of
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.parallel.reshard import reshard
+from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.planner.helpers import column_wise, row_wise, table_wise
+from tilerec.sharding.tiled_tensor import TiledTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.testing.batches import concat_batches
+from tilerec.testing.ranks import Ranks
+from tilerec.testing.virtual import run_virtual_ranks
+
+Pool = Callable[[int], Ranks]
+POLICY = "lru and lfu, shared rows"
+IDS = "_managed_collision_collection._managed_collision_modules.user.ids"
+
+
+def columns(ranks: list[int]) -> dict[str, dict[str, Any]]:
+    """The wide tables in columns."""
+    cut = column_wise(ranks)
+    return {"_embedding_module": {"user": cut, "item": cut, "plain": table_wise(rank=ranks[-1])}}
+
+
+def _states(module: Any) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optimizer": module.embedding_module.fused_optimizer.state_dict()}
+
+
+def _save(folder: str, policy: str, steps: range) -> str:
+    group = group_of(None)
+    module = build(policy)
+    shard(module, row_wise(), exact=True)
+    train(module, group, sizes_of(group.size), steps)
+    dcp.save(_states(module), checkpoint_id=folder)
+    return type(module.state_dict()[IDS]).__name__
+
+
+def _load(folder: str, policy: str, steps: range) -> dict[str, Tensor]:
+    group = group_of(None)
+    module = build(policy)
+    module(global_batch(77))  # what it had before does not count
+    shard(module, columns([0, group.size - 1]), exact=True)
+    states = _states(module)
+    dcp.load(states, checkpoint_id=folder)
+    module.load_state_dict(states["model"])
+    module.embedding_module.fused_optimizer.load_state_dict(states["optimizer"])
+    train(module, group, sizes_of(group.size), steps)
+    return full_state_dict(module)
+
+
+@pytest.mark.parametrize("policy", [POLICY, "rejected and admitted late"])
+def test_a_job_moves_between_numbers_of_ranks_and_goes_on_with_the_bits_of_one_process(
+    pool: Pool, tmp_path: Path, policy: str
+) -> None:
+    kinds = pool(2).run(_save, str(tmp_path), policy, range(3))
+    assert set(kinds) <= {"DTensor", "TiledTensor"}
+    for full in pool(3).run(_load, str(tmp_path), policy, range(3, STEPS)):
+        assert_same(full, alone(policy)[1])
+
+
+def test_a_checkpoint_of_many_ranks_is_one_of_a_process(pool: Pool, tmp_path: Path) -> None:
+    pool(3).run(_save, str(tmp_path), POLICY, range(STEPS))
+    module = build(POLICY)
+    states = _states(module)
+    dcp.load(states, checkpoint_id=str(tmp_path))
+    module.load_state_dict(states["model"])
+    assert_same(dict(module.state_dict()), alone(POLICY)[1])
+
+
+def _refused(folder: str) -> tuple[str, bool]:
+    module = build("rejected and admitted late")
+    shard(module, row_wise(), exact=True)
+    train(module, group_of(None), sizes_of(2), range(2))
+    before = full_state_dict(module)
+    try:
+        states = module.state_dict()
+        dcp.load({"model": states}, checkpoint_id=folder)
+        module.load_state_dict(states)
+        words = ""
+    except CheckpointException as error:
+        words = f"{error} {getattr(error, 'failures', '')}"
+    after = full_state_dict(module)
+    dist.barrier()
+    return words, all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_checkpoint_of_other_buckets_is_refused_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    """`user` has six buckets of seven own rows there and of eight here; `item` ten there and five here."""
+    pool(3).run(_save, str(tmp_path), POLICY, range(2))
+    for words, same in pool(2).run(_refused, str(tmp_path)):
+        assert "ize mismatch" in words or "Missing key" in words
+        assert same
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = build(POLICY)
+        self.over = nn.Linear(35, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled, _ = self.ids(features)
+        return self.over(pooled.values())
+
+
+def _model_parallel() -> tuple[list[float], list[str], int]:
+    torch.manual_seed(0)
+    group = group_of(None)
+    model = DistributedModelParallel(Model(), plan={"ids._embedding_module": row_wise()})
+    optimizer = torch.optim.SGD(
+        [p for name, p in model.named_parameters() if name.startswith("over")], lr=0.1
+    )
+    sizes, losses = [6, 6], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(local_batch(step, group, sizes)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    names = list(model.state_dict())
+    copy = model.copy("cpu")
+    copy(local_batch(0, group, sizes))
+    return losses, names, sum(stats.live for stats in model.module.ids.stats().values())
+
+
+def test_a_model_with_a_dense_part_trains_as_on_one_process(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    want = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = model(global_batch(step)).pow(2)
+        each.mean().backward()
+        optimizer.step()
+        want.append((each[:6].mean().item(), each[6:].mean().item()))
+    results = pool(2).run(_model_parallel)
+    for rank, (losses, names, live) in enumerate(results):
+        assert losses == pytest.approx([pair[rank] for pair in want], rel=1e-4)
+        assert names == list(model.state_dict())
+        assert live == sum(stats.live for stats in model.ids.stats().values())
+
+
+def _threads_have_no_dtensors() -> None:
+    module = build(POLICY)
+    shard(module, row_wise())
+    state = module.state_dict()
+    assert isinstance(state[IDS], DTensor | TiledTensor)
+    assert tuple(state[IDS].shape) == (42,)
+    assert torch.equal(state[IDS].full_tensor(), full_state_dict(module)[IDS])
+
+
+def test_state_is_logical(pool: Pool) -> None:
+    pool(3).run(_threads_have_no_dtensors)
+
+
+# --------------------------------------------------------------------------------------------------------------- 2D
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_replicas_share_one_map(size: int, across: bool) -> None:
+    """1 x 4, 2 x 2 and 4 x 1 ranks, gradients exchanged: weights, too, are those of one process."""
+
+    def fn(group: Group) -> Any:
+        module = build(POLICY)
+        config = GroupConfig(row_wise(), size, across_hosts=across)
+        shard_2d(module, [config], group, ReplicaSettings(sync="exact", exact=True))
+        train(module, group, sizes_of(4), range(STEPS))
+        return full_state_dict(module), module.stats()
+
+    for full, stats in run_virtual_ranks(4, fn):
+        assert_same(full, alone(POLICY)[1])
+        assert stats == alone(POLICY)[2]
+
+
+def test_replicas_that_are_averaged_share_one_map() -> None:
+    """Their weights differ between two averages; which id has which row never does."""
+
+    def fn(group: Group) -> Any:
+        module = build(POLICY)
+        config = GroupConfig({"_embedding_module": table_wise(rank=1)}, 2)
+        two_d = shard_2d(module, [config], group, ReplicaSettings(sync="average"))
+        maps = train(module, group, sizes_of(4), range(2))
+        two_d.sync()
+        maps += train(module, group, sizes_of(4), range(2, STEPS))
+        two_d.sync()
+        return maps, full_state_dict(module), module.stats()
+
+    results = run_virtual_ranks(4, fn)
+    maps, state, stats = alone(POLICY)
+    for step in range(STEPS):
+        together = concat_batches([own[step] for own, _, _ in results])
+        assert torch.equal(together.values(), maps[step].values())
+    for _, full, counted in results:
+        for name, value in state.items():
+            if not value.dtype.is_floating_point:
+                assert torch.equal(full[name], value), name
+            else:
+                assert torch.equal(full[name], results[0][1][name]), name
+        assert counted == stats
+
+
+# ------------------------------------------------------------------------------------------------------- resharding
+
+
+def test_ids_stay_where_they_are_when_tables_move() -> None:
+    def fn(group: Group) -> Any:
+        module = build(POLICY)
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(3), range(3))
+        reshard(module, columns([2, 0]))
+        train(module, group, sizes_of(3), range(3, STEPS))
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(3, fn):
+        assert_same(full, alone(POLICY)[1])

@@ -1,0 +1,649 @@
+"""Ids over many ranks: the map, evictions, counts and rows of one process, bit for bit, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parity.harness import TILINGS, WORLDS
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError, InputError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.evict import DistanceLFU_EvictionPolicy, HashZchEvictionConfig, LFU_EvictionPolicy
+from tilerec.modules.hash_zch import HashZchManagedCollisionModule
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from tilerec.modules.mch import MCHManagedCollisionModule
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.shard import shard
+from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
+from tilerec.sharding.logical import Cover
+from tilerec.sharding.managed_collision import (
+    BucketsView,
+    ShardedManagedCollisionCollection,
+    ShardedManagedCollisionEmbeddingBagCollection,
+    ShardedManagedCollisionEmbeddingCollection,
+    row_ranges,
+)
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.tile import Rectangle
+from tilerec.testing.batches import concat_batches, random_batch, split_batch
+from tilerec.testing.virtual import run_virtual_ranks
+
+ONE_AT_A_TIME = threading.Lock()  # ranks are threads, and torch's generator is the process's
+SAMPLES, STEPS, COLUMNS = 12, 6, 8 + 8 + 16 + 3
+ROWS = {"user": (48, 8, ("u", "v")), "item": (40, 16, ("i",)), "plain": (10, 3, ("p",))}
+KEYS = {"u": 150, "i": 120, "v": 150, "p": 10}
+
+
+class Ticks:
+    """A clock that goes on by itself; on ranks beside the first it is wrong, and nobody minds."""
+
+    def __init__(self) -> None:
+        self.time, self.off = 0, 0
+
+    def __call__(self) -> int:
+        self.time += 1
+        return self.time + self.off
+
+
+def configs(kind: Any) -> list[Any]:
+    return [kind(rows, dim, name, feature_names=names) for name, (rows, dim, names) in ROWS.items()]
+
+
+POLICIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "lru and lfu, shared rows": lambda: (
+        HashZchManagedCollisionModule(48, "cpu", 6, eviction_policy_name="LRU_EVICTION"),
+        MCHManagedCollisionModule(40, "cpu", LFU_EvictionPolicy(), 2, buckets=10),
+    ),
+    "rejected and admitted late": lambda: (
+        HashZchManagedCollisionModule(48, "cpu", 6, when_full="reject"),
+        MCHManagedCollisionModule(
+            40, "cpu", DistanceLFU_EvictionPolicy(0.5), 1, buckets=5, admission_threshold=2
+        ),
+    ),
+    "times to live": lambda: (
+        HashZchManagedCollisionModule(
+            48, "cpu", 6, eviction_policy_name="PER_FEATURE_TTL_EVICTION", clock=Ticks(),
+            eviction_config=HashZchEvictionConfig(["u", "v"], None, [1, 3]), disable_fallback=True,
+        ),
+        HashZchManagedCollisionModule(
+            40, "cpu", 5, eviction_policy_name="SINGLE_TTL_EVICTION", clock=Ticks(),
+            eviction_config=HashZchEvictionConfig(["i"], 2),
+        ),
+    ),
+}  # fmt: skip
+
+
+def build(policy: str, pooled: bool = True, weighted: bool = False, device: str | None = None) -> Any:
+    with ONE_AT_A_TIME:
+        return _build(policy, pooled, weighted, device)
+
+
+def _build(policy: str, pooled: bool, weighted: bool, device: str | None) -> Any:
+    torch.manual_seed(7)
+    user, item = POLICIES[policy]()
+    if pooled:
+        tables = configs(EmbeddingBagConfig)
+        mcc = ManagedCollisionCollection({"user": user, "item": item}, tables)
+        made: Any = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables, weighted, device), mcc, return_remapped_features=True
+        )
+    else:
+        tables = configs(EmbeddingConfig)
+        mcc = ManagedCollisionCollection({"user": user, "item": item}, tables)
+        made = ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables, device), mcc, return_remapped_features=True
+        )
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.25), made.parameters())
+    return made
+
+
+def global_batch(step: int, weighted: bool = False) -> KeyedJaggedTensor:
+    """Ids of a power law; each fourth step brings none to the last samples."""
+    return random_batch(
+        list(KEYS), KEYS, SAMPLES, seed=step, weighted=weighted, exponent=0.7, mean_length=2.0,
+        values_dtype=torch.int32 if step == 2 else torch.int64,
+    )  # fmt: skip
+
+
+def local_batch(step: int, group: Group, sizes: list[int], weighted: bool = False) -> KeyedJaggedTensor:
+    return split_batch(global_batch(step, weighted), sizes)[group.rank]
+
+
+def upstream(step: int, rows: int, columns: int) -> Tensor:
+    """Gradients that are small whole numbers of sixteenths: no sum of them rounds, at any number of ranks."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(-8, 9, (rows, columns), generator=generator) / 16
+
+
+def train(
+    module: Any, group: Group, sizes: list[int], steps: range, weighted: bool = False
+) -> list[KeyedJaggedTensor]:
+    """Train on this rank's samples under gradients that belong to the samples, whichever rank has them."""
+    maps = []
+    first = sum(sizes[: group.rank])
+    for step in steps:
+        out, remapped = module(local_batch(step, group, sizes, weighted))
+        if isinstance(out, dict):
+            loss = sum(
+                (out[name].values() * upstream(step, 1, dim)).sum()
+                for _, dim, names in ROWS.values()
+                for name in names
+            )
+            (loss * group.size).backward()  # type: ignore[union-attr]
+        else:
+            grads = upstream(step, SAMPLES, COLUMNS)[first : first + sizes[group.rank]]
+            (out.values() * grads * group.size).sum().backward()
+        maps.append(remapped)
+    return maps
+
+
+def sizes_of(world: int) -> list[int]:
+    """Uneven; the last of four ranks has no samples."""
+    return {1: [12], 2: [7, 5], 3: [2, 9, 1], 4: [3, 5, 4, 0]}[world]
+
+
+@lru_cache
+def alone(policy: str, weighted: bool = False) -> tuple[list[KeyedJaggedTensor], dict[str, Tensor], Any]:
+    """What one process makes of the global batches, unsharded."""
+    module = build(policy, weighted=weighted)
+    maps = []
+    for step in range(STEPS):
+        out, remapped = module(global_batch(step, weighted))
+        (out.values() * upstream(step, SAMPLES, COLUMNS)).sum().backward()
+        maps.append(remapped)
+    return maps, dict(module.state_dict()), module.stats()
+
+
+def assert_same(state: dict[str, Tensor], want: dict[str, Tensor], exactly: bool = True) -> None:
+    assert list(state) == list(want)
+    for name, value in want.items():
+        if exactly or not value.dtype.is_floating_point:
+            assert torch.equal(state[name], value), name
+        else:
+            assert torch.allclose(state[name], value, atol=1e-5), name
+
+
+# ------------------------------------------------------------------------------------------------------------ same bits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_map_evictions_counts_and_weights_are_those_of_one_process(world: int, policy: str) -> None:
+    maps, state, stats = alone(policy)
+    plan = {"user": row_wise(), "item": column_wise([0, world - 1]), "plain": table_wise(rank=world - 1)}
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        for part in module.managed_collision_collection.modules_by_table.values():
+            if isinstance(part._clock, Ticks):
+                part._clock.off = 1000 * group.rank
+        shard(module, {"_embedding_module": plan}, group, exact=True)
+        own = train(module, group, sizes_of(world), range(STEPS))
+        return own, full_state_dict(module), module.stats()
+
+    results = run_virtual_ranks(world, fn)
+    for step in range(STEPS):
+        assert torch.equal(concat_batches([own[step] for own, _, _ in results]).values(), maps[step].values())
+        assert torch.equal(
+            concat_batches([own[step] for own, _, _ in results]).lengths(), maps[step].lengths()
+        )
+    for _, full, counted in results:
+        assert_same(full, state)
+        assert {t: s.features for t, s in counted.items()} == {t: s.features for t, s in stats.items()}
+        assert counted == stats
+    assert stats["item"].total.evictions > 0
+    assert stats["item"].live > 0
+
+
+# Under `staggered`, row-wise Adagrad has nobody to add its row sums with.
+@pytest.mark.parametrize("tiling", [name for name in TILINGS if name != "staggered"])
+def test_rows_that_change_hands_begin_anew_under_every_tiling(tiling: str) -> None:
+    hosts = WORLDS["2+2"]
+    policy = "lru and lfu, shared rows"
+    maps, state, _ = alone(policy)
+    cut = {
+        name: TILINGS[tiling](rows, dim, hosts, i) for i, (name, (rows, dim, _)) in enumerate(ROWS.items())
+    }
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, {"_embedding_module": cut}, group, exact=True)
+        train(module, group, sizes_of(4), range(STEPS))
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(4, fn):
+        assert_same(full, state)
+    assert maps
+
+
+def test_without_exact_mode_ids_are_the_same_and_weights_equal_to_rounding() -> None:
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group)
+        train(module, group, sizes_of(3), range(STEPS))
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(3, fn):
+        assert_same(full, alone(policy)[1], exactly=False)
+
+
+def test_weights_of_samples_travel_with_their_ids() -> None:
+    policy = "rejected and admitted late"
+    _, state, _ = alone(policy, True)
+
+    def fn(group: Group) -> Any:
+        module = build(policy, weighted=True)
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(2), range(STEPS), weighted=True)
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(2, fn):
+        assert_same(full, state, exactly=False)  # weights are no small whole numbers
+
+
+def test_sequences_have_their_ids_rows() -> None:
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module = build(policy, pooled=False)
+        shard(module, row_wise(), group, exact=True)
+        assert type(module) is ShardedManagedCollisionEmbeddingCollection
+        maps = train(module, group, sizes_of(group.size), range(3))
+        out, remapped = module.eval()(local_batch(1, group, sizes_of(group.size)))
+        full = full_state_dict(module)
+        for table, (_, _, names) in ROWS.items():
+            weight = full[f"_embedding_module.embeddings.{table}.weight"]
+            for name in names:
+                assert torch.equal(out[name].values(), weight[remapped[name].values()])
+        return maps, full
+
+    one, three = run_virtual_ranks(1, fn), run_virtual_ranks(3, fn)
+    for step in range(3):
+        together = concat_batches([maps[step] for maps, _ in three])
+        assert torch.equal(together.values(), one[0][0][step].values())
+    assert_same(three[2][1], one[0][1])
+
+
+def test_variable_batches_keep_their_shape() -> None:
+    policy = "rejected and admitted late"
+    parts = [random_batch(list(KEYS), KEYS, 6, variable=True, seed=seed) for seed in range(3)]
+    whole = build(policy)
+    for _ in range(2):
+        out, want = whole(concat_batches(parts))
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group, exact=True)
+        for _ in range(2):
+            pooled, remapped = module(parts[group.rank])
+        assert remapped.stride_per_key() == parts[group.rank].stride_per_key()
+        return pooled.values().detach(), remapped
+
+    results = run_virtual_ranks(3, fn)
+    together = concat_batches([remapped for _, remapped in results])
+    assert torch.equal(together.values(), want.values())
+    assert torch.equal(together.lengths(), want.lengths())
+    assert torch.equal(torch.cat([pooled for pooled, _ in results]), out.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- face
+
+
+def test_the_modules_become_sharded_ones_in_place() -> None:
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        names = [name for name, _ in module.named_parameters()]
+        shard(module, table_wise(rank=0), group)
+        assert type(module) is ShardedManagedCollisionEmbeddingBagCollection
+        assert isinstance(module, ManagedCollisionEmbeddingBagCollection)
+        assert type(module.managed_collision_collection) is ShardedManagedCollisionCollection
+        assert [name for name, _ in module.named_parameters()] == names
+        own = module.managed_collision_collection.modules_by_table["user"]
+        return own._buckets.first, own._buckets.last, own.ids.numel(), repr(own)
+
+    first, second, third, last = run_virtual_ranks(4, fn)
+    assert [(a, b) for a, b, _, _ in (first, second, third, last)] == [(0, 1), (1, 3), (3, 4), (4, 6)]
+    assert [n for _, _, n, _ in (first, second, third, last)] == [7, 14, 7, 14]
+    assert "6 buckets, here: [1, 3)" in second[3]
+
+
+def test_a_collection_of_ids_alone_is_sharded_too() -> None:
+    tables = configs(EmbeddingBagConfig)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            user, item = POLICIES["lru and lfu, shared rows"]()
+            self.ids = ManagedCollisionCollection({"user": user, "item": item}, tables)
+
+    def fn(group: Group) -> Any:
+        model: Any = Model()
+        with pytest.warns(UserWarning, match="nothing to do"):
+            shard(model, {}, group)
+        maps = [model.ids(local_batch(step, group, sizes_of(group.size))) for step in range(STEPS)]
+        return maps, model.ids.evict()["user"]
+
+    one, two = alone("lru and lfu, shared rows"), run_virtual_ranks(2, fn)
+    for step in range(STEPS):
+        together = concat_batches([maps[step] for maps, _ in two])
+        assert torch.equal(together.values(), one[0][step].values())
+    # Nobody says who holds the rows, so every rank is told.
+    assert two[0][1].sort().values.tolist() == two[1][1].sort().values.tolist()
+    assert two[0][1].numel() == one[2]["user"].total.evictions
+
+
+def test_inspect_finds_an_id_wherever_it_lives() -> None:
+    policy = "lru and lfu, shared rows"
+    whole = build(policy)
+    for step in range(STEPS):
+        whole(global_batch(step))
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group)
+        train(module, group, sizes_of(3), range(STEPS))
+        with pytest.raises(InputError, match="no table maps feature 'z'"):
+            module.inspect("z", 1)
+        return [module.inspect("u", id_) for id_ in range(0, 150, 7)]
+
+    results = run_virtual_ranks(3, fn)
+    assert results[0] == results[1] == results[2]
+    ranks = set()
+    for place in results[0]:
+        own = whole.inspect("u", place.id)
+        ranks.add(place.rank)
+        assert (place.row, place.since, place.last, place.hits, place.sooner) == (
+            own.row, own.since, own.last, own.hits, own.sooner,
+        )  # fmt: skip
+    assert ranks == {0, 1, 2}
+
+
+def test_evaluation_reads_the_same_everywhere_and_changes_nothing() -> None:
+    policy = "rejected and admitted late"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group)
+        train(module, group, sizes_of(3), range(3))
+        before = full_state_dict(module)
+        _, remapped = module.eval()(local_batch(9, group, sizes_of(3)))
+        assert_same(full_state_dict(module), before)
+        return remapped, {t: (s.total.reads, s.total.misses) for t, s in module.stats().items()}
+
+    whole = build(policy)
+    for step in range(3):
+        whole(global_batch(step))
+    _, want = whole.eval()(global_batch(9))
+    results = run_virtual_ranks(3, fn)
+    assert torch.equal(concat_batches([remapped for remapped, _ in results]).values(), want.values())
+    counted = {t: (s.total.reads, s.total.misses) for t, s in whole.stats().items()}
+    assert all(reads == counted for _, reads in results)
+
+
+def test_tables_on_meta_begin_with_empty_maps() -> None:
+    def fn(group: Group) -> Any:
+        tables = configs(EmbeddingBagConfig)[:1]
+        module = HashZchManagedCollisionModule(48, "meta", 6)
+        made = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables, device="meta"),
+            ManagedCollisionCollection({"user": module}, tables),
+        )
+        shard(made, row_wise(), group)
+        batch = KeyedJaggedTensor.from_lengths_sync(
+            ["u", "v"], torch.tensor([group.rank, 5]), torch.tensor([1, 1])
+        )
+        made(batch)
+        return made.stats()["user"].live
+
+    assert run_virtual_ranks(2, fn) == [3, 3]
+
+
+def test_copies_map_on_their_own() -> None:
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(2), range(2))
+        twin = copy.deepcopy(module)
+        before = full_state_dict(module)
+        train(twin, group, sizes_of(2), range(2, STEPS))
+        assert_same(full_state_dict(module), before)
+        return full_state_dict(twin)
+
+    for full in run_virtual_ranks(2, fn):
+        assert_same(full, alone("lru and lfu, shared rows")[1])
+
+
+def test_ids_of_rank_0_count_where_ranks_were_given_others() -> None:
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        module(global_batch(group.rank))
+        shard(module, row_wise(), group)
+        return full_state_dict(module)
+
+    whole = build("lru and lfu, shared rows")
+    whole(global_batch(0))
+    for full in run_virtual_ranks(3, fn):
+        assert_same(full, dict(whole.state_dict()))
+
+
+# -------------------------------------------------------------------------------------------------------- stages
+
+
+def test_a_batch_may_be_routed_while_the_one_before_goes_backward() -> None:
+    """Rows that the next batch takes are reset when it is looked up, after the gradients of the old ids."""
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group, exact=True)
+        sizes, first = sizes_of(2), sum(sizes_of(2)[: group.rank])
+        routed = module.route(local_batch(0, group, sizes))
+        for step in range(STEPS):
+            looked = module.lookup(routed.wait())
+            out, _ = module.combine(looked)
+            if step + 1 < STEPS:
+                routed = module.route(local_batch(step + 1, group, sizes))
+            grads = upstream(step, SAMPLES, COLUMNS)[first : first + sizes[group.rank]]
+            (out.values() * grads * group.size).sum().backward()
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(2, fn):
+        assert_same(full, alone(policy)[1])
+
+
+def test_two_batches_may_be_routed_ahead() -> None:
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group, exact=True)
+        ahead = [module.route(local_batch(step, group, sizes_of(2))) for step in range(3)]
+        assert len(module._resets) == 3
+        for routed in ahead:
+            out, _ = module(routed)
+            out.values().sum().backward()
+        return len(module._resets), full_state_dict(module)
+
+    first, second = run_virtual_ranks(2, fn)
+    assert first[0] == 0
+    assert_same(first[1], second[1])
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+def test_more_ranks_than_buckets_are_refused_before_anything_changes() -> None:
+    def fn(group: Group) -> str:
+        module = build("rejected and admitted late")
+        with pytest.raises(ConfigError) as caught:
+            shard(module, row_wise(), group)
+        module(global_batch(0))
+        return str(caught.value)
+
+    for words in run_virtual_ranks(6, fn):
+        assert "Table 'item': 5 buckets cannot be shared by 6 ranks" in words
+        assert "use at least 6 buckets" in words
+
+
+def test_as_many_ranks_as_buckets_hold_one_each() -> None:
+    policy = "rejected and admitted late"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, [2, 2, 2, 3, 3], range(STEPS))
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(5, fn):
+        assert_same(full, alone(policy)[1])
+
+
+def test_ranks_with_other_settings_are_named() -> None:
+    def fn(group: Group) -> str:
+        module = build("lru and lfu, shared rows")
+        if group.rank == 1:
+            module.managed_collision_collection.modules_by_table["user"]._max_probe = 3
+        with pytest.raises(ConfigError) as caught:
+            shard(module, row_wise(), group)
+        return str(caught.value)
+
+    for words in run_virtual_ranks(3, fn):
+        assert "['user']['max_probe'] is 128 on ranks 0, 2 and 3 on rank 1" in words
+
+
+def test_a_batch_that_one_rank_refuses_is_heard_on_all_and_changes_nothing() -> None:
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(3), range(2))
+        before = full_state_dict(module)
+        batch = local_batch(2, group, sizes_of(3))
+        wrong = batch.permute([0, 2, 3]) if group.rank == 1 else batch
+        with pytest.raises(InputError) as caught:
+            module(wrong)
+        assert_same(full_state_dict(module), before)
+        train(module, group, sizes_of(3), range(2, STEPS))
+        return str(caught.value), full_state_dict(module)
+
+    words, full = zip(*run_virtual_ranks(3, fn), strict=True)
+    assert "feature 'i' of table 'item' is not in the batch" in words[1]
+    assert "Rank 1 refused its batch" in words[0]
+    assert "Rank 1 refused its batch" in words[2]
+    assert_same(full[0], alone("lru and lfu, shared rows")[1])
+
+
+def test_rows_reset_for_a_batch_that_could_not_be_routed_are_reset_for_the_next() -> None:
+    """The tables refuse the batch (rank 1 has no ids for `plain`); the map has given rows of old ids away by then."""
+
+    def fn(group: Group) -> Any:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(2), range(2))
+        batch = local_batch(2, group, sizes_of(2))
+        without = batch.permute([0, 1, 2]) if group.rank == 1 else batch
+        with pytest.raises(InputError):
+            module(without)
+        fresh = dict(module._resets[0][1])
+        assert len(module._resets) == 1
+        module(local_batch(2, group, sizes_of(2)))
+        assert not module._resets
+        return {t: None if rows is None else rows.numel() for t, rows in fresh.items()}
+
+    assert any(count for told in run_virtual_ranks(2, fn) for count in told.values() if count)
+
+
+def test_training_here_and_evaluating_there_is_heard_on_all() -> None:
+    def fn(group: Group) -> str:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group)
+        module.train(group.rank != 1)
+        with pytest.raises(InputError) as caught:
+            module(local_batch(0, group, sizes_of(3)))
+        module.train()
+        module(local_batch(0, group, sizes_of(3)))
+        return str(caught.value)
+
+    for words in run_virtual_ranks(3, fn):
+        assert "rank 0 trains and rank 1 evaluates" in words
+
+
+def test_an_owner_that_cannot_map_is_heard_on_all() -> None:
+    def fn(group: Group) -> str:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group)
+        if group.rank == 1:
+            module.managed_collision_collection.modules_by_table["item"].ids = torch.zeros(3)
+        with pytest.raises(InputError) as caught:
+            module(local_batch(0, group, sizes_of(3)))
+        return str(caught.value)
+
+    words = run_virtual_ranks(3, fn)
+    assert "Rank 1 could not map the ids of its buckets" in words[0]
+    assert "ids is torch.float32" in words[1]
+
+
+def test_a_module_of_some_buckets_is_not_sharded() -> None:
+    def fn(group: Group) -> None:
+        config = [EmbeddingBagConfig(48, 4, "t", feature_names=["a"])]
+        module = HashZchManagedCollisionModule(48, "cpu", 6, start_bucket=1)
+        made = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(config), ManagedCollisionCollection({"t": module}, config)
+        )
+        with pytest.raises(ConfigError, match=r"holds buckets \[1, 6\) of 6 only"):
+            shard(made, row_wise(), group)
+
+    run_virtual_ranks(2, fn)
+
+
+def test_capacity_of_a_sharded_table_is_changed_elsewhere() -> None:
+    def fn(group: Group) -> None:
+        module = build("lru and lfu, shared rows")
+        shard(module, data_parallel(), group)
+        with pytest.raises(ConfigError, match="Table 'user' is sharded: load its checkpoint"):
+            module.resize("user", 96)
+
+    run_virtual_ranks(2, fn)
+
+
+# ------------------------------------------------------------------------------------------------------- pieces
+
+
+def test_rows_of_rectangles_are_joined_where_they_meet() -> None:
+    tiles = [
+        Rectangle(4, 8, 0, 2),
+        Rectangle(0, 4, 0, 2),
+        Rectangle(6, 7, 2, 4),
+        Rectangle(9, 9, 0, 2),
+        Rectangle(10, 12, 0, 2),
+    ]
+    assert row_ranges(tiles) == ((0, 8), (10, 12))
+    assert row_ranges([]) == ()
+
+
+def test_a_view_says_where_each_bucket_lies() -> None:
+    def fn(group: Group) -> Any:
+        view = BucketsView(group, (0, 1, 3))
+        own = torch.arange([2, 4][group.rank]) + 2 * group.rank
+        table = own.view(-1, 1) * torch.ones(1, 3, dtype=torch.int64)
+        assert isinstance(view.logical(own, 2).cover, Cover)
+        return view.logical(own, 2).full(), view.logical(table[: [1, 2][group.rank]], 1).full()
+
+    for rows, counts in run_virtual_ranks(2, fn):
+        assert rows.tolist() == [0, 1, 2, 3, 4, 5]
+        assert counts.shape == (3, 3)
