@@ -14,6 +14,7 @@
 # Variables
 #   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
 #   TORCH_INDEX  a further index to find torch in, for CPU builds            TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   WORKERS      processes that the tests are spread over (0: all in one)   WORKERS=0
 #   ARGS         passed on to the program a target runs                     make train ARGS="--set train.max_steps=50"
 
 SHELL := /bin/bash
@@ -24,6 +25,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 ARGS ?=
 
 comma := ,
@@ -108,7 +110,7 @@ contracts: setup
 .PHONY: pytest
 pytest: setup
 	$(call say,tests)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 .PHONY: parity
 parity: setup
