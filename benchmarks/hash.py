@@ -81,20 +81,27 @@ class Peer:
 
 
 class Dictionary:
-    """A Python dict from id to row; who has been there longest goes when the rows are used up."""
+    """A Python dict from id to row; when the rows are used up, whoever has been there longest goes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.row_of: dict[int, int] = {}
+        self.id_of: list[int] = []
+        self.next = 0
 
     def step(self, ids_N: Tensor) -> Tensor:
-        row_of, rows, out = self.row_of, self.rows, []
+        row_of, id_of, out = self.row_of, self.id_of, []
         for id_ in ids_N.tolist():
             row = row_of.get(id_)
             if row is None:
-                row = len(row_of)
-                if row == rows:
-                    row = row_of.pop(next(iter(row_of)))
+                row = len(id_of)
+                if row < self.rows:
+                    id_of.append(id_)
+                else:
+                    row = self.next
+                    self.next = row + 1 if row + 1 < self.rows else 0
+                    del row_of[id_of[row]]
+                    id_of[row] = id_
                 row_of[id_] = row
             out.append(row)
         return torch.tensor(out)
@@ -214,8 +221,8 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
         previous = turn
         crowded.append(shares(turn[-1], taken[-1][1].rows_N))
         times.setdefault("dict", []).extend(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in turn)
-    for one, other in zip(*(ours.state for ours in list(sides.values())[:2]), strict=True):
-        if not torch.equal(one, other):
+    for ours in sides.values():
+        if not all(torch.equal(mine, theirs) for mine, theirs in zip(ours.state, first.state, strict=True)):
             raise SystemExit("Tables of different numbers of threads differ; no times are printed.")
 
     def speed(side: str) -> float:
@@ -248,10 +255,10 @@ def peer_line(
     filling = peer.ask("fill", work=dataclasses.asdict(work), interval=interval, threads=threads)["seconds"]
     batches = -(-batches // interval) * interval
     answers = [peer.ask("step", number=number, threads=threads) for number in range(batches)]
-    shared, evicted = (sum(answer[key] for answer in answers) for key in ("shared", "evicted"))
+    shared = sum(answer["shared"] for answer in answers)
     ids = work.batch * batches
     seconds = sum(answer["seconds"] for answer in answers)
-    return Line(load, name, work.filled / filling / 1e6, ids / seconds / 1e6, shared / ids, evicted / ids)
+    return Line(load, name, work.filled / filling / 1e6, ids / seconds / 1e6, shared / ids, None)
 
 
 def main() -> None:

@@ -73,14 +73,14 @@ class Mch:
         )
         self.module.train()
 
-    def step(self, ids_N: Tensor) -> tuple[float, int, int]:
-        """Seconds, ids that got the shared last row, and evictions."""
+    def step(self, ids_N: Tensor) -> tuple[float, int]:
+        """Seconds (with those of telling which rows must be reset), and how many ids got the shared last row."""
         features = {"f": self.jagged(values=ids_N, lengths=torch.ones(ids_N.numel(), dtype=torch.int32))}
         start = time.perf_counter()
         rows_N = self.module(self.module.preprocess(features))["f"].values()
-        evicted = self.module.evict()
+        self.module.evict()
         seconds = time.perf_counter() - start
-        return seconds, int((rows_N == self.rows - 1).sum()), 0 if evicted is None else evicted.numel()
+        return seconds, int((rows_N == self.rows - 1).sum())
 
 
 def serve() -> None:
@@ -99,8 +99,8 @@ def serve() -> None:
             weights_U = work.weights()
             answer = {"seconds": sum(peer.step(ids_N)[0] for ids_N in work.fill())}
         elif request["do"] == "step" and peer is not None:
-            seconds, shared, evicted = peer.step(work.batch_ids(request["number"], weights_U))
-            answer = {"seconds": seconds, "shared": shared, "evicted": evicted}
+            seconds, shared = peer.step(work.batch_ids(request["number"], weights_U))
+            answer = {"seconds": seconds, "shared": shared}
         print(json.dumps(answer), flush=True)
 
 

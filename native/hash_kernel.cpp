@@ -18,18 +18,18 @@ constexpr int64_t kNone = -1;
 // A block may reach into neighbouring buckets, which another thread may be writing: those bits are read and not used.
 constexpr int64_t kBlock = 8;
 
-// A bit for each row of a block that holds the id (used or not).
-inline uint32_t same_ids(const int64_t* ids, int64_t id) {
+// A bit for each of a block's values that is `wanted`.
+inline uint32_t same_values(const int64_t* values, int64_t wanted) {
 #if defined(__AVX512F__)
-  return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(ids), _mm512_set1_epi64(id));
+  return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(values), _mm512_set1_epi64(wanted));
 #elif defined(__AVX2__)
-  const __m256i wanted = _mm256_set1_epi64x(id);
-  const __m256i low = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)ids), wanted);
-  const __m256i high = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)(ids + 4)), wanted);
+  const __m256i all = _mm256_set1_epi64x(wanted);
+  const __m256i low = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)values), all);
+  const __m256i high = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i*)(values + 4)), all);
   return (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(low)) | (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(high)) << 4;
 #else
   uint32_t bits = 0;
-  for (int i = 0; i < kBlock; i++) bits |= (uint32_t)(ids[i] == id) << i;
+  for (int i = 0; i < kBlock; i++) bits |= (uint32_t)(values[i] == wanted) << i;
   return bits;
 #endif
 }
@@ -59,7 +59,7 @@ inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t rows, in
   for (int64_t block = begin & ~(kBlock - 1); block < end; block += kBlock, inside = 0xff) {
     uint32_t same = 0, empty = 0;
     if (__builtin_expect(block + kBlock <= rows, 1)) {
-      same = same_ids(ids + block, id);
+      same = same_values(ids + block, id);
       empty = empty_rows(used + block);
     } else {
       for (int64_t i = 0; block + i < rows; i++) {
@@ -114,13 +114,21 @@ inline int64_t only_if(bool holds, int64_t value) {
   return (value & mask) | (kNever & ~mask);
 }
 
+// The first row with both values; there is one.
+inline int64_t first_of(const int64_t* a, int64_t value_a, const int64_t* b, int64_t value_b, int64_t begin, int64_t end) {
+  for (; begin + kBlock <= end; begin += kBlock) {
+    const uint32_t both = same_values(a + begin, value_a) & same_values(b + begin, value_b);
+    if (both != 0) return begin + __builtin_ctz(both);
+  }
+  while (a[begin] != value_a || b[begin] != value_b) begin++;
+  return begin;
+}
+
 void worst_lru(const int64_t* last, int64_t step, int64_t begin, int64_t end, Worst& worst) {
   int64_t low = kNever;
   for (int64_t s = begin; s < end; s++) low = least(low, last[s]);
   if (low >= step || low >= worst.whole) return;
-  int64_t s = begin;
-  while (last[s] != low) s++;
-  worst = {s, low, 0, 0};
+  worst = {first_of(last, low, last, low, begin, end), low, 0, 0};
 }
 
 void worst_lfu(const int64_t* hits, const int64_t* last, int64_t step, int64_t begin, int64_t end, Worst& worst) {
@@ -136,9 +144,7 @@ void worst_lfu(const int64_t* hits, const int64_t* last, int64_t step, int64_t b
     oldest = least(oldest, only_if(uses == low, at));
   }
   if (oldest >= step || (low == worst.whole && oldest >= worst.second)) return;
-  int64_t s = begin;
-  while (hits[s] != low || last[s] != oldest) s++;
-  worst = {s, low, oldest, 0};
+  worst = {first_of(hits, low, last, oldest, begin, end), low, oldest, 0};
 }
 
 void worst_distance_lfu(const int64_t* hits, const int64_t* last, int64_t step, int64_t exponent, int64_t begin, int64_t end,
