@@ -65,3 +65,8 @@ def test_sharded_dlrm_learns_what_was_planted_on_ranks_with_different_numbers_of
     options = {"train_rows": 30_000, "batch_size": 512}  # 59 batches: 30 on rank 0, 29 on rank 1
     first, second = two_ranks.run(_on_rank, "sharded_dlrm", options)
     assert first == second > 0.6
+
+
+def test_managed_ids_fill_the_rows_they_have(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_on_rank, "managed_collision", {"steps": 60})
+    assert first == second > 0.9

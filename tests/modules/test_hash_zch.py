@@ -51,6 +51,11 @@ def test_what_contradicts_itself_is_refused(options: dict[str, Any], words: str)
         HashZchManagedCollisionModule(8, "cpu", **{"total_num_buckets": 2, **options})
 
 
+def test_buckets_too_small_to_fill_evenly_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="768 buckets of 2 rows: so small ones overflow"):
+        HashZchManagedCollisionModule(1536)
+
+
 def test_it_says_what_it_is() -> None:
     text = repr(HashZchManagedCollisionModule(8, "cpu", 2, eviction_policy_name="LRU_EVICTION"))
     assert "8 rows, 2 buckets, LRU, ids without a row share a row" in text

@@ -76,7 +76,7 @@ def test_live_ids_never_share_a_row_and_keep_theirs(ids: list[int], shares: bool
 
 
 def test_every_int64_is_an_id() -> None:
-    module = made(768 * 4, 768)
+    module = made(768 * 8, 768)
     rows = map_(module, EXTREMES)
     assert len(set(rows)) == len(EXTREMES)
     assert map_(module.eval(), EXTREMES) == rows
@@ -231,7 +231,7 @@ def test_times_for_other_features_are_refused() -> None:
 
 
 def test_an_id_is_admitted_when_it_has_come_often_enough() -> None:
-    module = made(768 * 3, 768, admission_threshold=3)
+    module = made(768 * 8, 768, admission_threshold=3)
     assert map_(module, [5, 5]) == module._buckets.shared_rows(torch.tensor([5, 5])).tolist()
     row = map_(module, [5])[0]
     assert module.inspect("a", 5).row == row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import final
 
@@ -22,7 +23,8 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
     Args:
         zch_size: rows; the table's `num_embeddings`. A whole number per bucket.
         device: of the state; "meta" allocates nothing until the model is sharded.
-        total_num_buckets: B; ranks hold whole buckets, so up to B ranks can share the table.
+        total_num_buckets: B; ranks hold whole buckets, so up to B ranks can share the table. Give a bucket 64 rows or
+            more: the number of ids in it varies, and of small ones some are full long before the table is.
         max_probe: slots that are looked at for an id, at most.
         is_inference: never change, in training mode either.
         eviction_policy_name, eviction_config: who goes when a bucket is full; None: nobody. Times to live are in hours,
@@ -102,6 +104,12 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             who, zch_size, total_num_buckets, first=start_bucket, last=end_bucket, shares=shares,
             percent_shared=percent_reserved_slots,
         )  # fmt: skip
+        if total_num_buckets >= 64 and buckets.size < 8:
+            warnings.warn(
+                f"{who}: {total_num_buckets} buckets of {buckets.size} rows: so small ones overflow long before the "
+                "table is full. Use fewer buckets (as many as there may be ranks are enough), of 64 rows or more.",
+                stacklevel=2,
+            )
         super().__init__(
             who, buckets, device, evicting=evicting, shares=shares, max_probe=max_probe,
             threshold=admission_threshold, read_only=is_inference, read_only_suffix=read_only_suffix, clock=clock,

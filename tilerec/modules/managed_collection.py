@@ -31,12 +31,12 @@ class ManagedCollisionCollection(nn.Module):
             tables.
 
     Example:
-        >>> config = EmbeddingBagConfig(1536, 4, "user", feature_names=["user"])
-        >>> modules = {"user": HashZchManagedCollisionModule(1536)}
+        >>> config = EmbeddingBagConfig(49152, 4, "user", feature_names=["user"])
+        >>> modules = {"user": HashZchManagedCollisionModule(49152)}
         >>> mcc = ManagedCollisionCollection(modules, [config])
         >>> ids = torch.tensor([-1, 10**15, -1])
         >>> mcc(KeyedJaggedTensor.from_lengths_sync(["user"], ids, torch.tensor([1, 1, 1]))).values().tolist()
-        [1084, 938, 1084]
+        [34747, 30069, 34747]
     """
 
     def __init__(
