@@ -237,6 +237,25 @@ def test_sgd_averaged_at_every_step_is_training_with_all_gradients() -> None:
     assert_close(averaged, exact, 1e-13)
 
 
+def test_an_optimizer_that_is_attached_afterwards_is_averaged_too() -> None:
+    torch.manual_seed(0)
+    base = EmbeddingBagCollection(
+        [EmbeddingBagConfig(40, dim, name, DataType.FP64, [name]) for name, dim in (("a", 8), ("b", 4))]
+    )
+
+    def run(group: Group, sync: str) -> dict[str, Tensor]:
+        module, two = in_2d(group, base, 2, sync)
+        apply_optimizer_in_backward(SGD(lr=0.05), list(module.parameters()))
+        for at in range(3):
+            step(module, group, at, 4.0)
+            assert two.unsynced_steps == (sync == "average")
+            two.sync()
+        return full_state_dict(module)
+
+    averaged, exact = (run_virtual_ranks(4, run, sync)[0] for sync in ("average", "exact"))
+    assert_close(averaged, exact, 1e-13)
+
+
 def test_a_row_that_one_replica_touched_is_averaged_over_all() -> None:
     base = model(SGD(lr=1.0))
     before = {name: p.detach().clone() for name, p in base.named_parameters()}

@@ -350,3 +350,19 @@ def test_a_copy_averages_for_itself() -> None:
     got = run_virtual_ranks(4, run)
     assert max(mine for mine, _ in got) == 2
     assert all(theirs == 0 for _, theirs in got)
+
+
+def test_a_rule_that_a_tiling_does_not_serve_is_refused_before_anything_changes() -> None:
+    """Of the second part: the first has not been sharded."""
+    base = model()
+    staggered = Tiling.of("c", 9, 4, [(0, 4, 0, 2, 0), (4, 9, 0, 2, 1), (0, 5, 2, 4, 0), (5, 9, 2, 4, 1)])
+
+    def run(group: Group) -> str:
+        module = copy.deepcopy(base)
+        configs = [GroupConfig(None, 2), GroupConfig({"deep.ec": {"c": staggered}}, 2, paths=("deep.ec",))]
+        with pytest.raises(ConfigError) as caught:
+            shard_2d(module, configs, group, EXACT)
+        assert type(module.ebc) is EmbeddingBagCollection
+        return str(caught.value)
+
+    assert all("RowWiseAdagrad needs sums over whole rows" in text for text in run_virtual_ranks(4, run))

@@ -45,7 +45,7 @@ from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import listed, sharder_of
 from tilerec.planner.tables import tables_of
 from tilerec.sharding.managed_collision import IdRanks
-from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.sharding.teams import Teams
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
@@ -388,6 +388,9 @@ def _group_plan(
             source, topology = "the plan", grid.topology_of(0, world, given.hosts)
         cut = completed(given, collections, topology)
         cut.check(sizes_of(collections), size)
+        for path, name, sharding in cut.tables():
+            assert sharding.tiling is not None, "completed"
+            check_rule(collections[path]._tables[name], sharding.tiling)
     except ConfigError as error:
         if config.plan is None:
             raise
