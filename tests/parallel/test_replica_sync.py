@@ -20,6 +20,7 @@ from tests.parity.harness import FORMS, OPTIMIZERS, TILINGS, Case
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.rank_grid import RankGrid
@@ -353,6 +354,22 @@ def test_a_sync_that_is_not_waited_for_ends_before_rows_are_read_written_or_save
         assert all(torch.equal(one[key], third[key]) for key in one)
     updated = run_virtual_ranks(4, run, "update")
     assert not torch.equal(updated[0]["embedding_bags.a.weight"], waited[0]["embedding_bags.a.weight"])
+
+
+def test_a_row_that_is_reset_while_it_travels_stays_reset() -> None:
+    base = model(RowWiseAdagrad(lr=0.1))
+    first = {name: p.detach()[0].clone() for name, p in base.named_parameters()}
+
+    def run(group: Group) -> dict[str, Tensor]:
+        module, two = in_2d(group, base, 1)
+        step(module, group, 0, 1.0)
+        two.sync(wait=False)
+        for table in module.embedding_bags.values():
+            reset_rows(table, torch.tensor([0]))
+        return full_state_dict(module)
+
+    for state in run_virtual_ranks(4, run):
+        assert all(torch.equal(state[name][0], want) for name, want in first.items())
 
 
 def test_counts_of_updates_become_the_largest_and_count_steps() -> None:

@@ -34,6 +34,7 @@ def reset_rows(table: Table, rows_M: Tensor) -> None:
         own_M = own_M[(own_M >= place.row_offset) & (own_M < place.row_offset + leaf.shape[0])]
         if not own_M.numel() or leaf.is_meta:
             continue
+        rows.settle()
         local_M = own_M - place.row_offset
         leaf.index_copy_(0, local_M, initial_values(table, rows, own_M))
         for slot in rows.spec.slots if rows.spec is not None else ():

@@ -94,7 +94,6 @@ class TileRows(TableRows):
         return self._scaled[1]
 
     def settle(self) -> None:
-        """Have rows and slots that are to be read or written: those on their way from replicas are written first."""
         if self.touched is not None:
             self.touched.settle()
 

@@ -143,6 +143,9 @@ class TableRows(GradientSink):
         assert self.group is not None, "rows are attached"
         return self.group.spec()
 
+    def settle(self) -> None:
+        """Called before rows or slots are read or written from elsewhere: what is on its way to them comes first."""
+
     @property
     def updates(self) -> int:
         """How many updates the table has had since its optimizer was attached."""
