@@ -142,13 +142,13 @@ class ReplicaSync:
             most = max(pairs[t][0] for pairs in told)
             if most > tile.updates:
                 tile.state[tile._counter].fill_(most)
-        numbers = torch.cat(own).to(self.axis.device)
+        numbers = torch.cat([u.to(self.axis.device) for u in own])
         heard = self._tell_all("replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in told])
         for peer, (pairs, theirs) in enumerate(zip(told, heard, strict=True)):
             if peer != self.axis.rank:
                 for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
                     _touched(tile).mark(part.to(tile.leaf.device))
-        return [_touched(tile).rows(wanted) for tile in rows]
+        return [_touched(tile).rows(wanted).to(tile.leaf.device) for tile in rows]
 
     def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every replica's numbers, given how many there are."""
@@ -167,7 +167,7 @@ class ReplicaSync:
         ]
         if not counted:
             return
-        mine = torch.cat([steps[u] for steps, u in counted]).to(self.axis.device)
+        mine = torch.cat([steps[u].to(self.axis.device) for steps, u in counted])
         largest = torch.stack(self._tell_all("replica steps", mine, [mine.numel()] * self.axis.size)).amax(0)
         for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
             steps.index_copy_(0, u, part.to(steps))

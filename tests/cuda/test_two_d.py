@@ -1,0 +1,59 @@
+"""2D parallelism on a GPU: gloo with several ranks that share the device, against one process on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.test_sharded import STEPS, batch, model, whole_after_training
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.replicate import DMPCollection
+from tilerec.planner.helpers import column_wise, row_wise
+from tilerec.spec.optimizer import SGD
+from tilerec.testing.batches import concat_batches
+from tilerec.testing.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NAMES = ("rows", "columns", "copies")
+
+
+def train(sync: Any) -> list[Tensor]:
+    rank = torch.distributed.get_rank()
+    module = model()
+    if sync == "average":
+        apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()))
+    plan = {"rows": row_wise(), "columns": column_wise(ranks=[0, 1]), "copies": row_wise()}
+    interval = 1 if sync == "average" else None
+    dmp = DMPCollection(module, "cuda", plan, 4, 2, sync=sync, sync_interval=interval)
+    for step in range(STEPS):
+        (dmp(batch(rank, step).to("cuda")).values().square().sum() * 4).backward()
+    dmp.sync()
+    state = full_state_dict(dmp)
+    assert all(value.is_cuda for value in state.values())
+    return [state[f"embedding_bags.{name}.weight"].cpu() for name in NAMES]
+
+
+def test_exact_replicas_on_a_gpu_equal_one_process_on_the_cpu() -> None:
+    want = whole_after_training(4)
+    with Ranks(4, backend="gloo") as ranks:
+        for got in ranks.run(train, "exact"):
+            for own, table in zip(got, want, strict=True):
+                torch.testing.assert_close(own, table, rtol=0, atol=1e-5)
+
+
+def test_averaged_sgd_on_a_gpu_equals_one_process_on_the_cpu() -> None:
+    module = model()
+    apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()))
+    for step in range(STEPS):
+        out = module(concat_batches([batch(rank, step) for rank in range(4)])).values()
+        out.square().sum().backward()
+    want = [getattr(module.embedding_bags, name).weight.detach() for name in NAMES]
+    with Ranks(4, backend="gloo") as ranks:
+        for got in ranks.run(train, "average"):
+            for own, table in zip(got, want, strict=True):
+                torch.testing.assert_close(own, table, rtol=0, atol=1e-5)
