@@ -147,7 +147,7 @@ struct Live {
   int64_t bucket;  // new one, counted from the first
   int64_t first, second;
   double score;
-  int64_t row, start;
+  int64_t row, start, slot;
 };
 
 // Those that go last, first; of equals those of lower rows.
@@ -160,8 +160,9 @@ bool before(const Live& a, const Live& b) {
 }
 
 // Old buckets and the new ones that share no id with others: one of the one, and some of the other.
-struct Group {
-  int64_t old_begin, old_end;
+class Group {
+ public:
+  int64_t old_begin = 0, old_end = 0;
   std::vector<Live> live;
 
   // The lowest row whose id is of another bucket; -1 if there is none.
@@ -175,7 +176,7 @@ struct Group {
         const uint64_t mixed = zch_mix(static_cast<uint64_t>(call.slot_ids[row]));
         if (zch_high(mixed, call.buckets) != bucket + call.first) return row;
         call.moved[row] = -2;
-        Live item{zch_high(mixed, call.new_buckets) - new_first, 0, 0, 0, row, zch_low(mixed, call.new_slots)};
+        Live item{zch_high(mixed, call.new_buckets) - new_first, 0, 0, 0, row, zch_low(mixed, call.new_slots), -1};
         switch (call.policy) {
           case TR_LRU: item.first = call.last[row]; break;
           case TR_LFU: item.first = call.hits[row]; item.second = call.last[row]; break;
@@ -191,23 +192,73 @@ struct Group {
     return -1;
   }
 
-  void place(const tr_zch_resizing& call, int64_t new_first) const {
+  void place(const tr_zch_resizing& call, int64_t new_first) {
+    for (size_t begin = 0, end; begin < live.size(); begin = end) {
+      for (end = begin + 1; end < live.size() && live[end].bucket == live[begin].bucket;) ++end;
+      Live *first = live.data() + begin, *last = live.data() + end;
+      const int64_t base = live[begin].bucket * call.new_slots;
+      if (!find_slots(call, first, last) && last - first <= call.new_slots) {
+        // As they are if this order does not keep everybody.
+        in_turn.assign(first, last);
+        const int64_t from = cut(call, first, last);
+        std::stable_sort(in_turn.begin(), in_turn.end(), [&](const Live& a, const Live& b) {
+          return turn(a.start - from, call.new_slots) < turn(b.start - from, call.new_slots);
+        });
+        if (find_slots(call, in_turn.data(), in_turn.data() + in_turn.size()))
+          std::copy(in_turn.begin(), in_turn.end(), first);
+      }
+      for (const Live* item = first; item < last; ++item)
+        if (item->slot >= 0) move(call, *item, base + item->slot, new_first);
+    }
+  }
+
+ private:
+  std::vector<Live> in_turn;
+  std::vector<uint8_t> taken;
+  std::vector<int64_t> per_slot;
+
+  static int64_t turn(int64_t distance, int64_t slots) { return distance < 0 ? distance + slots : distance; }
+
+  // Each takes the first empty slot of its window, in their order. False if somebody finds none.
+  bool find_slots(const tr_zch_resizing& call, Live* first, Live* last) {
     const int64_t window = std::min(call.max_probe, call.new_slots);
-    for (const Live& item : live) {
-      const int64_t base = item.bucket * call.new_slots;
-      for (int64_t probe = 0, slot = item.start; probe < window; ++probe, slot = slot + 1 == call.new_slots ? 0 : slot + 1) {
-        const int64_t at = base + slot;
-        if (call.new_used[at] != 0) continue;
-        call.new_ids[at] = call.slot_ids[item.row];
-        call.new_used[at] = 1;
-        call.new_since[at] = call.since[item.row];
-        call.new_last[at] = call.last[item.row];
-        call.new_hits[at] = call.hits[item.row];
-        if (call.expires != nullptr) call.new_expires[at] = call.expires[item.row];
-        call.moved[item.row] = new_first * call.new_slots + at;
+    bool all = true;
+    taken.assign(static_cast<size_t>(call.new_slots), 0);
+    for (Live* item = first; item < last; ++item) {
+      item->slot = -1;
+      for (int64_t probe = 0, slot = item->start; probe < window; ++probe, slot = slot + 1 == call.new_slots ? 0 : slot + 1) {
+        if (taken[slot] != 0) continue;
+        taken[slot] = 1;
+        item->slot = slot;
         break;
       }
+      all &= item->slot >= 0;
     }
+    return all;
+  }
+
+  // The slot after the one up to which the fewest ids start, less the slots up to there.
+  int64_t cut(const tr_zch_resizing& call, const Live* first, const Live* last) {
+    per_slot.assign(static_cast<size_t>(call.new_slots), 0);
+    for (const Live* item = first; item < last; ++item) ++per_slot[item->start];
+    int64_t balance = 0, least = 1, found = 0;
+    for (int64_t slot = 0; slot < call.new_slots; ++slot) {
+      balance += per_slot[slot] - 1;
+      if (balance >= least) continue;
+      least = balance;
+      found = slot + 1 == call.new_slots ? 0 : slot + 1;
+    }
+    return found;
+  }
+
+  static void move(const tr_zch_resizing& call, const Live& item, int64_t at, int64_t new_first) {
+    call.new_ids[at] = call.slot_ids[item.row];
+    call.new_used[at] = 1;
+    call.new_since[at] = call.since[item.row];
+    call.new_last[at] = call.last[item.row];
+    call.new_hits[at] = call.hits[item.row];
+    if (call.expires != nullptr) call.new_expires[at] = call.expires[item.row];
+    call.moved[item.row] = new_first * call.new_slots + at;
   }
 };
 

@@ -463,14 +463,56 @@ def test_resizing_slices_is_resizing_the_whole() -> None:
         assert torch.equal(mine, torch.cat([one, other]))
 
 
+@pytest.mark.parametrize(("slots", "max_probe"), [(64, 128), (64, 8), (33, 2), (8, 1), (1, 1)])
 @pytest.mark.parametrize("factor", [1, 2, 8])
-def test_growing_keeps_everybody(factor: int) -> None:
-    table = HashRange(12, 64)
-    state = _filled(table, 12, 4000)
+def test_splitting_buckets_keeps_everybody(factor: int, slots: int, max_probe: int) -> None:
+    table = HashRange(12, slots, max_probe)
+    state = empty_state(12, slots)
+    generator = torch.Generator().manual_seed(slots)
+    for step in range(6):  # later ids evict earlier ones, whose places no order of insertion would give
+        ids = torch.randint(-(2**62), 2**62, (12 * slots,), generator=generator)
+        zch_assign_(ids, state, table, step=step)
+    assert state.used_E.float().mean() > 0.8
+    assert (
+        zch_resize(state, table, 12 * factor, slots, step=9, policy=Policy.LFU).moved_E[state.used_E] >= 0
+    ).all()
+
+
+def test_more_slots_keep_everybody_whose_window_is_the_bucket() -> None:
+    state = _filled(HashRange(12, 64), 12, 4000)
     assert state.used_E.all()
-    # Twice the slots: a window of 64 and more holds at most the 64 ids of its bucket; k times the buckets: never more.
-    assert (zch_resize(state, table, 12, 64 * factor, step=2).moved_E >= 0).all()
-    assert (zch_resize(state, table, 12 * factor, 64, step=2).moved_E >= 0).all()
+    for slots in (64, 65, 128):
+        assert (zch_resize(state, HashRange(12, 64), 12, slots, step=2).moved_E >= 0).all()
+
+
+def _all_fit(starts: list[int], slots: int, max_probe: int) -> bool:
+    """Whether some arrangement gives each a slot of its window: augmenting paths."""
+    owner: dict[int, int] = {}
+
+    def place(one: int, seen: set[int]) -> bool:
+        for slot in ((starts[one] + i) % slots for i in range(min(max_probe, slots))):
+            if slot not in seen:
+                seen.add(slot)
+                if slot not in owner or place(owner[slot], seen):
+                    owner[slot] = one
+                    return True
+        return False
+
+    return all(place(one, set()) for one in range(len(starts)))
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9, unique=True), st.integers(1, 9), st.integers(1, 9)
+)
+def test_nobody_is_dropped_whom_some_arrangement_would_keep(
+    ids: list[int], slots: int, max_probe: int
+) -> None:
+    table = HashRange(1, 16, 16)
+    state = empty_state(1, 16)
+    zch_assign_(torch.tensor(ids, dtype=torch.int64), state, table, step=1)
+    starts = [((_mixed(id_) & 0xFFFFFFFF) * slots) >> 32 for id_ in ids]
+    moved_E = zch_resize(state, table._replace(max_probe=max_probe), 1, slots, step=2).moved_E
+    assert bool((moved_E != -2).all()) == _all_fit(starts, slots, max_probe)
 
 
 def test_admission_still_holds_after_buckets_split_and_merge() -> None:

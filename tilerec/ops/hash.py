@@ -399,6 +399,37 @@ LIBRARY.define(
 )
 
 
+def _placed(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
+    """The first empty slot of each one's window, for those that find one. 4 slots, starts [3, 3, 0] -> [3, 0, 1]"""
+    empty = [True] * slots
+    placed: dict[int, int] = {}
+    for one in order:
+        for slot in _window(starts[one], slots, max_probe):
+            if empty[slot]:
+                empty[slot] = False
+                placed[one] = slot
+                break
+    return placed
+
+
+def _cut(starts: Sequence[int], slots: int) -> int:
+    """The slot from which to count starts, so that nobody who is placed in their order passes the end.
+
+    That is the slot after the one where (ids that start up to here) - (slots up to here) is least. Windows are equally
+    long, so who starts first must be placed first: in this order nobody is further from its start than the worst off in
+    any other arrangement. 4 slots, starts [3, 3, 0]: 1 - 1, 1 - 2, 1 - 3 and 3 - 4 up to slots 0 to 3 -> 3
+    """
+    balance, least, cut = 0, 1, 0
+    per_slot = [0] * slots
+    for start in starts:
+        per_slot[start] += 1
+    for slot, count in enumerate(per_slot):
+        balance += count - 1
+        if balance < least:
+            least, cut = balance, (slot + 1) % slots
+    return cut
+
+
 def _new_held(held: int, buckets: int, new_buckets: int) -> int:
     return held * new_buckets // buckets
 
@@ -423,7 +454,9 @@ def _zch_resize(
     """The state of another number of slots, or of k times (or a k-th of) the buckets; the old one is left as it is.
 
     In every new bucket the ids that `policy` would evict last are placed first, equals in the order of their old rows,
-    each in the first empty slot of its window. Whoever finds none is dropped.
+    each in the first empty slot of its window. If somebody finds none, they are placed in the order of their starts
+    instead, provided that this keeps everybody; it does wherever some arrangement would (`_cut`), so splitting buckets,
+    or a resize to the same numbers, drops nobody. Otherwise whoever found none is dropped.
 
     Returns the new state (ids, used, since, last, hits, expires) and moved_E (int64): the new row of every old one, of
     the whole table; -1: not used, -2: its id was dropped.
@@ -457,14 +490,14 @@ def _zch_resize(
         positions.sort(
             key=lambda u: _score(policy, exponent, step, last[u], hits[u], expires[u]), reverse=True
         )
-        taken = [False] * new_slots
-        for u in positions:
-            for slot in _window(starts[u], new_slots, max_probe):
-                if not taken[slot]:
-                    taken[slot] = True
-                    kept_old.append(sources[u])
-                    kept_new.append(bucket * new_slots + slot)
-                    break
+        placed = _placed(positions, starts, new_slots, max_probe)
+        if len(placed) < len(positions) <= new_slots:
+            cut = _cut([starts[u] for u in positions], new_slots)
+            in_turn = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
+            everybody = _placed(in_turn, starts, new_slots, max_probe)
+            placed = everybody if len(everybody) == len(positions) else placed
+        kept_old += [sources[u] for u in placed]
+        kept_new += [bucket * new_slots + slot for slot in placed.values()]
     source, target = _tensor(kept_old, torch.int64, ids_E), _tensor(kept_new, torch.int64, ids_E)
     for values_E, values in zip(state_E, new_E, strict=True):
         values[target] = values_E[source]
