@@ -11,6 +11,7 @@ from tilerec.parallel.load import FeatureLoad as FeatureLoad
 from tilerec.parallel.load import Load as Load
 from tilerec.parallel.load import load_of as load_of
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from tilerec.parallel.mover import Resharded as Resharded
 from tilerec.parallel.plan_of import plan_of as plan_of
 from tilerec.parallel.qcomms import CommOp as CommOp
 from tilerec.parallel.qcomms import CommType as CommType
@@ -22,8 +23,8 @@ from tilerec.parallel.rebalance import rebalance as rebalance
 from tilerec.parallel.replicate import DMPCollection as DMPCollection
 from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
 from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy
-from tilerec.parallel.reshard import Resharded as Resharded
 from tilerec.parallel.reshard import reshard as reshard
+from tilerec.parallel.resize_ids import resize_ids as resize_ids
 from tilerec.parallel.shard import shard as shard
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
 from tilerec.parallel.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from tilerec.parallel.reshard import sharded_collections
+from tilerec.parallel.ready import sharded_collections
 from tilerec.parallel.tables import Name
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.layout import reader
@@ -75,6 +75,8 @@ class Load:
 def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     """What the batches of all ranks have read of a sharded model's tables since the last look. All ranks call it.
 
+    Where sharding groups train apart (a `DMPCollection` that averages), each hears of its own ranks.
+
     Args:
         reset: whether the next look begins here.
 
@@ -82,7 +84,7 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
         ConfigError: the model is not sharded.
     """
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-    collections = sharded_collections(model, "load_of")
+    collections = sharded_collections(model, "load_of", two_d=True)
     group = next(iter(collections.values())).exchange.group
     own = {path: _counted(part, reset) for path, part in collections.items()}
     everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))

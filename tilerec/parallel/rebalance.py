@@ -22,10 +22,14 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.least_move import Tilings, renamed, tilings_of, with_what_stays
 from tilerec.parallel.load import FeatureLoad, Load, load_of
 from tilerec.parallel.move_progress import ProgressOption, check_progress
-from tilerec.parallel.reshard import Resharded, present_plan, reshard, sharded_collections
+from tilerec.parallel.mover import Resharded
+from tilerec.parallel.ready import present_plan, sharded_collections
+from tilerec.parallel.reshard import reshard
+from tilerec.parallel.reshard_2d import group_topology
 from tilerec.parallel.tables import Name, ties_of
 from tilerec.parallel.transit import Load as MoveLoad
 from tilerec.parallel.transit import Part, sent_by_rank
+from tilerec.parallel.two_d import TwoD
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
@@ -106,7 +110,8 @@ def rebalance(
     alike are renamed, and tables whose place matters little stay.
 
     Args:
-        model: as `reshard` takes it.
+        model: as `reshard` takes it. Of a `DMPCollection`, one sharding group is planned for, by the load of all ranks
+            (where groups train apart: of rank 0's), and all groups follow.
         planner: with a topology (calibrated, for prices in this machine's seconds) and constraints; its batch size and
             pooling factors are the measured ones. None: one for the model's own topology.
         horizon: steps in which the move must pay: until the next call, as a rule.
@@ -124,26 +129,60 @@ def rebalance(
         ConfigError: the model is not sharded; an option makes no sense; what the planner or `reshard` refuse.
         PlannerError: no plan fits the memory of the planner's topology.
     """
+    outer = model
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-    collections = sharded_collections(model, "rebalance")
-    group = next(iter(collections.values())).exchange.group
+    two_d = vars(outer).get("_two_d")
+    collections = sharded_collections(model, "rebalance", two_d=two_d is not None)
+    group = next(iter(collections.values())).exchange.group if two_d is None else two_d.world
     measured = load_of(model) if load is None else load
     outcome: tuple[str, Any]
     try:
         _check(planner, horizon, least_gain, step_seconds)
         check_progress(progress)
         outcome = "", None
+        present, topology = _present(model, collections, two_d)
         if group.rank == 0:
-            outcome = "", _decided(model, collections, planner, measured, horizon, least_gain, step_seconds)
+            outcome = (
+                "",
+                _decided(
+                    model,
+                    collections,
+                    present,
+                    topology,
+                    planner,
+                    measured,
+                    horizon,
+                    least_gain,
+                    step_seconds,
+                ),
+            )
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}", error
     found = _of_rank_0(group, outcome)
     if found.pays and apply:
         moved = reshard(
-            model, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
+            outer, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
         )
         return replace(found, moved=moved)
     return found
+
+
+def _present(
+    model: nn.Module, collections: dict[str, ShardedCollection], two_d: TwoD | None
+) -> tuple[ShardingPlan, Topology]:
+    """The plan to better, and its machines: in 2D parallelism, those of one sharding group."""
+    if two_d is None:
+        return (
+            present_plan(model, collections, "rebalance"),
+            next(iter(collections.values())).exchange.topology,
+        )
+    parts = [part for part in two_d.parts if part.paths]
+    if len(parts) != 1:
+        raise ConfigError(
+            f"rebalance: the model has {len(parts)} parts with sharding groups of their own; plan each for the load "
+            "that load_of(model) tells, and reshard."
+        )
+    return parts[0].plan.group_plan, group_topology(parts[0])
 
 
 def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> None:
@@ -181,14 +220,14 @@ def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
 def _decided(
     model: nn.Module,
     collections: dict[str, ShardedCollection],
+    present: ShardingPlan,
+    own: Topology,
     planner: EmbeddingShardingPlanner | None,
     load: Load,
     horizon: int,
     least_gain: float,
     step_seconds: float | None,
 ) -> Rebalanced:
-    present = present_plan(model, collections, "rebalance")
-    own = next(iter(collections.values())).exchange.topology
     if planner is None:
         planner = EmbeddingShardingPlanner(own)
     elif planner.topology is None or planner.topology.world_size != own.world_size:

@@ -124,6 +124,7 @@ class TableMove:
             source(("grad",), dense, True)
         if all(rows.touched is not None for rows in table.tile_rows):
             source(("touched",), [cast(Touched, rows.touched).marks for rows in table.tile_rows], False)
+            numbers[("agreed at",)] = cast(Touched, first.touched).agreed_at
         for number in self._steppers.of(self.key):
             held = self._steppers.held(number, self.key)
             for key, values in held.cells.items():
@@ -249,6 +250,7 @@ class TableMove:
             if touched[0] is None:
                 continue
             rows.touched = Touched(0, rows.leaf.device)
+            rows.touched.agreed_at = numbers[("agreed at",)]
             rows.touched.marks = (
                 marks[i] if marks is not None else rows.touched.marks.new_zeros(len(rows.leaf))
             )
