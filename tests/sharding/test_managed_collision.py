@@ -611,11 +611,11 @@ def test_a_module_of_some_buckets_is_not_sharded() -> None:
     run_virtual_ranks(2, fn)
 
 
-def test_capacity_of_a_sharded_table_is_changed_elsewhere() -> None:
+def test_capacity_of_a_sharded_table_is_changed_with_its_plan() -> None:
     def fn(group: Group) -> None:
         module = build("lru and lfu, shared rows")
         shard(module, data_parallel(), group)
-        with pytest.raises(ConfigError, match="Table 'user' is sharded: load its checkpoint"):
+        with pytest.raises(ConfigError, match=r"Table 'user' is sharded: call tilerec\.parallel\.resize_ids"):
             module.resize("user", 96)
 
     run_virtual_ranks(2, fn)

@@ -494,7 +494,17 @@ class ManagedCollisionModule(nn.Module):
                 f"{self._who}: only buckets [{old.first}, {old.last}) of {old.count} are here; resize the collection, "
                 "on all ranks."
             )
-        new = self.resized(zch_size, total_num_buckets)
+        return self.resize_held(self.resized(zch_size, total_num_buckets))
+
+    @torch.no_grad()
+    def resize_held(self, whole: Buckets) -> Resized:
+        """`resize` for the buckets that are here, which must split or merge into whole ones.
+
+        Args:
+            whole: what `resized` gave.
+        """
+        old = self._buckets
+        new = whole.cut(old.first * whole.count // old.count, old.last * whole.count // old.count)
         evicting = self._evicting or Evicting(Policy.LFU)
         made = zch_resize(
             self._state, self._range, new.count, new.slots, step=self.step, policy=evicting.policy,
@@ -505,7 +515,8 @@ class ManagedCollisionModule(nn.Module):
             state = state._replace(counters_BC=_as_wide(state.counters_BC, 2 * new.slots))
         dropped_ids = self._state.ids_E[made.moved_E == -2]
         places = (made.moved_E >= 0).nonzero().squeeze(1)
-        old_rows, new_rows = old.rows_of(places), new.rows_of(made.moved_E[places])
+        old_rows = old.rows_of(places + old.first * old.slots)
+        new_rows = new.rows_of(made.moved_E[places])
         shared_old, shared_new = _shared_moves(old, new, self.device)
         self._count_resized(old, new, dropped_ids)
         self._buckets = new
@@ -534,12 +545,12 @@ class ManagedCollisionModule(nn.Module):
         """Counters of split buckets stay with the first child, those of merged ones are added; sums stay."""
         counts = self.counts
         if new.count >= old.count:
-            made = counts.new_zeros(new.count, counts.shape[1])
+            made = counts.new_zeros(new.held, counts.shape[1])
             made[:: new.count // old.count] = counts
         else:
-            made = counts.view(new.count, old.count // new.count, counts.shape[1]).sum(1)
+            made = counts.view(new.held, old.count // new.count, counts.shape[1]).sum(1)
         if dropped_ids.numel():
-            bucket_M = zch_buckets(dropped_ids, new.count)
+            bucket_M = zch_buckets(dropped_ids, new.count) - new.first
             made[:, KINDS.index("evictions")].index_add_(0, bucket_M, torch.ones_like(bucket_M))
         self.counts = made
 
@@ -579,6 +590,24 @@ class ManagedCollisionModule(nn.Module):
         twin.counts = torch.zeros(shape, dtype=torch.int64, device=where)
         twin.reset_parameters()
         return twin
+
+    def take_over(self, buckets: Buckets, view: StateView) -> dict[str, tuple[Tensor, int, Tensor]]:
+        """Make room for other buckets of the same table.
+
+        Returns:
+            By name what is to be filled in: the new tensor, its entries per bucket, the old tensor.
+        """
+        old = {name: self._buffers[name] for name in (*_NAMES, "counts")}
+        per_bucket = {name: tensor.shape[0] // self._buckets.held for name, tensor in old.items()}  # type: ignore[union-attr]
+        self._buckets, self._view = buckets, view
+        moves = {}
+        for name, tensor in old.items():
+            assert tensor is not None
+            made = tensor.new_zeros(buckets.held * per_bucket[name], *tensor.shape[1:])
+            self.register_buffer(name, made, persistent=False)
+            if made.numel() or tensor.numel():
+                moves[name] = made, per_bucket[name], tensor
+        return moves
 
     def hold(self, first: int, last: int, view: StateView, device: torch.device | str | None) -> None:
         """Keep these buckets only; others hold the rest, and `view` says how all of them look in a state dict.
@@ -737,7 +766,7 @@ def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Ten
     """Rows that buckets keep for missed ids: a child takes its parent's, a merged bucket those of its first part."""
     kept = min(old.shared, new.shared)
     slots = torch.arange(kept, device=device)
-    buckets = torch.arange(new.count, device=device)
+    buckets = torch.arange(new.first, new.last, device=device)
     parents = buckets * old.count // new.count
     old_rows = (parents * old.size + old.slots)[:, None] + slots
     new_rows = (buckets * new.size + new.slots)[:, None] + slots

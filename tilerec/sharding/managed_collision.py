@@ -137,6 +137,20 @@ class IdExchange:
             ]
         return self._holders
 
+    def recut(self, table: str, cuts: Sequence[int]) -> None:
+        """Give ranks other buckets of a table; what is kept of them travels. All ranks call it."""
+        module, t = self.modules[table], list(self.modules).index(table)
+        before, after = BucketsView(self.group, self.cuts[t]), BucketsView(self.group, cuts)
+        rank = self.group.rank
+        moves = module.take_over(module._buckets.cut(cuts[rank], cuts[rank + 1]), after)
+        for made, per_bucket, old in moves.values():
+            # As 64-bit words: backends do not know every type of whole numbers.
+            words = torch.zeros_like(made, dtype=torch.int64)
+            source = before.logical(old.to(torch.int64), per_bucket)
+            after.logical(words, per_bucket).load(source)
+            made.copy_(words)
+        self.cuts[t] = tuple(cuts)
+
     def refuse(self, failure: Exception) -> NoReturn:
         """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
         width = _FLAGS + len(self.modules) + len(self.features)
@@ -431,11 +445,16 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     def resize(
         self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
     ) -> Resized:
-        """Refused: resize before sharding, or between a checkpoint and the next job."""
+        """Refused: the plan must know."""
         raise ConfigError(
-            f"Table '{table}' is sharded: load its checkpoint into an unsharded model, resize that, save it, and load "
-            "it into a sharded model of the new size."
+            f"Table '{table}' is sharded: call tilerec.parallel.resize_ids(model, '{table}', ...) on all ranks, "
+            "with the model that was sharded; its plan changes with it."
         )
+
+    def settle(self) -> None:
+        """Reset rows that batches took which were routed and never looked up."""
+        while self._resets:
+            self._reset(self._resets.popleft()[1])
 
     def _combined(self, looked: LookedUpManaged) -> tuple[Any, KeyedJaggedTensor | None]:
         tables = cast(Any, self._embedding_module)
