@@ -21,6 +21,7 @@ def test_768_buckets_unless_told_otherwise() -> None:
         ({"output_segments": [0, 8]}, "output_segments"),
         ({"tb_logging_frequency": 5}, "tb_logging_frequency"),
         ({"input_hash_size": 1000}, "input_hash_size"),
+        ({"persist_hash_zch_bucket": False}, "persist_hash_zch_bucket"),
         ({"track_id_freq": True, "no_bag": True}, "track_id_freq.*no_bag"),
     ],
 )

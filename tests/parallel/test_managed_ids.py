@@ -28,12 +28,14 @@ from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.plan import ShardingPlan
 from tilerec.testing.batches import concat_batches
 from tilerec.testing.ranks import Ranks
 from tilerec.testing.virtual import run_virtual_ranks
@@ -179,6 +181,36 @@ def _threads_have_no_dtensors() -> None:
 
 def test_state_is_logical(pool: Pool) -> None:
     pool(3).run(_threads_have_no_dtensors)
+
+
+@pytest.mark.parametrize("form", ["path", "module", "plan", "bare"])
+def test_a_plan_may_name_the_module_or_its_tables(form: str) -> None:
+    """TorchRec's plans name the module with managed collision."""
+    cuts = {"user": row_wise(), "item": table_wise(rank=1), "plain": table_wise(rank=0)}
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ids = build(POLICY)
+
+    def fn(group: Group) -> Any:
+        model = Around() if form != "bare" else build(POLICY)
+        forms: dict[str, Any] = {
+            "path": {"ids._embedding_module": cuts},
+            "module": {"ids": cuts},
+            "bare": cuts,
+        }
+        if form == "plan":
+            first = Around()
+            shard(first, {"ids": cuts}, group)
+            forms["plan"] = ShardingPlan({"ids": plan_of(first).plan["ids._embedding_module"]})
+        shard(model, forms[form], group)
+        return plan_of(model).plan
+
+    (plan, other) = run_virtual_ranks(2, fn)
+    assert list(plan) == (["_embedding_module"] if form == "bare" else ["ids._embedding_module"])
+    assert plan == other
+    assert next(iter(plan.values()))["item"].ranks == (1,)
 
 
 # --------------------------------------------------------------------------------------------------------------- 2D

@@ -96,6 +96,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             "track_id_freq": track_id_freq,
             "enable_per_feature_lookups": enable_per_feature_lookups,
             "no_bag": no_bag,
+            "persist_hash_zch_bucket": not persist_hash_zch_bucket,
         }
         warn_without_effect(who, given, _WITHOUT_EFFECT, 2)
         evicting = read_eviction(eviction_policy_name, eviction_config, who)
@@ -124,4 +125,5 @@ _WITHOUT_EFFECT = {
     "track_id_freq": "uses of every id are always counted; see inspect()",
     "enable_per_feature_lookups": "every feature is looked up on its own already",
     "no_bag": "bags come and go as bags",
+    "persist_hash_zch_bucket": "a state always says how its rows are cut",
 }

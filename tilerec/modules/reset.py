@@ -29,6 +29,7 @@ def reset_rows(table: Table, rows_M: Tensor) -> None:
         rows_M: int64, of the whole table; any device.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
+        rows.settle()
         leaf, place = rows.leaf, rows.place
         own_M = rows_M.to(leaf.device)
         own_M = own_M[(own_M >= place.row_offset) & (own_M < place.row_offset + leaf.shape[0])]

@@ -25,6 +25,7 @@ from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.kernels import attach, gifts_of, warn_of_idle, with_kernels, with_wires
+from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.sharders import ModuleSharder
@@ -245,6 +246,7 @@ def _prepare(
     collections = collections_of(module, only)
     ties = ties_of(collections)
     kind = device.type if device is not None else _device_type(collections)
+    plan = with_table_paths(plan, module)
     plan = without_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))
     given = None if plan is None else read_plan(plan, collections)
     if given is not None and given.world_size not in (None, group.size):

@@ -1,0 +1,43 @@
+"""Plans that name a module with managed collision where they mean the tables in it, as TorchRec's do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
+from tilerec.planner.helpers import Cut
+from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.spec.tile import Tiling
+
+
+def with_table_paths(plan: Any, module: nn.Module) -> Any:
+    """The plan with `<path>._embedding_module` for the path of each such module; as it came where it names none.
+
+    `{table: …}` for a module that is one itself is read as its tables'.
+    """
+    inside = {
+        path: f"{path}._embedding_module" if path else "_embedding_module"
+        for path, part in module.named_modules()
+        if isinstance(part, ManagedCollisionEmbeddings)
+    }
+    if not inside:
+        return plan
+    if isinstance(plan, ShardingPlan):
+        named = {inside.get(path, path): part for path, part in plan.plan.items()}
+        return plan if list(named) == list(plan.plan) else replace(plan, plan=named)
+    if not isinstance(plan, Mapping):
+        return plan
+    if (
+        "" in inside
+        and plan
+        and all(isinstance(item, ParameterSharding | Tiling | Cut) for item in plan.values())
+    ):
+        own = module._modules["_embedding_module"]
+        names = set(getattr(own, "_tables", ()))
+        if set(plan) <= names:
+            return {"_embedding_module": plan}
+    return {inside.get(path, path): part for path, part in plan.items()}
