@@ -66,6 +66,7 @@ def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Insta
             uses=uses,
             allowed=allowed,
             divisible=divisible,
+            fixed=summed(instance.fixed),
         ),
         row.astype(np.int64),
     )

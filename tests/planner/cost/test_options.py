@@ -151,6 +151,38 @@ def test_limits_leave_the_options_of_their_types() -> None:
     assert instance.allowed[5].all()
 
 
+def test_tables_that_must_lie_within_a_host_are_shared_out_among_hosts() -> None:
+    sizes = [400_000, 1_000, 300_000, 2_000, 200_000, 100_000]
+    tables = [TableWork(f"t{i}", rows, 64, optimizer=PLAIN) for i, rows in enumerate(sizes)]
+    limits = {table.name: Limits((ShardingType.TABLE_COLUMN_WISE,)) for table in tables}
+    for order in (tables, tables[::-1]):
+        instance = build(order, Topology(4, local_world_size=2), limits).instance
+        assert instance.allowed is not None
+        first = {
+            name for name, ranks in zip(instance.names, instance.allowed.tolist(), strict=True) if ranks[0]
+        }
+        # By turns the first host would get 900,000 of the rows; 400,000 and 100,000 against 300,000 and 200,000.
+        assert first >= {"t0", "t5"}
+        assert first.isdisjoint({"t2", "t4"})
+
+
+def test_parts_of_an_uneven_split_pay_for_themselves_however_few_rows_they_have() -> None:
+    topology = Topology(8)
+    table = TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[Reads(512, 1)])
+    problem = build([table], topology)
+    o = [str(option) for option in problem.options].index("rows over 8 ranks")
+    shares = np.array([SHARE // 2, *[SHARE // 14] * 6])
+    shares = np.append(shares, SHARE - shares.sum())
+    found = evaluate(problem.instance, np.array([o]), [()], {0: shares})
+    tiling = problem.sharding(0, o, (), shares).tiling
+    assert tiling is not None
+    own, ids = found.load[:, 0] / 1e12, price([tiling], problem.model).stages["ids"]
+    assert own - own.min() == pytest.approx(ids - ids.min(), rel=0.01, abs=1e-9)
+    # One large part, and seven alike: all of them pay for being one.
+    assert problem.instance.fixed[0, o, 0] == problem.model.speeds.part * 8 * 1e12
+    assert not problem.instance.fixed[0, o, 1:].any()
+
+
 def test_pins_are_base_loads_and_the_rest_is_planned() -> None:
     topology, tables = Topology(4, "cpu"), works(6)
     whole = build(tables, topology)

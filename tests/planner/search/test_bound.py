@@ -9,7 +9,9 @@ import numpy as np
 
 from tilerec.planner.search.bound import averages, certify, kinds_of
 from tilerec.planner.search.exact import enumerate_all
-from tilerec.planner.search.instance import Instance
+from tilerec.planner.search.flow import flow
+from tilerec.planner.search.instance import SHARE, Instance, evaluate
+from tilerec.planner.search.level import level
 from tilerec.planner.search.relaxed import Relaxed
 
 FAR = 1 << 61
@@ -72,3 +74,39 @@ def test_charges_that_no_plan_avoids_are_in_the_bound(small_instance: Callable[.
 def test_averages_are_totals_over_ranks() -> None:
     instance = one_stage([[1000], [8], [8]], [1], [1], 4)
     assert averages(Relaxed(instance), np.zeros(3, np.int64)).tolist() == [254]
+
+
+def test_no_uneven_split_is_below_the_bound_whatever_its_parts_pay_in_any_case(
+    small_instance: Callable[..., Instance],
+) -> None:
+    """Plans whose rows were poured, and plans with random shares, some of them without rows."""
+    draw = np.random.default_rng(0)
+    for seed in range(0, 200, 4):
+        instance = small_instance(seed, divisible=True)
+        part = draw.uniform(0, 1, instance.cost.shape) * instance.divisible[:, :, None]
+        instance = replace(instance, fixed=(instance.cost * part).astype(np.int64))
+        relaxed = Relaxed(instance)
+        best = enumerate_all(relaxed, FAR, 10**7)
+        assert best is not None
+        if best.option is None:
+            continue
+        bound = bound_of(instance, 2 * best.cost)
+        split = np.flatnonzero(instance.divisible[np.arange(instance.tables), best.option])
+        for _ in range(8):
+            rows = {}
+            for t in split.tolist():
+                edges = np.sort(draw.integers(0, SHARE + 1, instance.ranks - 1))
+                rows[t] = np.diff(np.concatenate([[0], edges, [SHARE]]))
+            assert bound <= evaluate(instance, best.option, best.places, rows).cost, seed
+        even = evaluate(instance, best.option, best.places)
+        assert bound <= level(instance, flow(instance, even, 120), 8).cost <= best.cost, seed
+
+
+def test_options_that_no_good_plan_has_do_not_lower_floors() -> None:
+    # 300 on one of 4 ranks; and 150 on each, or 700 on one, which is more than the bound is asked about: so all ranks
+    # bear 150, and one of them 300 more.
+    instance = one_stage([[300, 0], [700, 150]], [1, 4], [1, 1], 4)
+    width = instance.width.copy()
+    width[0, 1] = 0
+    instance = replace(instance, width=width)
+    assert 449 <= bound_of(instance, 600) <= 450

@@ -83,6 +83,21 @@ def test_uneven_shares_move_cost_and_memory_and_their_sum_stays() -> None:
     assert host.memory[:, 0].tolist() == [160, 0, 0, 80]
 
 
+def test_what_a_part_takes_in_any_case_does_not_go_with_its_share() -> None:
+    divisible = np.zeros((2, 4), np.bool_)
+    divisible[:, 2] = True
+    fixed = np.where(divisible[:, :, None], np.array([0, 10]), 0)
+    instance = two_hosts(divisible=divisible, fixed=fixed)
+    even, uneven = (
+        evaluate(instance, np.array([0, 2]), [(3,), ()], {1: np.array(shares) * SHARE // 4})
+        for shares in ([1, 1, 1, 1], [2, 2, 0, 0])
+    )
+    assert even.load.tolist() == evaluate(instance, np.array([0, 2]), [(3,), ()]).load.tolist()
+    # Of 40 on each rank 10 stay; home adds 2.
+    assert uneven.load[:, 1].tolist() == [72, 72, 12, 92]
+    assert uneven.load[:, 0].tolist() == [82, 82, 2, 82]
+
+
 def test_portions_round_up_and_stay_within_int64() -> None:
     whole = np.array([2**52, 3])
     parts = portion(whole, np.array([1, SHARE - 1]))
@@ -107,6 +122,7 @@ def test_caps_hold_for_ranks_and_for_hosts() -> None:
         ({"width": np.full((2, 4), 3)}, "Table 'a': option 0 has width 3"),
         ({"pieces": np.full((2, 4), 2)}, "Table 'a': option 2 has 2 pieces"),
         ({"pieces": np.zeros((2, 4), np.int64)}, "has 0 pieces"),
+        ({"fixed": np.full((2, 4, 2), 50)}, "fixed is a part of cost"),
         ({"host_of": np.array([0, 0, 2, 2])}, "host 1 has no rank"),
         ({"allowed": np.ones((2, 3), np.bool_)}, "allowed is bool"),
     ],

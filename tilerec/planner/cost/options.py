@@ -12,6 +12,7 @@ Legend: T tables, O options, S stages, W ranks, H hosts, P present bags, N ids, 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,7 @@ class _Builder:
         self.width = np.zeros(shape[:2], np.int64)
         self.pieces = np.ones(shape[:2], np.int64)
         self.divisible = np.zeros(shape[:2], np.bool_)
+        self.fixed = np.zeros(shape, np.int64)
         work = self.work
         self.bags, self.all_ids, self.lengths = work.present(np.ones(len(work.names)))
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)
@@ -155,7 +157,6 @@ class _Builder:
             base_cost[:, 0] += int(np.rint(constant * PICO))
         charge, charged = self._charges(there, paid)
         base_cost[:, 0] += charged
-        hbm, ddr = int(topology.hbm_cap or 0), int(topology.ddr_cap or 0)
         host_of = np.array([topology.host_of(r) for r in range(self.ranks)], np.int64)
         keep = [f for f in range(len(CHARGES)) if charge[f]]
         instance = Instance(
@@ -165,7 +166,7 @@ class _Builder:
             cost=self.cost,
             home=self.home,
             memory=self.memory,
-            cap=np.tile(np.array([[hbm, ddr]], np.int64), (self.ranks, 1)),
+            cap=np.array(topology.caps, np.int64),
             host_of=host_of,
             uses=self.uses[:, :, keep],
             charge=charge[keep],
@@ -175,6 +176,7 @@ class _Builder:
             base_memory=base_memory,
             allowed=self._ranks_allowed(),
             divisible=self.divisible,
+            fixed=np.minimum(self.fixed, self.cost),
         )
         return Problem(
             model, self.work.tables, self.options, instance, self.stages, tuple(CHARGES[f] for f in keep)
@@ -229,20 +231,35 @@ class _Builder:
 
     def _ranks_allowed(self) -> Bools | None:
         found: Bools | None = None
-        for t, limit in self._limited():
-            ranks = limit.ranks
-            only_host = set(limit.types) and set(limit.types) <= {
-                ShardingType.TABLE_COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE,
-                ShardingType.DATA_PARALLEL,
-            } and ShardingType.TABLE_COLUMN_WISE in limit.types  # fmt: skip
-            if ranks is None and only_host and self.hosts > 1:
-                # The pieces of an instance are not tied to one host: such tables get a host by turns.
-                ranks = self.topology.ranks_of(t % self.hosts)
+        limited = self._limited()
+        # The pieces of an instance are not tied to one host: tables that must be on one are given it beforehand.
+        one_host = [
+            t for t, limit in limited if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
+        ]
+        host = self._shared_out(one_host)
+        for t, limit in limited:
+            ranks = self.topology.ranks_of(host[t]) if t in host else limit.ranks
             if ranks is not None:
                 if found is None:
                     found = np.ones((len(self.work.names), self.ranks), np.bool_)
                 found[t] = False
                 found[t, list(ranks)] = True
+        return found
+
+    def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
+        """A host for each of some tables: the largest first, each to the host that bears least per rank."""
+        work = self.work
+        held = {t: int(work.rows[t]) * int(work.dim[t]) for t in tables}
+        read = {t: int(work.ids[t] * work.dim[t]) for t in tables}
+        # Bytes and traffic count alike; whole numbers, so every machine decides alike.
+        all_held, all_read = max(sum(held.values()), 1), max(sum(read.values()), 1)
+        size = {t: held[t] * all_read + read[t] * all_held for t in tables}
+        least = [(0, h) for h in range(self.hosts)]
+        found = {}
+        for t in sorted(tables, key=lambda t: (-size[t], work.names[t])):
+            borne, h = heapq.heappop(least)
+            found[t] = h
+            heapq.heappush(least, (borne + size[t] // len(self.topology.host_ranks[h]), h))
         return found
 
     # ---------------------------------------------------------------------------------------------- what it costs
@@ -398,6 +415,8 @@ class _Builder:
         )
         self.memory[t, o, model.tier] = np.ceil(weights + buffers + beyond).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
+        # A part is a part, however few rows it has.
+        self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
         self.uses[t, o, CHARGES.index("exchange")] = True
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
@@ -434,6 +453,15 @@ class _Builder:
         at_home = float(sum((3.0 * self.output + received * (1 + model.depth)).tolist()))
         memory[:, model.tier] += int(np.ceil(at_home))
         return cost, memory
+
+
+def _on_one_host(limit: Limits) -> bool:
+    """Column blocks are allowed, if they share a host."""
+    inside = {
+        ShardingType.TABLE_COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE,
+        ShardingType.DATA_PARALLEL,
+    }  # fmt: skip
+    return ShardingType.TABLE_COLUMN_WISE in limit.types and set(limit.types) <= inside
 
 
 def _paid_by(priced: Price) -> frozenset[str]:

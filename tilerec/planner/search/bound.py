@@ -27,6 +27,7 @@ FINEST = 40
 FAR = 25  # beyond 1 / FAR from what is known to be possible it is worth it
 BISECTIONS = 12
 SMALL = 40_000  # tables × options
+NARROWED = 4  # times that options are taken out and floors made anew
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +132,16 @@ def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int, 
     top = start = kinds.bound(relaxed) - kinds.charge
     if upper <= start:
         return upper + kinds.charge
-    quick = np.where(kinds.usable, 0, NEVER)
-    views = [_View(v, int((v.floor + quick).min(1, initial=NEVER).sum())) for v in stages]
-    # Of each option, the least cost in rank-ps of a plan that has it, by whichever view says most.
-    costs = np.zeros_like(views[0].stages.piece)
-    for view in views:
-        np.maximum(costs, view.stages.piece + (view.stages.base + view.least), out=costs)
+    views, costs = _seen(kinds.usable, stages)
+    for _ in range(NARROWED):
+        # What no plan of cost `upper` or less has is out; floors are then the least of what is left.
+        left = kinds.usable & (costs <= upper * relaxed.instance.ranks)
+        if not left.any(1).all():
+            return upper + kinds.charge
+        if np.array_equal(left, kinds.usable):
+            break
+        kinds = Kinds(left, kinds.charge, kinds.dual)
+        views, costs = _seen(left, stages)
     slices = SLICES if kinds.usable.size <= SMALL else 1
     for step in (0, 8, 256):
         # A view is worth a bisection if it raises the bound at all; asking costs little where it does not.
@@ -153,6 +158,23 @@ def _certify(relaxed: Relaxed, kinds: Kinds, stages: list[_Stages], upper: int, 
         if top < upper and _none_at(relaxed, kinds, costs, view, goal, FINEST):
             top = _bisect(relaxed, kinds, costs, view, goal, upper, FINEST) if goal < upper else upper
     return top + kinds.charge
+
+
+def _seen(usable: Bools, all_stages: list[_Stages]) -> tuple[list[_View], Ints]:
+    """The views, where these options are left; and [T, O] rank-ps that a plan with an option costs at least.
+
+    That is by whichever view says most.
+    """
+    barred = np.where(usable, 0, NEVER)
+    views, costs = [], np.zeros_like(barred)
+    for stages in all_stages:
+        floor = stages.floor + barred
+        own = floor.min(1, initial=NEVER)
+        least_floor = int(own.sum())
+        # Of its own table the option's floor counts, of the others the least one.
+        np.maximum(costs, stages.piece + floor + (stages.base + least_floor - own[:, None]), out=costs)
+        views.append(_View(stages, least_floor))
+    return views, costs
 
 
 @dataclass(frozen=True, eq=False)

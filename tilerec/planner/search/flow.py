@@ -74,7 +74,8 @@ class _Flow:
         self.group = np.repeat(np.arange(len(tables)), counts)
         self.rank = np.concatenate(places)
         option = found.option[tables]
-        whole = (instance.cost[tables, option] * counts[:, None])[self.group]
+        moving = instance.cost[tables, option] - instance.fixed[tables, option]
+        whole = (moving * counts[:, None])[self.group]
         bytes_ = (instance.memory[tables, option] * counts[:, None])[self.group]
         own = [
             found.rows[t] / SHARE if t in found.rows else np.full(n, 1.0 / n)

@@ -59,6 +59,8 @@ class Instance:
         allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks); None for all.
         divisible: [T, O] the option is a split by rows whose pieces may be made uneven (`Solution.rows`): width 1, or
             one piece of a larger width, whose parts are then the ranks.
+        fixed: [T, O, S] ps of `cost` that a part of a divisible option takes however few rows it has; the rest goes
+            with its share.
 
     Raises:
         ConfigError: shapes that do not go together, a negative number, a width that no host has, equal names.
@@ -81,6 +83,7 @@ class Instance:
     base_memory: Ints = None  # type: ignore[assignment]
     allowed: Bools | None = None
     divisible: Bools = None  # type: ignore[assignment]
+    fixed: Ints = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         tables, options = _array(self.width).shape if _array(self.width).ndim == 2 else (-1, -1)
@@ -106,6 +109,7 @@ class Instance:
             "base_cost": ((ranks, stages), 0),
             "base_memory": ((ranks, tiers), 0),
             "divisible": ((tables, options), False),
+            "fixed": ((tables, options, stages), 0),
         }
         for name, (shape, default) in shapes.items():
             kind = np.bool_ if name in ("uses", "shared", "divisible") else np.int64
@@ -118,6 +122,8 @@ class Instance:
             if kind is np.int64 and array.size and int(array.min()) < (1 if name == "slow" else 0):
                 raise ConfigError(f"Instance: {name} holds {int(array.min())}, which is below its range.")
             object.__setattr__(self, name, array)
+        if np.any(self.fixed > self.cost):
+            raise ConfigError("Instance: fixed is a part of cost, and above it somewhere.")
         if self.allowed is not None and (
             self.allowed.shape != (tables, ranks) or self.allowed.dtype != np.bool_
         ):
@@ -191,7 +197,7 @@ class Instance:
 
     def take(self, order: Ints) -> Instance:
         """The same with the tables `order`."""
-        per_table = ("width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed")
+        per_table = ("width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed", "fixed")
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in per_table:
             given[name] = None if given[name] is None else given[name][order]
@@ -318,7 +324,8 @@ def work_of(
     for t, shares in rows.items():
         o = int(option[t])
         where = parts_of(instance, t, o, places[t])
-        np.add.at(work, where, portion(instance.cost[t, o] * len(shares), shares))
+        fixed = instance.fixed[t, o]
+        np.add.at(work, where, fixed + portion((instance.cost[t, o] - fixed) * len(shares), shares))
         np.add.at(memory, where, portion(instance.memory[t, o] * len(shares), shares))
     return work, memory
 

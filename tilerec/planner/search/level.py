@@ -44,11 +44,13 @@ def level(instance: Instance, found: Solution, tables: int) -> Solution:
         parts = len(where)
         if parts < 2 or len(np.unique(where)) < parts:
             continue
-        whole, bytes_ = instance.cost[t, o] * parts, instance.memory[t, o] * parts
+        # What each part takes whatever its rows stays where it is.
+        moving = instance.cost[t, o] - instance.fixed[t, o]
+        whole, bytes_ = moving * parts, instance.memory[t, o] * parts
         if t in rows:
             own, held = portion(whole, rows[t]), portion(bytes_, rows[t])
         else:
-            own, held = np.tile(instance.cost[t, o], (parts, 1)), np.tile(instance.memory[t, o], (parts, 1))
+            own, held = np.tile(moving, (parts, 1)), np.tile(instance.memory[t, o], (parts, 1))
         work[where] -= own
         memory[where] -= held
         shares = _pour(instance, loads(instance, work), memory, where, whole, bytes_)

@@ -191,7 +191,9 @@ def _fill(
     level = np.maximum(
         (cost * pieces[:, None]).sum(0) // count + bins.time.sum(0).astype(np.int64) // count, 1
     )
-    level = np.maximum(level, cost.max(0, initial=0))
+    largest = cost.max(0, initial=0)
+    largest[bins.shared] //= bins.size.min()
+    level = np.maximum(level, largest)
     roomy = np.maximum(bins.room.max(0), 1)
     whole = int(level.sum())
     weight = np.floor(cost.astype(np.float64))

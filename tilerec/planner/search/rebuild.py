@@ -52,6 +52,7 @@ class _Choices:
 
     Args:
         option: [J]. pieces: [J]. time: [J, S] ps of a piece. memory: [J, M]. fair: [J] ps, over all ranks, with home.
+        fluid: [J] its rows are poured. fixed: [J, S] ps that each rank of a fluid one bears in any case.
     """
 
     option: Ints
@@ -60,6 +61,7 @@ class _Choices:
     memory: Ints
     fair: Floats
     fluid: Bools
+    fixed: Floats
 
 
 def rebuild(
@@ -116,9 +118,25 @@ class _Rebuild:
         self.singles: list[_Choices | None] = []
         self.hosted: list[list[tuple[Ints, _Choices]]] = []
         self.uniform: list[_Choices | None] = []
+        alike: dict[bytes, int] = {}
         for t in range(instance.tables):
-            self._sort_options(t, usable[t])
+            mark = self._mark(t, usable[t])
+            if mark in alike:
+                for some in (self.singles, self.hosted, self.uniform):
+                    some.append(some[alike[mark]])  # type: ignore[arg-type]
+            else:
+                alike[mark] = t
+                self._sort_options(t, usable[t])
             self._shift(t, 1.0)
+
+    def _mark(self, t: int, usable: Bools) -> bytes:
+        """The same for tables that have the same options, the same of them chosen."""
+        instance = self.instance
+        counts = (instance.width, instance.pieces, instance.divisible)
+        sizes = (instance.cost, instance.home, instance.memory, instance.fixed)
+        return b"".join(
+            [usable.tobytes(), self.option[t].tobytes(), *(x[t].tobytes() for x in (*counts, *sizes))]
+        )
 
     def _sort_options(self, t: int, usable: Bools) -> None:
         instance = self.instance
@@ -151,6 +169,7 @@ class _Rebuild:
                 instance.memory[t, index],
                 fair[index],
                 instance.divisible[t, index] & self.pour,
+                instance.fixed[t, index].astype(np.float64),
             )
 
         self.singles.append(choices([o for o in kept if width[o] == 1 and pieces[o] <= instance.ranks]))
@@ -192,13 +211,13 @@ class _Rebuild:
         fluid = self.pour and bool(instance.divisible[t, o])
         if fluid:
             np.add.at(self.poured, places, int(sign))
-        for place, added in zip(places.tolist(), more, strict=True):
-            ranks = instance.host_ranks[place]
-            if fluid:
-                # Its rows go where the host's ranks bear least: they count in the mean alone.
-                self.load[np.ix_(ranks, self.shared)] += added[self.shared]
-            else:
-                self.load[ranks] += added
+        own = more
+        if fluid:
+            # Its rows go where the host's ranks bear least: they count in the mean alone.
+            own = instance.fixed[t, o] * sign * self.host_factor[places]
+            own[:, self.shared] = more[:, self.shared]
+        for place, added in zip(places.tolist(), own, strict=True):
+            self.load[instance.host_ranks[place]] += added
 
     def _level(self) -> Floats:
         """[R, S] what a rank bears when the rows that are split over its host are poured to where least is."""
@@ -426,7 +445,8 @@ class _Rebuild:
         else:
             mean = self._means()[hosts]
             fluid = choices.fluid[hopeful][None, :, None]
-            poured = np.maximum(load.T[:, None, :], self.mean[hosts].T[:, None, :] + more)
+            fixed = choices.fixed[hopeful].T[:, :, None] * factor.T[:, None, :]
+            poured = np.maximum(load.T[:, None, :] + fixed, self.mean[hosts].T[:, None, :] + more)
             y = np.where(fluid, poured, np.maximum(y, mean.T[:, None, :] + more))
         over = np.maximum(y - bar[:, None, None], 0.0).sum(0)
         # Where nothing overflows, steep decides (how much it adds to the sum of 4th powers); else the overflow.

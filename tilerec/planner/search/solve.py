@@ -15,6 +15,7 @@ gives the same plan on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -26,10 +27,12 @@ from tilerec.planner.search.improve import exchange, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.level import level
 from tilerec.planner.search.pack import Packing, Rule, pack
+from tilerec.planner.search.poured import poured
 from tilerec.planner.search.rebuild import rebuild
 from tilerec.planner.search.relaxed import Relaxed
 
 HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
+FEW_HEADS = (5, 4, 3, 6, 8)  # where pieces are many
 # How pieces are made to fit where they do not: smaller ones, then options that hold less in all.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
@@ -42,6 +45,7 @@ NEAR = 200  # and one within 1 / NEAR not even polished
 POOR = 20  # a set of charges whose first plan is more than 1 / POOR above the best one is left at that
 TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
 PROMISING = 5
+MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
 FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
 WORST = 1 << 61
@@ -132,25 +136,25 @@ class _Search:
         bound = kinds.bound(self.relaxed)
         good, fair = bound + bound // GOOD, bound + bound // FAIR
         starts: list[tuple[int, Packing]] = []
-        for head in HEADS[:5] if self.middling and self.effort == 1 else HEADS:
+        for head in FEW_HEADS if self.middling and self.effort == 1 else HEADS:
             for option, average in self._options(kinds, head):
                 if average + kinds.charge >= self.cost:
                     break
                 if option.tobytes() in self.seen:
                     continue
                 self.seen.add(option.tobytes())
-                packing = self._pack(option)
+                view = self._view(option)
+                packing = self._pack(option, view)
                 if packing is None:
                     continue
                 rounds, near = (36, GOOD) if self.large else (40, NEAR)
-                packing, cost = exchange(
-                    self.relaxed, packing, rounds * self.effort, average + average // near
-                )
+                enough = average + average // near if view is self.relaxed else 0
+                packing, cost = exchange(view, packing, rounds * self.effort, enough)
+                worth = self._offer(packing, self.middling)
                 starts.append((cost, packing))
-                self.starts.append((cost + kinds.charge, packing, kinds))
-                self._offer(packing, self.middling)
+                self.starts.append((worth, packing, kinds))
                 break
-            if len(starts) == 1 and starts[0][0] + kinds.charge > self.cost + self.cost // POOR:
+            if len(starts) == 1 and self.starts[-1][0] > self.cost + self.cost // POOR:
                 return
             if self.cost <= good or (self.middling and self.cost <= fair and self.effort == 1):
                 return
@@ -179,7 +183,7 @@ class _Search:
                 self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i, True
             )
             self._offer(again, True)
-            again, _ = exchange(self.relaxed, again, 40)
+            again, _ = exchange(self._view(again.option), again, 40)
             self._offer(again, True)
 
     def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
@@ -189,8 +193,21 @@ class _Search:
             if choice is not None:
                 yield choice.option, choice.average
 
-    def _pack(self, option: Ints) -> Packing | None:
-        relaxed, instance = self.relaxed, self.instance
+    @cached_property
+    def poured(self) -> Relaxed:
+        return Relaxed(poured(self.instance))
+
+    def _view(self, option: Ints) -> Relaxed:
+        """What options are packed by: as if rows over hosts were poured, where they are much and pouring is tried."""
+        instance, every = self.instance, np.arange(self.instance.tables)
+        if not self.middling or self.large:
+            return self.relaxed
+        fluid = instance.divisible[every, option] & (instance.width[every, option] > 1)
+        work = instance.cost[every, option].sum(1) * self.relaxed.copies[every, option]
+        return self.poured if int(work[fluid].sum()) * MUCH > int(work.sum()) else self.relaxed
+
+    def _pack(self, option: Ints, relaxed: Relaxed) -> Packing | None:
+        instance = self.instance
         held = relaxed.bytes[np.arange(instance.tables), option].sum(0)
         tight = any(int(h) * 2 > limit for h, limit in zip(held, relaxed.limits, strict=True))
         rules = (Rule.BOTH, Rule.TIME) if tight else (Rule.TIME, Rule.BOTH)
@@ -220,13 +237,15 @@ class _Search:
             self.best = evaluate(instance, found.option, found.places)
         return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
 
-    def _offer(self, packing: Packing, pour: bool = False) -> None:
+    def _offer(self, packing: Packing, pour: bool = False) -> int:
+        """The cost of a packing, which is kept if it is the best one so far."""
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
         if pour and not self.large and new.cost < self.cost + self.cost // PROMISING:
             new = flow(self.instance, new, TASTED)
         if new.cost < self.cost:
             self.best = new
+        return new.cost
 
 
 def _nothing(status: Status, proof: Proof | None) -> Solution:
