@@ -158,7 +158,7 @@ def covering() -> list[Marks]:
     worlds = list(WORLDS)
     attached = [name for name in OPTIMIZERS if name != "none"]
     return [
-        (tiling, FORMS[(i + j) % len(FORMS)], optimizer, worlds[(2 * i + j // 3) % len(worlds)])
+        (tiling, FORMS[(i + 4 * j) % len(FORMS)], optimizer, worlds[(7 * i + 4 * j) % len(worlds)])
         for i, tiling in enumerate(TILINGS)
         for j, optimizer in enumerate(attached)
         if (i + j) % 4 == 0

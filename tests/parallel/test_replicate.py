@@ -197,9 +197,7 @@ def test_modules_may_have_sharding_groups_of_their_own_size(pool: Pool) -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "4 x 1": (1, {}),
     "2 x 2": (2, {}),
-    "1 x 4": (4, {}),
     "4 x 1, exact": (1, {"exact": True}),
     "2 x 2, exact": (2, {"exact": True}),
     "1 x 4, exact": (4, {"exact": True}),
