@@ -10,9 +10,9 @@ the ids that were read, asks the planner (with the speeds that `tilerec calibrat
 
     A, its plan      B, that plan      B, after rebalance      B, the planner's plan for B from the start
 
-and the move: tables, bytes, predicted and measured seconds, and after how many steps it has paid. Twice: with every
-sharding type allowed, and with whole tables only. Before a time is printed, weights and optimizer state after the move
-are compared bit by bit with those before.
+of four models that take turns, step by step, and the move: tables, bytes, predicted and measured seconds, and after
+how many steps it has paid. Twice: with whole tables only, and with every sharding type allowed. Before a time is
+printed, weights and optimizer state after the move are compared bit by bit with those before.
 
 Bandwidth. One table of 512 MiB (64 MiB with --quick), SGD, goes from one tiling to another, back and forth; bytes that
 a rank sends per second of the whole call, checks included. Beside it, in the same run: all-to-alls of 16 MiB between
@@ -99,15 +99,25 @@ def planner(topology: Topology, hot: set[str], tables: int, whole: bool) -> Embe
     )
 
 
-def timed(group: ProcessGroupComms, module: Any, batches: list[KeyedJaggedTensor], steps: int) -> list[float]:
-    grad = torch.full((BATCH, DIM * len(batches[0].keys())), 1e-3)
-    taken = []
+def step(module: Any, batch: KeyedJaggedTensor) -> None:
+    module(batch).values().backward(torch.full((BATCH, DIM * len(batch.keys())), 1e-3))
+
+
+def timed(
+    group: ProcessGroupComms, phases: dict[str, tuple[Any, list[Any]]], steps: int
+) -> dict[str, list[float]]:
+    """Seconds of steps of each (module, batches), in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in phases}
+    order = list(phases)
     for k in range(-WARM, steps):
-        group.barrier()
-        before = time.perf_counter()
-        module(batches[k % BATCHES]).values().backward(grad)
-        if k >= 0:
-            taken.append(time.perf_counter() - before)
+        order.append(order.pop(0))
+        for name in order:
+            module, batches = phases[name]
+            group.barrier()
+            before = time.perf_counter()
+            step(module, batches[k % BATCHES])
+            if k >= 0:
+                taken[name].append(time.perf_counter() - before)
     return taken
 
 
@@ -142,28 +152,33 @@ def drift(speeds: dict[str, Any], tables: int, rows: int, steps: int, whole: boo
         for name, tiling in tilings.items()
     }
     hot_b = set(sorted(everyone, key=lambda name: (-share[name], name))[: tables // 2])
-    module: Any = shard(module_of(tables, rows), plan_a, group, topology=topology, device="cpu")
     before_drift = batches_of(hot_a, tables, rows, group.rank, 0)
     after_drift = batches_of(hot_b, tables, rows, group.rank, 1)
-    found: dict[str, Any] = {"A": timed(group, module, before_drift, steps)}
-    still = rebalance(module, planner(topology, hot_a, tables, whole), horizon=1000)
-    found["moved in A"] = len(still.moved.tables) if still.moved is not None else 0
-    found["B"] = timed(group, module, after_drift, steps)
+
+    def made(hot: set[str]) -> Any:
+        plan = planner(topology, hot, tables, whole).plan(module_of(tables, rows))
+        return shard(module_of(tables, rows), plan, group, topology=topology, device="cpu")
+
+    module, still, fresh = made(hot_a), made(hot_a), made(hot_b)
+    for batch in before_drift:
+        step(module, batch)
+    calm = rebalance(module, planner(topology, hot_a, tables, whole), horizon=1000)
+    for batch in after_drift:
+        step(module, batch)
     kept = own_state(module)
     report = rebalance(module, planner(topology, hot_a, tables, whole), horizon=1000, progress=False)
     now = own_state(module)
     assert all(torch.equal(kept[name], value) for name, value in now.items()), "a move changes no bit"
     del kept, now
-    found["after"] = timed(group, module, after_drift, steps)
-    fresh: Any = shard(
-        module_of(tables, rows),
-        planner(topology, hot_b, tables, whole).plan(module_of(tables, rows)),
-        group,
-        topology=topology,
-        device="cpu",
-    )
-    found["best"] = timed(group, fresh, after_drift, steps)
-    close(module, fresh)
+    phases = {
+        "A": (still, before_drift),
+        "B": (still, after_drift),
+        "after": (module, after_drift),
+        "best": (fresh, after_drift),
+    }
+    found: dict[str, Any] = timed(group, phases, steps)
+    found["moved in A"] = len(calm.moved.tables) if calm.moved is not None else 0
+    close(module, still, fresh)
     moved = report.moved
     found["report"] = {
         "why": report.why,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -493,3 +494,12 @@ def test_tables_of_one_column_and_of_257_move(spec: Any) -> None:
         model(batch).values().sum().backward()
 
     run_virtual_ranks(3, live)
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "resharding.md"
+    if not page.exists():
+        pytest.skip("the pages are part of the repository, not of the wheel")
+    source = page.read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(source, str(page), "exec"), {})
+    assert capsys.readouterr().out.startswith("1 tables moved: 33.2 KiB sent, 33.2 KiB copied")

@@ -31,8 +31,8 @@ from tilerec.sharding.table import ShardedTable
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
 from tilerec.spec.topology import Topology
 
-LEAST_TRANSIT, MOST_TRANSIT = 64 << 10, 16 << 20
-"""Bytes of a rank's messages at a time, unless the budget is less: an eighth of the largest tile, within these."""
+LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
+"""Bytes of a rank's messages at a time, unless the budget is less: a quarter of the largest tile, within the two."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Mover:
         largest = max((max(own) for own in (*before, *after)), default=0)
         out, into, _ = sent_by_rank(loads, ranks)
         busiest = max((a + b for a, b in zip(out, into, strict=True)), default=0)
-        transit = min(MOST_TRANSIT, max(LEAST_TRANSIT, largest // 8), busiest)
+        transit = min(MOST_TRANSIT, max(LEAST_TRANSIT, largest // TRANSIT_PART), busiest)
         # Each message lies in a buffer of its own, and among those of all peers in the call.
         least = 2 * peers * max((load.row_bytes() for load in loads), default=0) if busiest else 0
         single = order_of(before, after, None).extra
@@ -169,7 +169,16 @@ class Mover:
                 )
         transit = max(least, min(transit, budget - single))
         order = order_of(before, after, budget - transit)
-        return max(1, transit // (2 * peers)), order.batches, single + transit
+        return max(1, transit // (2 * peers)), self._by_device(order.batches), single + transit
+
+    def _by_device(self, batches: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Batches of tables that are on one kind of device: what moves at once travels in one memory."""
+        kinds = [move.table.weight.device.type for move in self.moves]
+        split: list[list[int]] = []
+        for batch in batches:
+            for kind in sorted({kinds[t] for t in batch}):
+                split.append([t for t in batch if kinds[t] == kind])
+        return split
 
     def _progress(self) -> MoveProgress:
         me, loads = self._group.rank, [move.load for move in self.moves]

@@ -372,11 +372,15 @@ def _move_loads(
 
 
 def _price_of_move(loads: Sequence[MoveLoad], topology: Topology) -> tuple[float, int]:
-    """(seconds, bytes that travel): the busiest rank's links, and the copies at both ends."""
+    """(seconds, bytes that travel).
+
+    Of the busiest rank: its links, the copies at both ends, and the new memory's first touch, which costs a copy more.
+    """
     speeds, ranks = topology.speeds or default_speeds(topology), topology.world_size
     seconds = [0.0] * ranks
     for load in loads:
         for (source, target), size in load.bytes_between().items():
+            seconds[target] += size * speeds.copy
             if source == target:
                 seconds[source] += size * speeds.copy
                 continue

@@ -48,7 +48,7 @@ def reshard(
             stay where they are; wires and kernels that it does not name stay what they are.
         budget_bytes: memory that a rank may need beyond the larger of what its tables take before and after: new tiles
             beside old ones, and messages. None: what the largest move of a single table needs (at most one tile of
-            each rank, where tables are alike), and messages of at most 16 MiB in all.
+            each rank, where tables are alike), and messages of at most 64 MiB in all.
         progress: None shows a bar on rank 0 when it takes long, on a terminal; True always, False never; or a function
             that is called with a `Moving` on every rank.
         optimizers: those that step tables without an attached optimizer, in one order on every rank. None: those of
