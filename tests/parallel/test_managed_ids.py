@@ -29,6 +29,7 @@ from tilerec.comms.mesh import group_of
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.replicate import DMPCollection
 from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
@@ -258,6 +259,30 @@ def test_replicas_that_are_averaged_share_one_map() -> None:
             else:
                 assert torch.equal(full[name], results[0][1][name]), name
         assert counted == stats
+
+
+def _two_replicas(sync: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    group = group_of(None)
+    model = DMPCollection(
+        Model(), torch.device("cpu"), {"ids": table_wise(rank=0)}, world_size=2, sharding_group_size=1,
+        global_pg=dist.group.WORLD, sync=sync,
+    )  # fmt: skip
+    for step in range(STEPS):
+        model(local_batch(step, group, sizes_of(2))).sum().backward()
+        model.sync()
+    return full_state_dict(model), [p.detach().clone() for p in model.module.ids.parameters()]
+
+
+@pytest.mark.parametrize("sync", ["exact", "average"])
+def test_dmp_collection_has_one_map_too(pool: Pool, sync: str) -> None:
+    (one, weights), (other, others) = pool(2).run(_two_replicas, sync)
+    for name, value in alone(POLICY)[1].items():
+        if not value.dtype.is_floating_point:
+            assert torch.equal(one[f"ids.{name}"], value), name
+            assert torch.equal(other[f"ids.{name}"], value), name
+    for mine, theirs in zip(weights, others, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # ------------------------------------------------------------------------------------------------------- resharding

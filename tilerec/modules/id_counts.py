@@ -123,7 +123,7 @@ class IdPlace:
         hits: uses since it was inserted.
         expires: by the table's clock; None where nothing expires.
         probes: slots looked at to find it, or to find that it is not there.
-        sooner: ids in the slots where it may lie that would be evicted before it; None without a policy.
+        sooner: ids of its bucket that the policy would evict before it; None without a policy.
         how: the same in words.
         rank: that holds its bucket.
     """

@@ -32,6 +32,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.device import device_of
 from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.plan_of import keep_plan, plan_of
 from tilerec.parallel.rank_grid import RankGrid, blocks_of
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
@@ -371,7 +372,7 @@ def _group_plan(
     hosts = None if node is None else blocks_of(size, node)
     source = "the machines" if node is None else "node_group_size"
     topology = grid.topology_of(0, world, hosts)
-    plan = _without(config.plan, collections, others)
+    plan = _without(with_table_paths(config.plan, module), collections, others)
     try:
         said = getattr(plan, "world_size", None)
         if said not in (None, size):

@@ -202,7 +202,7 @@ class IdExchange:
         heard_WH = self._all_to_all(
             "id header", torch.cat([head, counts_WF], dim=1).view(-1), [width] * group.size, [width] * group.size
         )  # fmt: skip
-        both = torch.cat([heard_WH.view(group.size, width), counts_WF.repeat(1, 1)], dim=1).tolist()
+        both = torch.cat([heard_WH.view(group.size, width), counts_WF], dim=1).tolist()
         heard, counts = [row[:width] for row in both], [row[width:] for row in both]
         self._check(heard)
         order_N = torch.sort(owner_N, stable=True).indices
