@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -270,6 +271,40 @@ def test_two_optimizers_of_one_kind_over_a_table_are_told_apart_by_their_order_o
         for own in pair:
             assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in tables(module)]
             steps(module, own, group, NAMES, range(1, 2))
+
+    on_threads(NAMES, live)
+
+
+def forgets_one() -> list[str]:
+    dmp = DistributedModelParallel(model(NAMES), plan={"ebc": tilings(2, 0, NAMES)})
+    given, other = (torch.optim.SGD(tables(dmp), lr=0.1, momentum=0.9) for _ in range(2))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        reshard(dmp, {"ebc": tilings(2, 1, NAMES)}, optimizers=[given])
+    assert other.param_groups
+    return [str(warning.message) for warning in seen]
+
+
+def test_an_optimizer_that_is_not_given_beside_one_that_is_is_named(pool: Pool) -> None:
+    for texts in pool(2).run(forgets_one):
+        assert any("SGD of this process holds tiles" in text for text in texts)
+
+
+def test_optimizers_that_share_their_groups_have_each_tile_once() -> None:
+    class Around(torch.optim.Optimizer):
+        """As wrappers of other libraries are: the groups of the one inside."""
+
+        def __init__(self, inner: Optimizer) -> None:
+            super().__init__(inner.param_groups[0]["params"], {})
+            self.param_groups = inner.param_groups
+
+    def live(group: Group, module: Any) -> None:
+        own = torch.optim.SGD(tables(module), lr=0.1, momentum=0.9)
+        around = Around(own)
+        for turn in (1, 3, 4):
+            reshard(module, {"ebc": tilings(2, turn, NAMES)})
+            assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in tables(module)]
+        assert around.param_groups is own.param_groups
 
     on_threads(NAMES, live)
 

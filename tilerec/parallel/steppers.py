@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -105,7 +106,11 @@ class Steppers:
     def __init__(self, tables: Mapping[str, ShardedTable], given: Sequence[Optimizer] | None) -> None:
         self._tables = dict(tables)
         leaves = [leaf for table in tables.values() for leaf in table.leaves()]
-        found = optimizers_with(leaves) if given is None else unwrapped(given)
+        found = optimizers_with(leaves)
+        if given is not None:
+            wanted = unwrapped(given)
+            _warn_of_strangers(found, wanted)
+            found = wanted
         own = {id(leaf): name for name, table in tables.items() for leaf in table.leaves()}
         named = [
             (type(opt).__name__, tuple(sorted({own[id(p)] for p in _parameters(opt) if id(p) in own})), opt)
@@ -248,6 +253,17 @@ class Steppers:
                 optimizer._bystanders = empty_leaves(optimizer.params.values())
 
 
+def _warn_of_strangers(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
+    known = {id(optimizer) for optimizer in given}
+    strangers = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
+    if strangers:
+        warnings.warn(
+            f"reshard: {', '.join(strangers)} of this process holds tiles of tables that move and is not among "
+            "optimizers=: its parameters and state will be those of tiles that are gone. Pass it too, or delete it.",
+            stacklevel=5,
+        )
+
+
 def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
     """The leaves of a table in its param group, in place: torch and schedulers hold on to the list."""
     first = before[0]
@@ -256,7 +272,8 @@ def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequen
         at = next((i for i, p in enumerate(params) if p is first), None)
         if at is None:
             continue
-        old = {id(leaf) for leaf in before}
+        # New ones, too: optimizers may share their groups, and a second one finds them there.
+        old = {id(leaf) for leaf in (*before, *after)}
         names = group.get("param_names")
         if names is not None:
             base = names[at]
