@@ -447,20 +447,32 @@ def test_one_rank_reshards_with_itself() -> None:
 
 
 def test_hosts_of_the_new_plan_hold_for_tables_that_stay_too() -> None:
-    """Who reads for whom depends on the hosts: exchanges and peers know the new ones."""
+    """Who reads for whom, and who tells whom its row sums, depends on the hosts."""
     base = tied()
+    copied = Tiling.of("b", 7, 6, [(0, 7, 0, 2, (0, 1)), (0, 7, 2, 6, (2, 3))])
     tiles = {
-        "ebc": {"a": rows_on(9, 6, 2, 4, 6, 9), "b": whole_on(7, 6, 0, 3)},
+        "ebc": {"a": rows_on(9, 6, 2, 4, 6, 9), "b": copied},
         "ec": {"a": rows_on(9, 6, 2, 4, 6, 9), "c": whole_on(5, 6, 0, 1, 2, 3)},
     }
+    hosts = ((0, 3), (1, 2))
 
     def live(group: Group) -> None:
         model, twin = copy.deepcopy(base), copy.deepcopy(base)
         shard(model, tiles, group)
         now = model.plan
-        shard(twin, ShardingPlan(now.plan, 4, ((0, 2), (1, 3))), group)
-        reshard(model, ShardingPlan(now.plan, 4, ((0, 2), (1, 3))))
-        assert model.ebc.exchange.topology.host_ranks == ((0, 2), (1, 3))
+        shard(twin, ShardingPlan(now.plan, 4, hosts), group)
+        before = model.ebc.embedding_bags["b"].rows.peers
+        reshard(model, ShardingPlan(now.plan, 4, hosts))
+        assert model.ebc.exchange.topology.host_ranks == hosts
+        peers, wanted = (m.ebc.embedding_bags["b"].rows.peers for m in (model, twin))
+        assert (
+            (peers.columns, peers.listeners)
+            == (wanted.columns, wanted.listeners)
+            != (
+                before.columns,
+                before.listeners,
+            )
+        )
         for step in range(2):
             for m in (model, twin):
                 m(features(10 * step + group.rank)).backward()

@@ -232,6 +232,7 @@ def test_state_per_row_moves_between_cuts_by_rows_and_is_refused_by_name_for_col
         table = module.ebc.embedding_bags["rows"]
         want = table._logical([own.state[leaf]["sum"] for leaf in table.leaves()]).full()
         reshard(module, {"ebc": tilings(2, 1, BY_ROWS)})
+        assert [id(p) for p in own._bystanders] == [id(p) for p in tables(module) if not p.numel()]
         assert torch.equal(table._logical([own.state[leaf]["sum"] for leaf in table.leaves()]).full(), want)
         steps(module, own, group, BY_ROWS, range(2, 3))
         before = {name: value.clone() for name, value in full_state_dict(module).items()}
