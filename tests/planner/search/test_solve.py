@@ -223,3 +223,25 @@ def test_one_rank_and_no_tables_are_plans_too() -> None:
         )
     )
     assert (none.status, none.cost, none.places) == (Status.FOUND, 0, ())
+
+
+def test_one_table_whole_instead_of_split_may_move_all_others() -> None:
+    # 9 split is the cheapest on average, 1 alone split the best: no exchange, and no few tables taken out, lead there.
+    whole = np.array([20, 150, 110, 20, 70, 30, 80, 20, 70, 110, 80, 60, 30, 30]) * 1000
+    everywhere = np.array([10, 34, 30, 10, 40, 20, 34, 10, 20, 13, 80, 20, 10, 20]) * 1000
+    cost = np.stack([whole, everywhere], 1)[:, :, None]
+    instance = Instance(
+        [f"t{i:02d}" for i in range(14)],
+        np.tile(np.array([1, 8]), (14, 1)),
+        np.ones((14, 2), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.zeros_like(cost),
+        np.full((8, 1), 1),
+        np.zeros(8, np.int64),
+    )
+    option = np.eye(14, dtype=np.int64)[1]
+    lpt = [(5,), (), (1,), (4,), (4,), (7,), (0,), (7,), (5,), (2,), (3,), (6,), (6,), (7,)]
+    found = solve(instance)
+    check(instance, found)
+    assert found.cost <= evaluate(instance, option, lpt).cost

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tilerec.planner.search.bound import Kinds, certify, kinds_of, sharpen
+from tilerec.planner.search.bound import Kinds, averages, certify, kinds_of, sharpen
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
 from tilerec.planner.search.granularity import choose
@@ -32,9 +32,11 @@ from tilerec.planner.search.rebuild import rebuild
 from tilerec.planner.search.relaxed import Relaxed
 
 HEADS = (5, 4, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
-FEW_HEADS = (5, 4, 3, 6, 8)  # where pieces are many
+FEW_HEADS = (5, 4, 3)  # where pieces are many
 # How pieces are made to fit where they do not: smaller ones, then options that hold less in all.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
+TINY = 1 << 8  # tables × ranks up to which options are changed one by one, and all is packed afresh
+FLIPPED = 300  # such packings
 MIDDLING = 1 << 16  # tables × ranks beyond which one good packing has to do
 LARGE = 1 << 20  # and beyond which it is not polished for long
 REFINED = 120_000  # steps of that times ranks, of middling instances far from their bound
@@ -47,6 +49,10 @@ TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of t
 PROMISING = 5
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS, FEW_PARTS = 7, 4, 4_000_000
+MIXED, ALIKE = (
+    4,
+    50,
+)  # every MIXED-th table is cut as in the second best plan, if that is within 1 / ALIKE of the best
 FAIR = 25  # and within 1 / FAIR where tables × ranks are beyond MIDDLING
 WORST = 1 << 61
 
@@ -160,6 +166,12 @@ class _Search:
                 return
         if (self.middling and self.effort == 1) or not starts:
             return
+        if self.instance.tables * self.instance.ranks <= TINY:
+            # From the best one, and from what is cheapest on average.
+            first = pack(self.relaxed, kinds.dual.option, Rule.TIME)
+            roots = [min(starts, key=lambda start: start[0])[1], *([] if first is None else [first])]
+            for root in roots:
+                self._flip(kinds, *exchange(self.relaxed, root, 20))
         # From the best of each granularity: from the best one alone, some plans are never reached.
         steps = 300 * self.effort
         some = sorted(starts, key=lambda start: start[0])
@@ -173,18 +185,59 @@ class _Search:
             if self.cost <= good:
                 return
 
+    def _flip(self, kinds: Kinds, packing: Packing, cost: int) -> None:
+        """The best change of one table's option, everything packed afresh, as long as one is better.
+
+        Rebuilding leaves most tables where they are; here one that is whole instead of split moves all others.
+        """
+        relaxed, left = self.relaxed, FLIPPED * self.effort
+        better = True
+        while better and left > 0:
+            better, before = False, packing.option
+            for t, o in np.argwhere(kinds.usable).tolist():
+                option = before.copy()
+                option[t] = o
+                if o == before[t] or int(averages(relaxed, option).sum()) >= cost:
+                    continue
+                left -= 1
+                new = pack(relaxed, option, Rule.TIME)
+                if new is None:
+                    continue
+                then = int(evaluate(self.instance, option, new.places).stage.sum())
+                if then < cost + cost // POOR:
+                    new, then = exchange(relaxed, new, 20)
+                if then < cost:
+                    packing, cost, better = new, then, True
+        self._offer(packing)
+
     def _refine(self, kinds: list[Kinds]) -> None:
-        """Rebuilds the best packings of many tables, unless they are close enough to what the certificate says."""
+        """Rebuilds the best packing of many tables, unless it is close enough to what the certificate says."""
         bound = self.certified = certify(self.relaxed, kinds, self.cost)
-        for i, (_, packing, some) in enumerate(sorted(self.starts, key=lambda start: start[0])[:2]):
-            if self.cost <= bound + bound // FAIR:
-                return
-            again = rebuild(
-                self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), i, True
-            )
-            self._offer(again, True)
-            again, _ = exchange(self._view(again.option), again, 40)
-            self._offer(again, True)
+        if not self.starts or self.cost <= bound + bound // FAIR:
+            return
+        _, packing, some = self._mixed(sorted(self.starts, key=lambda start: start[0]))
+        again = rebuild(
+            self.relaxed, some.usable, packing, min(1500, REFINED // self.instance.ranks), 0, True
+        )
+        self._offer(again, True)
+        again, _ = exchange(self._view(again.option), again, 40)
+        self._offer(again, True)
+
+    def _mixed(self, starts: list[tuple[int, Packing, Kinds]]) -> tuple[int, Packing, Kinds]:
+        """The best start, or the best two's options mixed: equal tables need not be cut alike."""
+        worth, packing, some = starts[0]
+        if len(starts) == 1 or starts[1][0] > worth + worth // ALIKE:
+            return starts[0]
+        option, other = packing.option.copy(), starts[1][1].option
+        some_tables = np.flatnonzero(option != other)[::MIXED]
+        option[some_tables] = other[some_tables]
+        view = self._view(option)
+        mixed = self._pack(option, view)
+        if mixed is None:
+            return starts[0]
+        mixed, _ = exchange(view, mixed, 120)
+        then = self._offer(mixed, True)
+        return (then, mixed, some) if then < worth + worth // GOOD else starts[0]
 
     def _options(self, kinds: Kinds, head: int) -> Iterator[tuple[Ints, int]]:
         """Options and their average cost, ever easier to fit."""
