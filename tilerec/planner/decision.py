@@ -112,13 +112,12 @@ def decide(request: PlanRequest) -> Decision:
 
 
 def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Problem:
-    """The request's tables with their options, what is taken already, and every rank's own caps."""
+    """The request's tables with their options, and what is taken already."""
     topology = request.topology
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    problem = build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
-    return replace(problem, instance=replace(problem.instance, cap=np.array(topology.caps, np.int64)))
+    return build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
 
 
 def _of_nothing(instance: Instance) -> Solution:
