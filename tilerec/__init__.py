@@ -20,6 +20,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.rebalance import rebalance as rebalance
 from tilerec.parallel.replicate import DMPCollection as DMPCollection
+from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
 from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints

@@ -387,6 +387,106 @@ def test_counts_of_updates_become_the_largest_and_count_steps() -> None:
     assert run_virtual_ranks(4, run) == [[n, n, 4, 0] for n in (1, 2, 3, 4)]
 
 
+def test_state_left_out_of_a_sync_counts_as_unsynced_and_comes_with_the_next() -> None:
+    base = model(RowWiseAdagrad(lr=0.1))
+
+    def run(group: Group) -> tuple[int, Tensor]:
+        module, two = in_2d(group, base, 2)
+        step(module, group, 0, 1.0)
+        two.sync(include_optimizer_state=False)
+        left = two.unsynced_steps
+        two.sync_all()
+        assert two.unsynced_steps == 0
+        return left, module.embedding_bags["a"].state_of("sum").full()
+
+    found = run_virtual_ranks(4, run)
+    assert [left for left, _ in found] == [1] * 4
+    assert all(torch.equal(found[0][1], state) for _, state in found)
+
+
+def test_state_of_before_does_not_move_the_interval() -> None:
+    base = model(Adam(lr=0.01))
+
+    def run(group: Group) -> list[int]:
+        module, two = in_2d(group, base, 2, interval=2)
+        after = []
+        for at in range(6):
+            if at == 3:
+                for rows in two.averages[0].rows():  # what loading an earlier state does
+                    rows.state[rows._counter].fill_(0)
+            step(module, group, at, 1.0)
+            two.sync_if_due()
+            after.append(two.unsynced_steps)
+        return after
+
+    assert run_virtual_ranks(4, run) == [[1, 0, 1, 0, 1, 0]] * 4
+
+
+def test_another_optimizer_keeps_in_mind_what_was_touched() -> None:
+    base = model(SGD(lr=0.1))
+
+    def run(group: Group) -> Tensor:
+        module, two = in_2d(group, base, 2)
+        step(module, group, 0, 1.0)
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(module.parameters()))
+        two.sync()
+        return full_state_dict(module)["embedding_bags.a.weight"]
+
+    found = run_virtual_ranks(4, run)
+    assert all(torch.equal(found[0], weight) for weight in found)
+
+
+def test_a_hook_that_fails_leaves_the_average_for_the_next_time() -> None:
+    base = model(SGD(lr=0.1))
+
+    def fail(_: list[Tensor]) -> None:
+        raise RuntimeError("no")
+
+    def run(group: Group, wait: bool) -> Tensor:
+        module, two = in_2d(group, base, 2)
+        two.set_hook(fail)
+        step(module, group, 0, 1.0)
+        with pytest.raises(RuntimeError, match="no"):
+            two.sync(wait=wait)
+        two.set_hook(None)
+        assert two.unsynced_steps == 1
+        two.sync()
+        return full_state_dict(module)["embedding_bags.a.weight"]
+
+    for wait in (True, False):
+        found = run_virtual_ranks(4, run, wait)
+        assert all(torch.equal(found[0], weight) for weight in found)
+
+
+def test_a_hook_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 is no function"):
+        ReplicaSettings("average", hook=3).check("DMPCollection")  # type: ignore[arg-type]
+
+
+def test_one_replica_has_nothing_left_after_a_sync() -> None:
+    base = model(SGD(lr=0.1))
+
+    def run(group: Group) -> list[int]:
+        module, two = in_2d(group, base, 2)
+        step(module, group, 0, 1.0)
+        before = two.unsynced_steps
+        two.sync()
+        return [before, two.unsynced_steps]
+
+    assert run_virtual_ranks(2, run) == [[1, 0]] * 2
+
+
+def test_models_that_differ_between_groups_are_refused_before_anything_is_cut() -> None:
+    def run(group: Group) -> str:
+        base = model(SGD(lr=0.2 if group.rank == 2 else 0.1))
+        with pytest.raises(ConfigError) as raised:
+            in_2d(group, base, 2)
+        assert not hasattr(base.embedding_bags["a"], "tile_rows")
+        return str(raised.value)
+
+    assert all("lr" in message and "rank" in message for message in run_virtual_ranks(4, run))
+
+
 def test_a_hook_averages_in_place_of_the_all_reduce() -> None:
     base = model(SGD(lr=0.1))
 

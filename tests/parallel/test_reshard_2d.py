@@ -81,7 +81,7 @@ def same_tiles(module: Any, twin: Any) -> None:
             if other.touched is not None:
                 assert rows.touched is not None
                 assert torch.equal(rows.touched.marks, other.touched.marks)
-                assert rows.touched.agreed_at == other.touched.agreed_at
+                assert rows.touched.updates == other.touched.updates
 
 
 FIRST, SECOND = ("row_wise", "column_wise", "table_wise"), ("column_wise", "data_parallel", "two_tiles")

@@ -80,8 +80,13 @@ class ReplicaSync:
 
     @property
     def steps(self) -> int:
-        """Updates since the last agreement; of the tables, the largest. Replicas that train in step have the same."""
-        return max([rows.updates - _touched(rows).agreed_at for rows in self.rows()], default=0)
+        """Updates since weights were agreed on; the largest of the tables. Replicas in step have the same."""
+        return max([_touched(rows).updates for rows in self.rows()], default=0)
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Updates since weights and optimizer state were agreed on."""
+        return max([_touched(rows).state_updates for rows in self.rows()], default=0)
 
     def __call__(self, *, state: bool = True, wait: bool = True) -> None:
         """Average what was touched. All replicas call it.
@@ -93,17 +98,15 @@ class ReplicaSync:
         """
         self.settle()
         rows = self.rows()
+        done = WEIGHTS | SLOTS if state else WEIGHTS
         if self.axis.size == 1 or not rows:
+            _agreed(rows, done)
             return
-        touched = self._union(rows, WEIGHTS | SLOTS if state else WEIGHTS)
+        touched = self._union(rows, done)
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
-        done = WEIGHTS | SLOTS if state else WEIGHTS
-        for own in rows:
-            marks = _touched(own)
-            marks.marks &= ~done & 0xFF
-            marks.agreed_at = own.updates
+        # Marks go when rows have gone: a hook that fails leaves them for the next time.
         if wait:
             running: deque[_Chunk] = deque()
             for chunk in chunks:
@@ -112,8 +115,10 @@ class ReplicaSync:
                     self._write(running.popleft())
             while running:
                 self._write(running.popleft())
+            _agreed(rows, done)
             return
         self._sent = [self._send(chunk) for chunk in chunks]
+        _agreed(rows, done)
         self._waiting = rows
         for own in rows:
             _touched(own).pending = self.settle
@@ -217,6 +222,11 @@ class ReplicaSync:
 def _touched(rows: TileRows) -> Any:
     assert rows.touched is not None
     return rows.touched
+
+
+def _agreed(rows: Sequence[TileRows], marks: int) -> None:
+    for own in rows:
+        _touched(own).agreed(marks)
 
 
 def _slots(tile: TileRows) -> Sequence[Any]:

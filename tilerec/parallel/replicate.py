@@ -28,7 +28,7 @@ from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.replica_sync import AverageHook
 from tilerec.parallel.replicated_plan import ReplicatedPlan
 from tilerec.parallel.sharders import ModuleSharder
-from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, Sync, shard_2d
+from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, Sync, TwoD, shard_2d
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.spec.plan import to_enum
 from tilerec.spec.topology import Topology
@@ -173,6 +173,7 @@ class DMPCollection(DistributedModelParallel):
             )
 
         self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
+        _equal_before_saved(self.module, self._two_d)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's. Where gradients are taken and `sync_interval` updates have come, it begins with `sync()`, which
@@ -200,9 +201,9 @@ class DMPCollection(DistributedModelParallel):
         """Updates since replicas were last equal; 0 with `sync="exact"`. Make it 0 before evaluating."""
         return self._two_d.unsynced_steps
 
-    def set_all_reduce_hook(self, hook: AverageHook | None) -> None:
+    def set_all_reduce_hook(self, reduce_hook: AverageHook | None) -> None:
         """Average by this function from now on; see `custom_all_reduce`."""
-        self._two_d.set_hook(hook)
+        self._two_d.set_hook(reduce_hook)
 
     def ensure_reduce_scatter_complete(self) -> None:
         """TorchRec's name for waiting until the rows are there: ends what `sync(wait=False)` began."""
@@ -234,11 +235,6 @@ class DMPCollection(DistributedModelParallel):
 
     # ------------------------------------------------------------------------------------------------ the model's own
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, tables in their logical shapes. Replicas that are apart are made equal first: all ranks call."""
-        self._two_d.sync_all()
-        return super().state_dict(*args, **kwargs)
-
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `DistributedModelParallel`'s: what was saved in any layout loads into any other. All ranks call it."""
         self._two_d.settle()
@@ -255,7 +251,28 @@ class DMPCollection(DistributedModelParallel):
         twin = super().copy(device)
         assert isinstance(twin, DMPCollection)
         twin._two_d = self._two_d.of_copy(twin.module)
+        _equal_before_saved(twin.module, twin._two_d)
         return twin
+
+
+class _EqualFirst:
+    """Makes replicas that are apart equal before a module's `state_dict`, whoever asks for it."""
+
+    def __init__(self, two_d: TwoD) -> None:
+        self.two_d = two_d
+
+    def __call__(self, *_: object) -> None:
+        self.two_d.sync_all()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _EqualFirst:
+        return self  # a copied model gets its own
+
+
+def _equal_before_saved(module: nn.Module, two_d: TwoD) -> None:
+    hooks = module._state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _EqualFirst)]:
+        del hooks[key]
+    module.register_state_dict_pre_hook(_EqualFirst(two_d))
 
 
 def _told(group: Group, error: Exception) -> None:

@@ -124,7 +124,8 @@ class TableMove:
             source(("grad",), dense, True)
         if all(rows.touched is not None for rows in table.tile_rows):
             source(("touched",), [cast(Touched, rows.touched).marks for rows in table.tile_rows], False)
-            numbers[("agreed at",)] = cast(Touched, first.touched).agreed_at
+            counted = cast(Touched, first.touched)
+            numbers[("updates",)], numbers[("state updates",)] = counted.updates, counted.state_updates
         for number in self._steppers.of(self.key):
             held = self._steppers.held(number, self.key)
             for key, values in held.cells.items():
@@ -250,7 +251,8 @@ class TableMove:
             if touched[0] is None:
                 continue
             rows.touched = Touched(0, rows.leaf.device)
-            rows.touched.agreed_at = numbers[("agreed at",)]
+            rows.touched.updates = numbers[("updates",)]
+            rows.touched.state_updates = numbers[("state updates",)]
             rows.touched.marks = (
                 marks[i] if marks is not None else rows.touched.marks.new_zeros(len(rows.leaf))
             )

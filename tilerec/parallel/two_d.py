@@ -40,7 +40,7 @@ from tilerec.parallel.replica_sync import AverageHook, ReplicaSync
 from tilerec.parallel.replicated_plan import ReplicatedPlan
 from tilerec.parallel.shard import shard_tables
 from tilerec.parallel.sharders import ModuleSharder
-from tilerec.parallel.tables import collections_of, sizes_of, ties_of
+from tilerec.parallel.tables import collections_of, described, sizes_of, ties_of
 from tilerec.parallel.values import send_from_rank_0, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import listed, sharder_of
@@ -48,6 +48,7 @@ from tilerec.planner.tables import tables_of
 from tilerec.sharding.managed_collision import IdRanks
 from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.sharding.teams import Teams
+from tilerec.sharding.touched import SLOTS, WEIGHTS
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
@@ -113,6 +114,7 @@ class ReplicaSettings:
             raise ConfigError(
                 f"{who}: moment_scale is {scale!r}; it must be a number above 0, or None for 1 / replicas."
             )
+        check_hook(self.hook, who)
 
     def words(self, replicas: int) -> str:
         """As a line of the printed plan."""
@@ -127,6 +129,14 @@ class ReplicaSettings:
             else f"every {self.interval} updates, and by sync()"
         )
         return f"averaged {every}: weights and optimizer state of the rows touched since"
+
+
+def check_hook(hook: object, who: str) -> None:
+    """Refuse what cannot be called."""
+    if hook is not None and not callable(hook):
+        raise ConfigError(
+            f"{who}: {hook!r} is no function of a list of tensors; pass one, or None for an all-reduce."
+        )
 
 
 @dataclass(frozen=True)
@@ -165,8 +175,8 @@ class TwoD:
 
     @property
     def unsynced_steps(self) -> int:
-        """Updates since replicas were last equal; 0 where they always are."""
-        return max([average.steps for average in self.averages], default=0)
+        """Updates since replicas were last equal, optimizer state included; 0 where they always are."""
+        return max([average.unsynced_steps for average in self.averages], default=0)
 
     def sync(self, include_optimizer_state: bool = True, *, wait: bool = True) -> None:
         """Average what replicas have touched since the last time; all ranks call it. Exact: there is nothing to do.
@@ -189,11 +199,9 @@ class TwoD:
         return due
 
     def sync_all(self) -> None:
-        """Be equal: average whatever was touched. All ranks call it."""
+        """Be equal: average whatever any replica has touched, weights and state. All ranks call it."""
         for average in self.averages:
-            average.settle()
-            if average.steps:
-                average()
+            average()
 
     def settle(self) -> None:
         """End what `sync(wait=False)` began."""
@@ -202,6 +210,7 @@ class TwoD:
 
     def set_hook(self, hook: AverageHook | None) -> None:
         """See `ReplicaSettings.hook`."""
+        check_hook(hook, "set_all_reduce_hook")
         for average in self.averages:
             average.hook = hook
 
@@ -302,6 +311,7 @@ def shard_2d(
             for part in planned
         ],
         "plans": [part.plan.to_json() for part in planned],
+        "model": described(collections_of(module)),
     }
     agree(world, "the model to shard in 2D", said)
     try:
@@ -466,5 +476,5 @@ def _shard_part(
     average = ReplicaSync(axis, [module.get_submodule(path) for path in paths], settings.hook)
     for rows in average.rows():
         assert rows.touched is not None
-        rows.touched.agreed_at = rows.updates
+        rows.touched.agreed(WEIGHTS | SLOTS)
     return Part(paths, plan.as_run(plan_of(module)), shard, axis, average)

@@ -21,7 +21,9 @@ class Touched:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.marks = torch.zeros(rows, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
-        self.agreed_at = 0  # updates of the table by then
+        # Backward passes since weights, and since weights and state, were agreed on (a rule's own count may be loaded).
+        self.updates = 0
+        self.state_updates = 0
         # Ends an agreement that is on its way; it reads and writes the rows.
         self.pending: Callable[[], None] | None = None
 
@@ -30,6 +32,19 @@ class Touched:
         if self.marks.device != rows_N.device:
             self.marks = self.marks.to(rows_N.device)
         self.marks[rows_N.long()] = WEIGHTS | SLOTS
+
+    def count(self) -> None:
+        """A backward pass has come."""
+        self.updates += 1
+        self.state_updates += 1
+
+    def agreed(self, marks: int) -> None:
+        """Replicas are alike in what these marks stand for."""
+        self.marks &= ~marks & 0xFF
+        if marks & WEIGHTS:
+            self.updates = 0
+        if marks & SLOTS:
+            self.state_updates = 0
 
     def rows(self, marks: int = WEIGHTS | SLOTS) -> Tensor:
         """The rows that have any of these marks, int64 `[U]`, ascending."""

@@ -107,7 +107,8 @@ class TileRows(TableRows):
         super().attach(spec, group)
         teams = self.peers.teams
         if teams is not None and teams.apart:
-            self.touched = Touched(self.leaf.shape[0], self.leaf.device)
+            # Rows that another rule has touched are different still.
+            self.touched = self.touched or Touched(self.leaf.shape[0], self.leaf.device)
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         try:
@@ -157,6 +158,8 @@ class TileRows(TableRows):
         failures: list[NonFiniteGradientError] = []
         for table in tables:
             table.settle()
+            if table.touched is not None:
+                table.touched.count()
         specs = {id(table.group): table.rule() for table in tables if table.group is not None}
         names = {mark: repr(spec) for mark, spec in specs.items()}
         for peers, own in self._by_replicas(tables, record):
