@@ -187,6 +187,12 @@ def submodules() -> None:
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[DMPCollectionConfig(nn.Linear, None, 2)])
     with pytest.raises(ConfigError, match="other configs have already"):
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[*configs, *configs])
+    with pytest.raises(ConfigError, match="submodule_configs holds a int"):
+        DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[3])
+    with pytest.raises(ConfigError, match="wanted a list of DMPCollectionConfigs"):
+        DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=configs[0])
+    with pytest.raises(ConfigError, match="topology is 3; wanted a Topology"):
+        DMPCollection(model(), "cpu", None, 4, 2, topology=3)
 
 
 def test_modules_may_have_sharding_groups_of_their_own_size(pool: Pool) -> None:

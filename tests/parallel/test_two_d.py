@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +254,26 @@ def test_parts_of_a_model_have_groups_of_their_own_size(sync: Any) -> None:
         assert torch.allclose(state[name], want[name], atol=1e-6)
         if sync == "exact":
             assert_like(state, want)
+
+
+def test_a_plan_file_leaves_out_what_other_parts_plan(tmp_path: Path) -> None:
+    base = model()
+
+    def run(group: Group, plan: Any) -> list[str]:
+        module = copy.deepcopy(base)
+        configs = [GroupConfig(plan, 2), GroupConfig(None, 4, paths=("deep.ec",))]
+        return [
+            part.plan.group_plan.dumps() for part in shard_2d(module, configs, group, ReplicaSettings()).parts
+        ]
+
+    def planned(group: Group) -> str:
+        two = shard_2d(copy.deepcopy(base), [GroupConfig(None, 2)], group, ReplicaSettings())
+        return two.parts[0].plan.group_plan.dumps()
+
+    path = tmp_path / "plan.json"
+    path.write_text(run_virtual_ranks(4, planned)[0])
+    for plan in (path, str(path)):
+        assert run_virtual_ranks(4, run, plan) == run_virtual_ranks(4, run, ShardingPlan.load(path))
 
 
 # ---------------------------------------------------------------------------------------------------- agreement

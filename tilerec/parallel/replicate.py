@@ -146,6 +146,9 @@ class DMPCollection(DistributedModelParallel):
                         f"DMPCollection: world_size is {world_size!r} and global_pg has {group.size} ranks; pass the "
                         "number of ranks in it."
                     )
+                if topology is not None and not isinstance(topology, Topology):
+                    raise ConfigError(f"DMPCollection: topology is {topology!r:.80}; wanted a Topology.")
+                _check_configs(submodule_configs)
                 averages = sync != "exact"
                 warn_without_effect(
                     "DMPCollection",
@@ -281,6 +284,20 @@ def _told(group: Group, error: Exception) -> None:
         agree(group, "the model to shard in 2D", {"checks": str(error)})
 
 
+def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
+    if configs is None:
+        return
+    if not isinstance(configs, Sequence):
+        raise ConfigError(
+            f"DMPCollection: submodule_configs is a {type(configs).__name__}; wanted a list of DMPCollectionConfigs."
+        )
+    for config in configs:
+        if not isinstance(config, DMPCollectionConfig):
+            raise ConfigError(
+                f"DMPCollection: submodule_configs holds a {type(config).__name__}; wanted DMPCollectionConfigs."
+            )
+
+
 def _kept_whole(
     strategy: ShardingStrategy | str, configs: Sequence[DMPCollectionConfig] | None
 ) -> str | None:
@@ -300,10 +317,6 @@ def _of_submodules(module: nn.Module, configs: Sequence[DMPCollectionConfig]) ->
     taken: set[str] = set()
     made = []
     for config in configs:
-        if not isinstance(config, DMPCollectionConfig):
-            raise ConfigError(
-                f"DMPCollection: submodule_configs holds a {type(config).__name__}; wanted DMPCollectionConfigs."
-            )
         if isinstance(config.module, str):
             roots = [path for path, _ in module.named_modules() if path == config.module]
             name = f"module '{config.module}'"

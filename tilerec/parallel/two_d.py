@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -431,6 +432,8 @@ def _named_alike(plan: ShardingPlan, collections: dict[str, TableCollection]) ->
 
 def _without(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
     """A plan without what other parts plan for themselves."""
+    if others and isinstance(plan, (str, Path)):
+        plan = ShardingPlan.load(plan)
     if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
         kept = {path: part for path, part in plan.plan.items() if path not in others}
         return ShardingPlan(kept, plan.world_size, plan.hosts)
