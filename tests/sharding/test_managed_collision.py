@@ -29,13 +29,13 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
+from tilerec.sharding.buckets_view import BucketsView
+from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.logical import Cover
 from tilerec.sharding.managed_collision import (
-    BucketsView,
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
-    row_ranges,
 )
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad

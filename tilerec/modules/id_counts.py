@@ -113,37 +113,6 @@ class IdStats:
         )
 
 
-@dataclass(frozen=True)
-class IdPlace:
-    """Where an id lives; `row` None: nowhere.
-
-    Args:
-        row: of the table; of an id that has none, `shared_row` is what it reads (None: it is dropped).
-        since, last: training steps of its insertion and of its last use.
-        hits: uses since it was inserted.
-        expires: by the table's clock; None where nothing expires.
-        probes: slots looked at to find it, or to find that it is not there.
-        sooner: ids of its bucket that the policy would evict before it; None without a policy.
-        how: the same in words.
-        rank: that holds its bucket.
-    """
-
-    table: str
-    feature: str
-    id: int
-    bucket: int
-    row: int | None
-    shared_row: int | None
-    since: int | None
-    last: int | None
-    hits: int | None
-    expires: int | None
-    probes: int
-    sooner: int | None
-    how: str
-    rank: int = 0
-
-
 class Summary(NamedTuple):
     """What one rank knows of a table: sums that add up over the ranks."""
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.id_counts import IdPlace, IdStats
-from tilerec.modules.managed_collision import ManagedCollisionModule, kept_lengths
+from tilerec.modules.id_counts import IdStats
+from tilerec.modules.id_place import IdPlace
+from tilerec.modules.kept_bags import with_rows
+from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 
@@ -149,39 +151,6 @@ class TableIds(dict[str, Tensor]):
     def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__()
         self.sizes = sizes
-
-
-def with_rows(features: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags."""
-    sizes = features.length_per_key()
-    keys = features.keys()
-    own = features.values().split(sizes)
-    values = torch.cat(
-        [rows[key] if key in rows else part.to(torch.int64) for key, part in zip(keys, own, strict=True)]
-    )
-    weights, lengths = features.weights_or_none(), features.lengths()
-    mapped = torch.cat([rows[key] for key in keys if key in rows]) if rows else values[:0]
-    if bool((mapped < 0).any()):
-        kept_N = torch.cat(
-            [
-                rows[key] >= 0 if key in rows else torch.ones_like(part, dtype=torch.bool)
-                for key, part in zip(keys, own, strict=True)
-            ]
-        )
-        lengths = kept_lengths(kept_N, features.offsets()).to(lengths.dtype)
-        values = values[kept_N]
-        weights = None if weights is None else weights[kept_N]
-        sizes = [int(part.sum()) for part in kept_N.split(sizes)]
-    variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys,
-        values,
-        weights,
-        lengths,
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        length_per_key=sizes,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
 
 
 def _features_of(

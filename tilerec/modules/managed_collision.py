@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,25 +29,16 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.buckets import Buckets
-from tilerec.modules.evict import (
-    Evicting,
-)
-from tilerec.modules.id_counts import KINDS, IdPlace, IdStats, Summary, add_counts, stats_of
-from tilerec.ops.hash import (
-    HashRange,
-    HashState,
-    Policy,
-    empty_state,
-    score,
-    zch_assign_,
-    zch_buckets,
-    zch_find,
-    zch_resize,
-)
+from tilerec.modules.evict import Evicting
+from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats_of
+from tilerec.modules.id_place import IdPlace, place_of
+from tilerec.modules.id_resize import Resized, ResizedMap, resized_buckets, resized_map
+from tilerec.modules.id_state import HASH_NAMES, StateView, misfit
+from tilerec.modules.kept_bags import jagged_with_rows
+from tilerec.ops.hash import HashRange, HashState, Policy, empty_state, zch_assign_, zch_buckets, zch_find
 from tilerec.sparse.jagged_tensor import JaggedTensor
 
 ANY_ID = 2**63 - 1
-_NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
 
 
 def hours() -> int:
@@ -61,33 +51,6 @@ class Mapped(NamedTuple):
 
     rows_N: Tensor
     evicted_M: Tensor
-
-
-class Resized(NamedTuple):
-    """What a change of capacity did.
-
-    Args:
-        old_rows, new_rows: int64 [M], what moves: live ids' rows and shared ones.
-        kept: live ids that still have a row.
-        dropped_ids: those that found no place: int64.
-    """
-
-    old_rows: Tensor
-    new_rows: Tensor
-    kept: int
-    dropped_ids: Tensor
-
-
-class StateView(ABC):
-    """How the state of the buckets that are here looks in a state dict, where others hold the rest."""
-
-    @abstractmethod
-    def show(self, own: Tensor, per_bucket: int) -> Tensor:
-        """The tensor of all buckets, `per_bucket` of its first dimension each."""
-
-    @abstractmethod
-    def take(self, own: Tensor, per_bucket: int, value: Tensor) -> None:
-        """Write what a state dict holds for all buckets into this part of it."""
 
 
 class ManagedCollisionModule(nn.Module):
@@ -137,7 +100,7 @@ class ManagedCollisionModule(nn.Module):
         )
 
     def _put(self, state: HashState) -> None:
-        for name, tensor in zip(_NAMES, state, strict=True):
+        for name, tensor in zip(HASH_NAMES, state, strict=True):
             self.register_buffer(name, tensor, persistent=False)  # `_save_to_state_dict` writes them
 
     # ------------------------------------------------------------------------------------------------------ facts
@@ -159,7 +122,7 @@ class ManagedCollisionModule(nn.Module):
     @property
     def _state(self) -> HashState:
         own = self._buffers
-        return HashState(*(own[name] for name in _NAMES))  # type: ignore[arg-type]
+        return HashState(*(own[name] for name in HASH_NAMES))  # type: ignore[arg-type]
 
     @property
     def _range(self) -> HashRange:
@@ -346,7 +309,7 @@ class ManagedCollisionModule(nn.Module):
             self.training = before
         self.keep_evicted(mapped.evicted_M)
         return {
-            name: _with_rows(part, rows)
+            name: jagged_with_rows(part, rows)
             for (name, part), rows in zip(features.items(), mapped.rows_N.split(sizes), strict=True)
         }
 
@@ -416,58 +379,10 @@ class ManagedCollisionModule(nn.Module):
             raise InputError(
                 f"{self._who}: no feature '{feature}'; its features are {list(self._features)[:20]}."
             )
-        key = self._hashed_one(id_)
-        ids_N = torch.tensor([key], device=self.device)
-        state, table = self._state, self._range
-        bucket = int(zch_buckets(ids_N, table.buckets)[0])
-        found = zch_find(ids_N, state, table)
-        probes, place = int(found.probes_N[0]), int(found.rows_N[0])
-        shared = int(self._buckets.shared_rows(ids_N)[0]) if self._shares else None
-        table_name = self._who.removeprefix("Table '").removesuffix("'")
-        if place < 0:
-            how = f"it has no row, and {'shares one' if self._shares else 'is dropped'}"
-            return IdPlace(
-                table_name, feature, id_, bucket, None, shared, None, None, None, None, probes, None, how
-            )
-        at = place - table.first * table.slots
-        row = int(self._buckets.rows_of(found.rows_N)[0])
-        since, last, hits = (int(t[at]) for t in (state.since_E, state.last_E, state.hits_E))
-        expires = int(state.expires_E[at]) if state.expires_E.numel() else None
-        sooner, how = self._sooner(at, last, hits, expires)
-        return IdPlace(
-            table_name, feature, id_, bucket, row, shared, since, last, hits, expires, probes, sooner, how
-        )
-
-    def _sooner(self, at: int, last: int, hits: int, expires: int | None) -> tuple[int | None, str]:
-        """How many ids of the bucket would go before the one at this place, and the rule in words."""
-        if self._evicting is None:
-            return None, "never: this table does not evict"
-        policy, exponent, state = self._evicting.policy, self._evicting.exponent, self._state
-        slots = self._buckets.slots
-        here = slice(at // slots * slots, (at // slots + 1) * slots)
-        ends = state.expires_E[here].tolist() if state.expires_E.numel() else [0] * slots
-        others = zip(
-            state.used_E[here].tolist(), state.last_E[here].tolist(), state.hits_E[here].tolist(), ends,
-            strict=True,
+        return place_of(
+            self._who.removeprefix("Table '").removesuffix("'"), feature, id_, self._hashed_one(id_), self._state,
+            self._range, self._buckets, self._evicting, shares=self._shares, step=self.step, now=self.now,
         )  # fmt: skip
-        step = self.step + 1
-        own = score(policy, step=step, last=last, hits=hits, expires=expires or 0, exponent=exponent)
-        scores = [
-            score(policy, step=step, last=their_last, hits=their_hits, expires=end, exponent=exponent)
-            for used, their_last, their_hits, end in others
-            if used
-        ]
-        sooner = sum(other < own for other in scores)
-        if policy is Policy.TTL:
-            how = f"by a new id of its window, once the clock (now {self.now()}) reaches {expires}"
-        else:
-            words = {
-                Policy.LRU: f"the longest unused first: last used in step {last} of {self.step}",
-                Policy.LFU: f"the least used first: {hits} uses, the last in step {last}",
-                Policy.DISTANCE_LFU: f"the least uses / age^{exponent:g} first: {own[0]:.3g}",
-            }
-            how = words[policy]
-        return sooner, f"{how}; {sooner} of the {len(scores)} ids of its bucket would go before it"
 
     # ---------------------------------------------------------------------------------------------------- capacity
 
@@ -503,60 +418,24 @@ class ManagedCollisionModule(nn.Module):
         Args:
             whole: what `resized` gave.
         """
-        old = self._buckets
-        new = whole.cut(old.first * whole.count // old.count, old.last * whole.count // old.count)
-        evicting = self._evicting or Evicting(Policy.LFU)
-        made = zch_resize(
-            self._state, self._range, new.count, new.slots, step=self.step, policy=evicting.policy,
-            exponent=evicting.exponent,
+        made = self.resized_map(whole)
+        self._buckets, self.counts = made.buckets, made.counts_BC
+        self._put(made.state)
+        return made.moved
+
+    def resized_map(self, whole: Buckets) -> ResizedMap:
+        """The map that `resize_held` would have; this one stays as it is."""
+        return resized_map(
+            self._state, self.counts, self._buckets, whole, self._max_probe, self.step, self._evicting
         )  # fmt: skip
-        state = made.state
-        if self._threshold > 1:
-            state = state._replace(counters_BC=_as_wide(state.counters_BC, 2 * new.slots))
-        dropped_ids = self._state.ids_E[made.moved_E == -2]
-        places = (made.moved_E >= 0).nonzero().squeeze(1)
-        old_rows = old.rows_of(places + old.first * old.slots)
-        new_rows = new.rows_of(made.moved_E[places])
-        shared_old, shared_new = _shared_moves(old, new, self.device)
-        self._count_resized(old, new, dropped_ids)
-        self._buckets = new
-        self._put(state)
-        return Resized(
-            torch.cat([old_rows, shared_old]),
-            torch.cat([new_rows, shared_new]),
-            places.numel(),
-            dropped_ids,
-        )
 
     def resized(self, zch_size: int | None, total_num_buckets: int | None) -> Buckets:
         """The buckets that `resize` would make."""
-        old = self._buckets
-        count = old.count if total_num_buckets is None else total_num_buckets
-        rows = old.size * count if zch_size is None else zch_size
-        new = Buckets.of(self._who, rows, count, shares=self._shares, percent_shared=old.percent)
-        if count % old.count and old.count % count:
-            raise ConfigError(
-                f"{self._who}: {old.count} buckets cannot become {count}: buckets split or merge whole; use a multiple "
-                f"of {old.count}, or a divisor."
-            )
-        return new
-
-    def _count_resized(self, old: Buckets, new: Buckets, dropped_ids: Tensor) -> None:
-        """Counters of split buckets stay with the first child, those of merged ones are added; sums stay."""
-        counts = self.counts
-        if new.count >= old.count:
-            made = counts.new_zeros(new.held, counts.shape[1])
-            made[:: new.count // old.count] = counts
-        else:
-            made = counts.view(new.held, old.count // new.count, counts.shape[1]).sum(1)
-        if dropped_ids.numel():
-            bucket_M = zch_buckets(dropped_ids, new.count) - new.first
-            made[:, KINDS.index("evictions")].index_add_(0, bucket_M, torch.ones_like(bucket_M))
-        self.counts = made
+        return resized_buckets(self._who, self._buckets, zch_size, total_num_buckets, shares=self._shares)
 
     def reset_parameters(self) -> None:
         """Forget all ids and counts."""
-        for name in (*_NAMES, "counts"):
+        for name in (*HASH_NAMES, "counts"):
             tensor = getattr(self, name)
             if not tensor.is_meta:
                 tensor.zero_()
@@ -597,7 +476,7 @@ class ManagedCollisionModule(nn.Module):
         Returns:
             By name what is to be filled in: the new tensor, its entries per bucket, the old tensor.
         """
-        old = {name: self._buffers[name] for name in (*_NAMES, "counts")}
+        old = {name: self._buffers[name] for name in (*HASH_NAMES, "counts")}
         per_bucket = {name: tensor.shape[0] // self._buckets.held for name, tensor in old.items()}  # type: ignore[union-attr]
         self._buckets, self._view = buckets, view
         moves = {}
@@ -623,7 +502,7 @@ class ManagedCollisionModule(nn.Module):
                 new.held, self.counts.shape[1], dtype=torch.int64, device=device or "cpu"
             )
         else:
-            for name in (*_NAMES, "counts"):
+            for name in (*HASH_NAMES, "counts"):
                 tensor = getattr(self, name)
                 per_bucket = tensor.shape[0] // old.held
                 part = tensor[(first - old.first) * per_bucket : (last - old.first) * per_bucket]
@@ -635,7 +514,7 @@ class ManagedCollisionModule(nn.Module):
     def state_tensors(self) -> dict[str, tuple[Tensor, int]]:
         """What a checkpoint holds of the buckets, by name, with entries of the first dimension per bucket."""
         slots = self._buckets.slots
-        found = {name: (tensor, slots) for name, tensor in zip(_NAMES, self._state, strict=True)}
+        found = {name: (tensor, slots) for name, tensor in zip(HASH_NAMES, self._state, strict=True)}
         if not self._state.expires_E.numel():
             del found["expires"]
         found["admission"] = (self._state.counters_BC, 1)
@@ -689,33 +568,8 @@ class ManagedCollisionModule(nn.Module):
 
     def misfit(self, state: dict[str, Any]) -> str | None:
         """Why a saved state is not for this table, in words; None where it is."""
-        own = self._buckets
-        said = state.get("geometry")
-        if isinstance(said, Tensor) and said.numel() == 4:
-            count, size, shared, probe = said.tolist()
-            if (count, size, shared) != (own.count, own.size, own.shared):
-                return (
-                    f"{self._who}: the state is of {count} buckets of {size} rows ({shared} of them shared), and this "
-                    f"table has {own.count} of {own.size} ({own.shared} shared); load it into a table of its size, and "
-                    "resize that."
-                )
-            if probe > self._max_probe:
-                return (
-                    f"{self._who}: the state was made with max_probe={probe}, and with {self._max_probe} ids that lie "
-                    f"further from their start would not be found; use max_probe={probe} or more."
-                )
-        whole = own.count if self._view is not None else own.held
-        for name, (tensor, per_bucket) in self.state_tensors().items():
-            value = state.get(name)
-            want = (whole * per_bucket, *tensor.shape[1:])
-            if not isinstance(value, Tensor):
-                return f"{self._who}: '{name}' is a {type(value).__name__}, wanted a tensor."
-            if tuple(value.shape) != want:
-                return (
-                    f"{self._who}: size mismatch for '{name}': the state has shape {tuple(value.shape)}, this table "
-                    f"{want}; it is of other buckets, or of other features."
-                )
-        return None
+        whole = self._buckets.count if self._view is not None else self._buckets.held
+        return misfit(self._who, self._buckets, self._max_probe, self.state_tensors(), whole, state)
 
     def described(self) -> dict[str, Any]:
         """The settings that ranks must share, as plain values."""
@@ -742,39 +596,3 @@ class ManagedCollisionModule(nn.Module):
         policy = "no eviction" if self._evicting is None else self._evicting.policy.name
         missed = "share a row" if self._shares else "are dropped"
         return f"{own.rows} rows, {own.count} buckets{here}, {policy}, ids without a row {missed}"
-
-
-def _with_rows(part: JaggedTensor, rows_N: Tensor) -> JaggedTensor:
-    """A feature with rows in place of ids; those that are -1 are dropped."""
-    weights = part.weights_or_none()
-    kept_N = rows_N >= 0
-    if bool(kept_N.all()):
-        return JaggedTensor(rows_N, weights, part.lengths())
-    lengths = kept_lengths(kept_N, part.offsets()).to(part.lengths().dtype)
-    return JaggedTensor(rows_N[kept_N], None if weights is None else weights[kept_N], lengths)
-
-
-def kept_lengths(kept_N: Tensor, offsets: Tensor) -> Tensor:
-    """int64: how many of each bag's ids are kept."""
-    before = torch.zeros(kept_N.numel() + 1, dtype=torch.int64, device=kept_N.device)
-    torch.cumsum(kept_N, 0, out=before[1:])
-    at = before[offsets]
-    return at[1:] - at[:-1]
-
-
-def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows that buckets keep for missed ids: a child takes its parent's, a merged bucket those of its first part."""
-    kept = min(old.shared, new.shared)
-    slots = torch.arange(kept, device=device)
-    buckets = torch.arange(new.first, new.last, device=device)
-    parents = buckets * old.count // new.count
-    old_rows = (parents * old.size + old.slots)[:, None] + slots
-    new_rows = (buckets * new.size + new.slots)[:, None] + slots
-    return old_rows.reshape(-1), new_rows.reshape(-1)
-
-
-def _as_wide(counters_BC: Tensor, width: int) -> Tensor:
-    """Admission counters for another number of slots: places would change, so all counts begin anew."""
-    if counters_BC.shape[1] == width:
-        return counters_BC
-    return counters_BC.new_zeros(counters_BC.shape[0], width)

@@ -17,9 +17,10 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.modules.id_counts import IdPlace, IdStats
+from tilerec.modules.id_counts import IdStats
+from tilerec.modules.id_place import IdPlace
+from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_collection import ManagedCollisionCollection
-from tilerec.modules.managed_collision import Resized
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import check_resizable, resize_table
 from tilerec.sparse.jagged_tensor import JaggedTensor

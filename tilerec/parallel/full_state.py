@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.modules.managed_collision import ManagedCollisionModule
-from tilerec.sharding.managed_collision import full_state_of
+from tilerec.sharding.buckets_view import full_state_of
 from tilerec.sharding.table import ShardedTable
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from tilerec.errors import ConfigError
-from tilerec.modules.managed_collision import Resized
+from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import keep_plan, plan_of
 from tilerec.sharding.managed_collision import ShardedManagedCollisionEmbeddings

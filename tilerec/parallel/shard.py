@@ -34,7 +34,7 @@ from tilerec.parallel.values import replicas_from_first, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.managed_collision import (
+from tilerec.sharding.shard_ids import (
     IdRanks,
     IdsBelow,
     check_ids,

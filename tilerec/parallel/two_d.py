@@ -46,7 +46,7 @@ from tilerec.parallel.values import send_from_rank_0, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import listed, sharder_of
 from tilerec.planner.tables import tables_of
-from tilerec.sharding.managed_collision import IdRanks
+from tilerec.sharding.shard_ids import IdRanks
 from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.sharding.teams import Teams
 from tilerec.sharding.touched import SLOTS, WEIGHTS

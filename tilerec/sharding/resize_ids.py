@@ -23,14 +23,14 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts
 from tilerec.modules.collection import readers
+from tilerec.modules.id_resize import Resized
 from tilerec.modules.initial import fill_initial
-from tilerec.modules.managed_collision import Resized
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.layout import rectangles
 from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddings,
-    row_ranges,
 )
 from tilerec.sharding.retile import new_peers, places_of, take_tiles
 from tilerec.sharding.table import ShardedTable

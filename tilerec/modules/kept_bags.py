@@ -1,0 +1,65 @@
+"""Bags after their ids became rows: those without a row are dropped, and their bags are shorter.
+
+Legend: N ids, B bags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+
+def with_rows(features: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags."""
+    sizes = features.length_per_key()
+    keys = features.keys()
+    own = features.values().split(sizes)
+    values = torch.cat(
+        [rows[key] if key in rows else part.to(torch.int64) for key, part in zip(keys, own, strict=True)]
+    )
+    weights, lengths = features.weights_or_none(), features.lengths()
+    mapped = torch.cat([rows[key] for key in keys if key in rows]) if rows else values[:0]
+    if bool((mapped < 0).any()):
+        kept_N = torch.cat(
+            [
+                rows[key] >= 0 if key in rows else torch.ones_like(part, dtype=torch.bool)
+                for key, part in zip(keys, own, strict=True)
+            ]
+        )
+        lengths = kept_lengths(kept_N, features.offsets()).to(lengths.dtype)
+        values = values[kept_N]
+        weights = None if weights is None else weights[kept_N]
+        sizes = [int(part.sum()) for part in kept_N.split(sizes)]
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        weights,
+        lengths,
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        length_per_key=sizes,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def jagged_with_rows(part: JaggedTensor, rows_N: Tensor) -> JaggedTensor:
+    """A feature with rows in place of ids; those that are -1 are dropped."""
+    weights = part.weights_or_none()
+    kept_N = rows_N >= 0
+    if bool(kept_N.all()):
+        return JaggedTensor(rows_N, weights, part.lengths())
+    lengths = kept_lengths(kept_N, part.offsets()).to(part.lengths().dtype)
+    return JaggedTensor(rows_N[kept_N], None if weights is None else weights[kept_N], lengths)
+
+
+def kept_lengths(kept_N: Tensor, offsets: Tensor) -> Tensor:
+    """int64: how many of each bag's ids are kept."""
+    before = torch.zeros(kept_N.numel() + 1, dtype=torch.int64, device=kept_N.device)
+    torch.cumsum(kept_N, 0, out=before[1:])
+    at = before[offsets]
+    return at[1:] - at[:-1]

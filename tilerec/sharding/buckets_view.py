@@ -1,0 +1,53 @@
+"""The state of buckets that lie on many ranks, as tensors of the whole table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.modules.id_state import StateView
+from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.sharding.logical import Cover, Logical, Piece
+from tilerec.sharding.state import load, shown
+from tilerec.spec.tile import Tile
+
+
+@final
+class BucketsView(StateView):
+    """The state of a table's buckets as logical tensors: rank r holds buckets [cuts[r], cuts[r + 1])."""
+
+    def __init__(self, group: Group, cuts: Sequence[int]) -> None:
+        self.group, self.cuts = group, tuple(cuts)
+
+    def logical(self, own: Tensor, per_bucket: int) -> Logical:
+        """Args: own: this rank's part, whole buckets."""
+        width = own.shape[1] if own.dim() == 2 else 1
+        tiles = [
+            Tile(first * per_bucket, last * per_bucket, 0, width, (rank,))
+            for rank, (first, last) in enumerate(itertools.pairwise(self.cuts))
+        ]
+        rows = self.cuts[-1] * per_bucket
+        cover = Cover.of_cells((rows, width), tiles) if own.dim() == 2 else Cover.of_rows(rows, tiles)
+        return Logical(cover, (Piece(self.group.rank, own),), self.group, own.new_empty(0))
+
+    def show(self, own: Tensor, per_bucket: int) -> Tensor:
+        return shown(self.logical(own, per_bucket))
+
+    def take(self, own: Tensor, per_bucket: int, value: Tensor) -> None:
+        load(self.logical(own, per_bucket), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BucketsView:
+        return self  # a copied module talks through the same group
+
+
+def full_state_of(module: ManagedCollisionModule, destination: dict[str, Any], prefix: str) -> None:
+    """What `state_dict` has of a table's ids, as whole plain tensors. All ranks call it."""
+    view = module._view
+    for name, (tensor, per_bucket) in module.state_tensors().items():
+        whole = view.logical(tensor, per_bucket).full() if isinstance(view, BucketsView) else tensor
+        destination[prefix + name] = whole
+    destination.update({prefix + name: number for name, number in module.numbers().items()})

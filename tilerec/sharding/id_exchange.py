@@ -1,0 +1,288 @@
+"""Managed collision over many ranks: ids travel to the owners of their buckets, and row numbers travel back.
+
+Nouns
+  owner    of a bucket: rank r has buckets [c_r, c_r+1) of a table, contiguous whole ones, as even as they come
+  home     the rank whose batch it is
+  holder   a rank that has a tile with some row: it is told when the row loses its id
+
+    header   home -> owner    how many ids of each feature, the clock, and flags                 (the host waits)
+    ids      home -> owner    feature by feature, in the order of the batch
+             owner            puts them in the order (feature, home, position), that of the global batch, and maps them
+    rows     owner -> home    row numbers, and to each holder how many rows lost their id        (the host waits)
+    evicted  owner -> holder  those rows; left out where no rank evicted any
+
+The map is the one that a single process makes of the global batch: no bit of it depends on the number of ranks. It does
+not know how tables are cut, and tables do not know of it: row numbers go through their ordinary exchange.
+
+Legend: W ranks, T tables, F features of all tables, N ids of this batch, R ids received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.errors import InputError
+from tilerec.modules.buckets import bucket_cuts
+from tilerec.modules.managed_collection import TableIds
+from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.modules.table import Table
+from tilerec.ops.hash import zch_buckets
+from tilerec.sharding.buckets_view import BucketsView
+from tilerec.spec.tile import Rectangle, Tile, Tiling
+
+Ranges = tuple[tuple[int, int], ...]
+"""Rows that a rank holds: ascending, apart from each other."""
+
+_FLAGS = 2
+_REFUSED = 1
+_FAILED = -1
+
+
+class Sent(NamedTuple):
+    """A batch's ids, in the order in which they travel."""
+
+    order_N: Tensor  # of each id sent, its place among the batch's ids
+    counts: list[list[int]]  # [W][F]
+    heard: list[list[int]]  # [W], headers
+
+
+class IdExchange:
+    """What the ranks say to each other about the ids of one collection.
+
+    Args:
+        group: the ranks whose batches make the global batch; its calls are made in the order of `route`'s.
+        modules: by table.
+        features: of each table, in the order in which their ids take rows.
+        tables: what holds the rows; their tilings say who is told of evictions, as they are at the time.
+        member_of: of each rank of the group, its rank in these tilings.
+    """
+
+    def __init__(
+        self, group: Group, modules: Mapping[str, ManagedCollisionModule], features: Mapping[str, Sequence[str]],
+        tables: Mapping[str, Table], member_of: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        self.group, self.modules, self.tables, self.member_of = group, dict(modules), dict(tables), member_of
+        self.features = [(t, name) for t, table in enumerate(modules) for name in features[table]]
+        self.spans: list[tuple[int, int]] = []  # of each table among the features
+        at = 0
+        for table in modules:
+            self.spans.append((at, at + len(features[table])))
+            at += len(features[table])
+        self.cuts = [bucket_cuts(module.buckets(), group.size) for module in modules.values()]
+        self._tilings: list[Tiling | None] = []
+        self._holders: list[list[Ranges]] = []
+
+    def holders(self) -> list[list[Ranges]]:
+        """Per rank and table, the rows it holds; all of them where nobody says."""
+        tilings = [getattr(self.tables.get(table), "tiling", None) for table in self.modules]
+        if not self._holders or any(a is not b for a, b in zip(tilings, self._tilings, strict=True)):
+            everything: Ranges = ((0, 2**62),)
+            self._tilings = tilings
+            self._holders = [
+                [
+                    everything if tiling is None else row_ranges(tiling.tiles_of(self.member_of(rank)))
+                    for tiling in tilings
+                ]
+                for rank in range(self.group.size)
+            ]
+        return self._holders
+
+    def recut(self, table: str, cuts: Sequence[int]) -> None:
+        """Give ranks other buckets of a table; what is kept of them travels. All ranks call it."""
+        module, t = self.modules[table], list(self.modules).index(table)
+        before, after = BucketsView(self.group, self.cuts[t]), BucketsView(self.group, cuts)
+        rank = self.group.rank
+        moves = module.take_over(module._buckets.cut(cuts[rank], cuts[rank + 1]), after)
+        for made, per_bucket, old in moves.values():
+            # As 64-bit words: backends do not know every type of whole numbers.
+            words = torch.zeros_like(made, dtype=torch.int64)
+            source = before.logical(old.to(torch.int64), per_bucket)
+            after.logical(words, per_bucket).load(source)
+            made.copy_(words)
+        self.cuts[t] = tuple(cuts)
+
+    def refuse(self, failure: Exception) -> NoReturn:
+        """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
+        width = _FLAGS + len(self.modules) + len(self.features)
+        header = torch.zeros(self.group.size * width, dtype=torch.int64, device=self.group.device)
+        header[::width] = _REFUSED
+        self._all_to_all("id header", header, [width] * self.group.size, [width] * self.group.size)
+        raise failure
+
+    def __call__(self, batch: TableIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows by feature (-1: dropped), and by table the rows held here that lost their id.
+
+        Raises:
+            InputError: another rank refused its batch, or trains where this one evaluates; nothing has changed.
+        """
+        sent, received = self._send(batch)
+        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.heard]
+        ordered = _reordered(received, received_counts)
+        failure: Exception | None = None
+        try:
+            rows_R, evicted = self._map(ordered, received_counts, sent.heard[0])
+        except Exception as error:  # the others wait for rows
+            failure, rows_R = error, torch.full_like(ordered, -1)
+            evicted = [ordered.new_empty(0)] * len(self.modules)
+        turned = [list(column) for column in zip(*received_counts, strict=True)]
+        home_rows = _reordered(rows_R, turned) if turned else rows_R
+        return self._answer(batch, sent, home_rows, received_counts, evicted, failure)
+
+    # ------------------------------------------------------------------------------------------------------- home
+
+    def _send(self, batch: TableIds) -> tuple[Sent, Tensor]:
+        """Ids to the owners of their buckets."""
+        group, count = self.group, len(self.features)
+        owners, ids = [], []
+        for t, (table, module) in enumerate(self.modules.items()):
+            cuts = torch.tensor(self.cuts[t][1:], device=batch[table].device)
+            bucket_N = zch_buckets(batch[table], module.buckets())
+            owners.append(torch.searchsorted(cuts, bucket_N, right=True))
+            ids.append(batch[table])
+        owner_N, ids_N = torch.cat(owners), torch.cat(ids)
+        sizes = torch.tensor([batch.sizes[name] for _, name in self.features], device=ids_N.device)
+        feature_N = torch.repeat_interleave(sizes, output_size=ids_N.numel())
+        counts_WF = torch.bincount(owner_N * count + feature_N, minlength=group.size * count).view(
+            group.size, count
+        )
+        writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
+        said = [0, writes % (1 << 62), *(module.now() for module in self.modules.values())]
+        head = torch.tensor(said, device=ids_N.device).expand(group.size, len(said))
+        width = len(said) + count
+        heard_WH = self._all_to_all(
+            "id header", torch.cat([head, counts_WF], dim=1).view(-1), [width] * group.size, [width] * group.size
+        )  # fmt: skip
+        both = torch.cat([heard_WH.view(group.size, width), counts_WF], dim=1).tolist()
+        heard, counts = [row[:width] for row in both], [row[width:] for row in both]
+        self._check(heard)
+        order_N = torch.sort(owner_N, stable=True).indices
+        received = self._all_to_all(
+            "ids to map", ids_N[order_N], [sum(row[len(said) :]) for row in heard], [sum(row) for row in counts]
+        )  # fmt: skip
+        return Sent(order_N, counts, heard), received
+
+    def _check(self, heard: list[list[int]]) -> None:
+        """Every rank hears every header, so all raise or none."""
+        refused = [rank for rank, header in enumerate(heard) if header[0] & _REFUSED]
+        if refused:
+            raise InputError(
+                f"Rank {refused[0]} refused its batch (its own error says why), so no rank maps this step; see the "
+                "error of that rank."
+            )
+        modes = [header[1] for header in heard]
+        if len(set(modes)) > 1:
+            rank = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
+            t = next(t for t in range(len(self.modules)) if (modes[0] ^ modes[rank]) >> t & 1)
+            words = ["trains" if modes[r] >> t & 1 else "evaluates" for r in (0, rank)]
+            raise InputError(
+                f"Table '{list(self.modules)[t]}': rank 0 {words[0]} and rank {rank} {words[1]}; call train() or "
+                "eval() on all ranks alike."
+            )
+
+    def _answer(
+        self, batch: TableIds, sent: Sent, home_rows: Tensor, received_counts: list[list[int]], evicted: list[Tensor],
+        failure: Exception | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+        """Rows go home; rows that lost their id go to their holders."""
+        group, tables = self.group, len(self.modules)
+        told = [
+            [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
+            for own in self.holders()
+        ]
+        total = sum(rows.numel() for rows in evicted) if failure is None else _FAILED
+        own = home_rows.split([sum(counts) for counts in received_counts])
+        message = torch.cat(
+            [
+                part
+                for rank in range(group.size)
+                for part in (
+                    own[rank],
+                    home_rows.new_tensor([total, *(rows.numel() for rows in told[rank])]),
+                )
+            ]
+        )
+        tail = 1 + tables
+        ins = [sum(counts) + tail for counts in sent.counts]
+        parts = self._all_to_all(
+            "mapped rows", message, ins, [sum(counts) + tail for counts in received_counts]
+        ).split(ins)
+        tails = torch.stack([part[-tail:] for part in parts]).tolist()
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, words in enumerate(tails) if words[0] == _FAILED]
+        if failed:
+            raise InputError(
+                f"Rank {failed[0]} could not map the ids of its buckets (its own error says why), so no rank goes on "
+                "with this batch; see the error of that rank."
+            )
+        back = torch.cat([part[: part.numel() - tail] for part in parts])
+        rows_N = torch.empty_like(back)
+        rows_N[sent.order_N] = back
+        sizes = [batch.sizes[name] for _, name in self.features]
+        rows = {name: part for (_, name), part in zip(self.features, rows_N.split(sizes), strict=True)}
+        if not any(words[0] for words in tails):
+            return rows, {}
+        return rows, self._tell(told, tails, home_rows)
+
+    def _tell(self, told: list[list[Tensor]], tails: list[list[int]], like: Tensor) -> dict[str, Tensor]:
+        """Rows that lost their id, by table, of those held here."""
+        outs = [sum(rows.numel() for rows in own) for own in told]
+        heard = self._all_to_all(
+            "evicted rows", torch.cat([rows for own in told for rows in own]), [sum(words[1:]) for words in tails], outs
+        )  # fmt: skip
+        pieces = heard.split([n for words in tails for n in words[1:]])
+        tables = len(self.modules)
+        return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.modules)}
+
+    # ------------------------------------------------------------------------------------------------------ owner
+
+    def _map(self, ids_R: Tensor, counts: list[list[int]], first: list[int]) -> tuple[Tensor, list[Tensor]]:
+        """Rows of the ids received, in the order of the global batch; and per table the rows that lost their id."""
+        sizes = [sum(column) for column in zip(*counts, strict=True)]
+        rows, evicted, at = [], [], 0
+        for t, module in enumerate(self.modules.values()):
+            own = sizes[slice(*self.spans[t])]
+            mapped = module.map(ids_R[at : at + sum(own)], own, first[_FLAGS + t])
+            at += sum(own)
+            rows.append(mapped.rows_N)
+            evicted.append(mapped.evicted_M)
+        return torch.cat(rows), evicted
+
+    def _all_to_all(self, name: str, out: Tensor, ins: list[int], outs: list[int]) -> Tensor:
+        into = torch.empty(sum(ins), dtype=out.dtype, device=out.device)
+        return self.group.all_to_all(name, into, out.contiguous(), ins, outs).wait()
+
+
+def _reordered(values: Tensor, counts: list[list[int]]) -> Tensor:
+    """Pieces that lie [i][j] with sizes `counts[i][j]`, laid [j][i]."""
+    pieces = values.split([n for row in counts for n in row])
+    width = len(counts[0])
+    if not pieces or not width:
+        return values
+    return torch.cat([piece for j in range(width) for piece in pieces[j::width]])
+
+
+def _within(rows_M: Tensor, ranges: Ranges) -> Tensor:
+    """Those of the rows that lie in the ranges."""
+    if not rows_M.numel() or not ranges:
+        return rows_M[:0]
+    inside = torch.zeros_like(rows_M, dtype=torch.bool)
+    for r0, r1 in ranges:
+        inside |= (rows_M >= r0) & (rows_M < r1)
+    return rows_M[inside]
+
+
+def row_ranges(tiles: Sequence[Tile | Rectangle]) -> Ranges:
+    """The rows of some rectangles, joined where they meet."""
+    joined: list[tuple[int, int]] = []
+    for r0, r1 in sorted((tile.r0, tile.r1) for tile in tiles if tile.r0 < tile.r1):
+        if joined and r0 <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], r1)
+        else:
+            joined.append((r0, r1))
+    return tuple(joined)

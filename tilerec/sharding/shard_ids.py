@@ -1,0 +1,164 @@
+"""Ids are spread over the ranks, in place: each keeps the buckets that it owns from then on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.buckets import bucket_cuts
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddings,
+)
+from tilerec.sharding.buckets_view import BucketsView
+from tilerec.sharding.id_exchange import IdExchange
+from tilerec.sharding.managed_collision import (
+    ShardedManagedCollisionCollection,
+    ShardedManagedCollisionEmbeddingBagCollection,
+    ShardedManagedCollisionEmbeddingCollection,
+    ShardedManagedCollisionEmbeddings,
+)
+
+
+class IdRanks(NamedTuple):
+    """The ranks whose batches make the global batch, where they are more than hold the tables once.
+
+    Args:
+        group: all of them; ids are spread over them, and their calls come before those of `route`, in one order.
+        member_of: the rank of each of them in the tilings of its tables.
+    """
+
+    group: Group
+    member_of: Callable[[int], int]
+
+
+class IdsBelow(NamedTuple):
+    """A collection of ids below a module, and what reads its rows; None where it stands alone."""
+
+    collection: ManagedCollisionCollection
+    reader: ManagedCollisionEmbeddings | None
+
+
+def ids_below(module: nn.Module, tables: Collection[nn.Module] | None = None) -> dict[str, IdsBelow]:
+    """Every collection of ids below a module, by path.
+
+    Args:
+        tables: only those whose tables are among these. None: all.
+    """
+    readers = {
+        id(part.managed_collision_collection): part
+        for part in module.modules()
+        if isinstance(part, ManagedCollisionEmbeddings)
+    }
+    found = {
+        path: IdsBelow(part, readers.get(id(part)))
+        for path, part in module.named_modules()
+        if isinstance(part, ManagedCollisionCollection)
+    }
+    if tables is None:
+        return found
+    chosen = set(map(id, tables))
+    return {
+        path: own
+        for path, own in found.items()
+        if own.reader is not None and id(own.reader.embedding_module) in chosen
+    }
+
+
+def check_ids(found: Mapping[str, IdsBelow], world_size: int) -> None:
+    """Raise a `ConfigError` for ids that this many ranks cannot share, or that are shared already."""
+    for path, (collection, _) in found.items():
+        if isinstance(collection, ShardedManagedCollisionCollection):
+            raise ConfigError(f"shard: module '{path}' is sharded already; shard a model once, as a whole.")
+        for table, part in collection.modules_by_table.items():
+            own = part._buckets
+            if own.held != own.count:
+                raise ConfigError(
+                    f"Table '{table}': its module holds buckets [{own.first}, {own.last}) of {own.count} only; leave "
+                    "start_bucket and end_bucket out, sharding cuts them."
+                )
+            if world_size > own.count:
+                raise ConfigError(
+                    f"Table '{table}': {own.count} buckets cannot be shared by {world_size} ranks, which hold whole "
+                    f"ones; use at least {world_size} buckets (rows a multiple of that), or at most {own.count} ranks."
+                )
+
+
+def described_ids(found: Mapping[str, IdsBelow]) -> dict[str, Any]:
+    """What must be the same on every rank, in words."""
+    return {
+        path: {
+            table: {**part.described(), "features": list(collection._table_features[table])}
+            for table, part in collection.modules_by_table.items()
+        }
+        for path, (collection, _) in found.items()
+    }
+
+
+def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device | str | None = None) -> None:
+    """Spread ids over the ranks, in place; the tables they are rows of are in tiles already.
+
+    Args:
+        device: of modules on meta.
+    """
+    group, member_of = over
+    for collection, reader in found.values():
+        tables = {} if reader is None else reader.embedding_module._tables
+        own = {name: tables[name] for name in collection.modules_by_table if name in tables}
+        _take_from_rank_0(group, collection)
+        for part in collection.modules_by_table.values():
+            cuts = bucket_cuts(part.buckets(), group.size)
+            part.hold(cuts[group.rank], cuts[group.rank + 1], BucketsView(group, cuts), device)
+        collection.__class__ = ShardedManagedCollisionCollection
+        cast(ShardedManagedCollisionCollection, collection).exchange = IdExchange(
+            group, collection.modules_by_table, collection._table_features, own, member_of
+        )
+        if reader is None:
+            continue
+        bags = isinstance(reader, ManagedCollisionEmbeddingBagCollection)
+        reader.__class__ = (
+            ShardedManagedCollisionEmbeddingBagCollection
+            if bags
+            else ShardedManagedCollisionEmbeddingCollection
+        )
+        sharded = cast(ShardedManagedCollisionEmbeddings, reader)
+        sharded._routed, sharded._resets = 0, deque()
+
+
+def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> None:
+    """Where ranks built the model with different ids in it, rank 0's count."""
+    if group.size == 1:
+        return
+    tensors = [
+        tensor
+        for module in collection.modules_by_table.values()
+        if not module.ids.is_meta
+        for tensor in (*(found for found, _ in module.state_tensors().values()), module._step)
+    ]
+    weights = [_digest(tensor) for tensor in tensors]
+    digests = group.all_gather_object(weights)
+    if all(digest == digests[0] for digest in digests):
+        return
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        # As 64-bit words: backends do not know every type of whole numbers.
+        words = tensor.detach().to(torch.int64).contiguous().view(-1)
+        if group.rank:
+            group.exchange("initial ids", {0: words}, {}).wait()
+            tensor.copy_(words.view(tensor.shape).to(tensor.dtype))
+        else:
+            group.exchange("initial ids", {}, dict.fromkeys(range(1, group.size), words)).wait()
+
+
+def _digest(tensor: Tensor) -> tuple[int, int]:
+    words = tensor.detach().to(torch.int64).reshape(-1)
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    return int(words.sum()), int((words * (places * 2654435761 | 1)).sum())
