@@ -36,6 +36,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tilerec")
 
+# Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The integers: far outside every table and buffer, and odd so that halving does not make them plausible.
 POISON = {
     torch.float16: float("nan"),

@@ -1,0 +1,62 @@
+"""Whether Triton can serve the ops, and where it stands.
+
+Kernels are Python functions that Triton compiles for the GPU at hand at their first launch. Triton comes along with
+PyTorch's GPU builds for Linux; without it, or with `TILEREC_TRITON=0`, the reference kernels run on the GPU, too, and
+one log line says so.
+
+With `TRITON_INTERPRET=1`, set before Triton is imported, kernels run in Python on CPU tensors: slow, and the same
+results up to rounding. That is how they are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+LOG = logging.getLogger("tilerec.triton")
+
+
+@dataclass(frozen=True)
+class TritonStatus:
+    """What became of the Triton kernels; `reason` says why they are not used, or is empty."""
+
+    reason: str
+    version: str = ""
+    interpreted: bool = False
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"Triton kernels: not used ({self.reason})"
+        return f"Triton kernels: Triton {self.version}{', interpreted' if self.interpreted else ''}"
+
+
+@functools.lru_cache(maxsize=1)
+def status() -> TritonStatus:
+    """Whether the kernels can be used in this process; the first call imports Triton."""
+    found = _find()
+    LOG.info("%s", found)
+    return found
+
+
+def serves_gpus() -> bool:
+    """Whether the kernels should serve CUDA (and ROCm) tensors of this process."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return False  # a CPU build: nothing to serve, and no import to pay for
+    return not status().reason
+
+
+def _find() -> TritonStatus:
+    if os.environ.get("TILEREC_TRITON", "1").lower() in ("0", "off", "false", "no"):
+        return TritonStatus("TILEREC_TRITON=0")
+    if importlib.util.find_spec("triton") is None:
+        return TritonStatus("Triton is not installed; it comes with PyTorch's GPU builds for Linux")
+    try:
+        import triton
+    except (ImportError, OSError) as error:
+        return TritonStatus(f"Triton cannot be imported: {error}")
+    return TritonStatus("", triton.__version__, bool(triton.knobs.runtime.interpret))
