@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.evict import HashZchEvictionConfig
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -189,6 +190,24 @@ def test_a_state_that_is_not_for_one_table_loads_for_none() -> None:
         mcc.load_state_dict(state)
     for name, value in mcc.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("clock", [lambda: 1.5, lambda: True, lambda: 2**62])
+def test_a_clock_of_no_whole_numbers_is_refused_before_any_table_changes(clock: Any) -> None:
+    mcc = made(eviction_policy_name="SINGLE_TTL_EVICTION", eviction_config=HashZchEvictionConfig([], 2))
+    mcc.modules_by_table["item"]._clock = clock
+    with pytest.raises(ConfigError, match="Table 'item': its clock says"):
+        mcc(batch())
+    assert [(module.step, module.stats().live) for module in mcc.modules_by_table.values()] == [(0, 0)] * 2
+
+
+def test_ids_are_asked_for_as_whole_numbers_of_any_kind() -> None:
+    mcc = made()
+    mcc(batch())
+    assert mcc.inspect("u", torch.tensor(7)) == mcc.inspect("u", 7)  # type: ignore[arg-type]
+    for wrong in ("7", 7.0, True, None):
+        with pytest.raises(InputError, match="wanted a whole number"):
+            mcc.inspect("u", wrong)  # type: ignore[arg-type]
 
 
 def test_rows_that_changed_hands_are_told_once() -> None:

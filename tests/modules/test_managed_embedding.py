@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import LFU_EvictionPolicy
@@ -302,6 +302,47 @@ def test_state_of_other_buckets_changes_no_table_either() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "lacks", ["_managed_collision_modules.t.hits", "embedding_bags.plain.weight", "_modules.t."]
+)
+def test_a_state_cut_short_changes_nothing(lacks: str) -> None:
+    module, saved = pooled(optimizer=RowWiseAdagrad(lr=0.5)), pooled(optimizer=RowWiseAdagrad(lr=0.5))
+    step(saved, [1, 2, 3])
+    state = {name: value for name, value in saved.state_dict().items() if lacks not in name}
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ConfigError, match=f"lacks .*{lacks}"):
+        module.load_state_dict(state)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("wrong", ["an id outside of `plain`", "no weights", "a missing key", "no inverse"])
+def test_a_batch_that_the_tables_would_refuse_gives_no_id_a_row(wrong: str) -> None:
+    configs = [
+        EmbeddingBagConfig(12, 4, "t", feature_names=["a", "b"]),
+        EmbeddingBagConfig(9, 3, "plain", feature_names=["p"]),
+    ]
+    module = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(configs, is_weighted=wrong == "no weights"),
+        ManagedCollisionCollection({"t": HashZchManagedCollisionModule(12, "cpu", 2)}, configs),
+    )
+    batch = features([1, 2], [3])
+    if wrong == "an id outside of `plain`":
+        batch = KeyedJaggedTensor(["a", "b", "p"], torch.tensor([1, 2, 9]), lengths=torch.tensor([1, 1, 1]))
+    if wrong == "a missing key":
+        batch = batch.permute([0, 1])
+    if wrong == "no inverse":
+        strides = [[1], [1], [2]]
+        batch = KeyedJaggedTensor(
+            ["a", "b", "p"], torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4, dtype=torch.int64),
+            stride_per_key_per_rank=strides,
+        )  # fmt: skip
+    with pytest.raises(InputError):
+        module(batch)
+    assert module.stats()["t"].live == 0
+    assert module.managed_collision_collection.modules_by_table["t"].step == 0
 
 
 def test_collections_of_other_tables_are_refused() -> None:

@@ -103,6 +103,24 @@ def test_replicas_of_2d_change_together() -> None:
         assert_same(full, state)
 
 
+def test_a_batch_that_was_routed_before_the_capacity_changed_gets_the_rows_of_now() -> None:
+    def fn(group: Group) -> None:
+        module = build(POLICY)
+        shard(module, plan(2), group, exact=True)
+        train(module, group, sizes_of(2), range(2))
+        routed = module.route(local_batch(2, group, sizes_of(2)))
+        resize_ids(module, "user", 96)
+        _, remapped = module(routed)
+        ids = local_batch(2, group, sizes_of(2))["u"].values().tolist()
+        for rank in range(2):
+            for id_ in range(150):
+                place = module.inspect("u", id_)
+                if rank == group.rank and id_ in ids:
+                    assert remapped["u"].values()[ids.index(id_)] in (place.row, place.shared_row)
+
+    run_virtual_ranks(2, fn)
+
+
 def test_an_unsharded_model_is_resized_too() -> None:
     module = build(POLICY)
     module(global_batch(0))

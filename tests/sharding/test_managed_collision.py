@@ -27,6 +27,7 @@ from tilerec.modules.managed_embedding import (
 from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding.buckets_view import BucketsView
@@ -485,7 +486,114 @@ def test_two_batches_may_be_routed_ahead() -> None:
     assert_same(first[1], second[1])
 
 
+def steps_with_the_next_batch_routed(module: Any, group: Group, at: int, between: Callable[[], None]) -> None:
+    """All steps, and `between` is called before the lookup of step `at`, when its ids have rows already."""
+    sizes, first = sizes_of(group.size), sum(sizes_of(group.size)[: group.rank])
+    routed = module.route(local_batch(0, group, sizes))
+    for step in range(STEPS):
+        if step == at:
+            between()
+        out, _ = module.combine(module.lookup(routed))
+        if step + 1 < STEPS:
+            routed = module.route(local_batch(step + 1, group, sizes))
+        grads = upstream(step, SAMPLES, COLUMNS)[first : first + sizes[group.rank]]
+        (out.values() * grads * group.size).sum().backward()
+
+
+def test_tables_that_move_while_a_batch_is_routed_forget_what_old_ids_learned() -> None:
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group, exact=True)
+
+        def move() -> None:
+            assert any(rows is not None and rows.numel() for rows in module._resets[0][2].values())
+            reshard(module, {"_embedding_module": dict.fromkeys(["user", "item"], column_wise([2, 0]))})
+
+        steps_with_the_next_batch_routed(module, group, 3, move)
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(3, fn):
+        assert_same(full, alone(policy)[1])
+
+
+def test_saved_rows_are_those_of_the_saved_ids_while_a_batch_is_routed() -> None:
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module, other, saved = build(policy), build(policy), {}
+        shard(module, row_wise(), group, exact=True)
+        shard(other, row_wise(), group, exact=True)
+        steps_with_the_next_batch_routed(
+            module, group, 3, lambda: saved.update(copies(full_state_dict(module)))
+        )
+        assert_same(full_state_dict(module), alone(policy)[1])
+        fresh = build(policy)
+        # Every row that an id took in step 3, and nobody has trained, has its initial values.
+        since = saved["_managed_collision_collection._managed_collision_modules.user.since"]
+        places = (since == 4).nonzero().squeeze(1)
+        rows = places + places // 7  # one of eight is shared
+        name = "_embedding_module.embedding_bags.user.weight"
+        assert torch.equal(saved[name][rows], fresh.state_dict()[name][rows])
+        return rows.numel()
+
+    assert all(run_virtual_ranks(2, fn))
+
+
+def copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def test_a_batch_that_was_routed_before_other_state_is_loaded_is_mapped_again() -> None:
+    policy = "lru and lfu, shared rows"
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, row_wise(), group, exact=True)
+        train(module, group, sizes_of(2), range(2))
+        saved = copies(full_state_dict(module))
+        train(module, group, sizes_of(2), range(2, 5))
+        routed = module.route(local_batch(2, group, sizes_of(2)))
+        module.load_state_dict(saved)
+        assert_same(full_state_dict(module), saved)
+        return module(routed)[1]
+
+    together = concat_batches(run_virtual_ranks(2, fn))
+    assert torch.equal(together.values(), alone(policy)[0][2].values())
+
+
 # ----------------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_clock_that_fails_on_one_rank_is_heard_on_all_and_changes_nothing() -> None:
+    def fn(group: Group) -> str:
+        module = build("times to live")
+        shard(module, row_wise(), group)
+        clock = module.managed_collision_collection.modules_by_table["item"]
+        if group.rank == 1:
+            clock._clock = lambda: 0.5
+        with pytest.raises((InputError, ConfigError)) as caught:
+            module(local_batch(0, group, sizes_of(2)))
+        assert all(stats.live == 0 for stats in module.stats().values())
+        return str(caught.value)
+
+    first, second = run_virtual_ranks(2, fn)
+    assert "Rank 1 refused its batch" in first
+    assert "Table 'item': its clock says 0.5" in second
+
+
+def test_ranks_that_ask_for_different_ids_are_named() -> None:
+    def fn(group: Group) -> str:
+        module = build("lru and lfu, shared rows")
+        shard(module, row_wise(), group)
+        with pytest.raises(InputError) as caught:
+            module.inspect("u", 5 + group.rank)
+        with pytest.raises(InputError, match="is a str" if group.rank else "asks for"):
+            module.inspect("u", "5" if group.rank else 5)
+        return str(caught.value)
+
+    assert "rank 0 asks for (u, 5) and rank 1 for (u, 6)" in run_virtual_ranks(2, fn)[0]
 
 
 def test_more_ranks_than_buckets_are_refused_before_anything_changes() -> None:
@@ -549,17 +657,21 @@ def test_a_batch_that_one_rank_refuses_is_heard_on_all_and_changes_nothing() -> 
 
 
 def test_rows_reset_for_a_batch_that_could_not_be_routed_are_reset_for_the_next() -> None:
-    """The tables refuse the batch (rank 1 has no ids for `plain`); the map has given rows of old ids away by then."""
+    """The tables fail on a batch on rank 1; the map has given rows of old ids away by then."""
 
     def fn(group: Group) -> Any:
         module = build("lru and lfu, shared rows")
         shard(module, row_wise(), group, exact=True)
         train(module, group, sizes_of(2), range(2))
         batch = local_batch(2, group, sizes_of(2))
-        without = batch.permute([0, 1, 2]) if group.rank == 1 else batch
-        with pytest.raises(InputError):
-            module(without)
-        fresh = dict(module._resets[0][1])
+        tables = module.embedding_module
+        if group.rank == 1:
+            tables._batch = None  # not to be called
+        with pytest.raises(TypeError if group.rank == 1 else InputError):
+            module(batch)
+        if group.rank == 1:
+            del tables._batch
+        fresh = dict(module._resets[0][2])
         assert len(module._resets) == 1
         module(local_batch(2, group, sizes_of(2)))
         assert not module._resets

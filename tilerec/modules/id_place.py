@@ -5,6 +5,7 @@ Legend: E rows with own ids (places) that are here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ def place_of(
         key: the id as it is kept.
         now: the clock; asked where something expires.
     """
+    id_ = operator.index(id_)
     ids_N = torch.tensor([key], device=state.ids_E.device)
     bucket = int(zch_buckets(ids_N, table.buckets)[0])
     found = zch_find(ids_N, state, table)

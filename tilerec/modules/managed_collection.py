@@ -89,7 +89,7 @@ class ManagedCollisionCollection(nn.Module):
         rows: dict[str, Tensor] = {}
         for table, module in self.modules_by_table.items():
             names = self._table_features[table]
-            mapped = module.map(batch[table], [batch.sizes[name] for name in names], module.now())
+            mapped = module.map(batch[table], [batch.sizes[name] for name in names], batch.times[table])
             module.keep_evicted(mapped.evicted_M)
             rows.update(zip(names, mapped.rows_N.split([batch.sizes[name] for name in names]), strict=True))
         return with_rows(features, rows)
@@ -116,6 +116,7 @@ class ManagedCollisionCollection(nn.Module):
             parts = [features.values()[starts[name] : starts[name] + sizes[name]] for name in names]
             joined = torch.cat(parts) if len(parts) > 1 else parts[0]
             ids[table] = module.hashed(joined) if self._need_preprocess else joined.to(torch.int64)
+            ids.times[table] = module.now()
         return ids
 
     def evict(self) -> dict[str, Tensor | None]:
@@ -146,11 +147,12 @@ class ManagedCollisionCollection(nn.Module):
 
 
 class TableIds(dict[str, Tensor]):
-    """Ids by table, feature after feature; `sizes`: how many each feature has."""
+    """Ids by table, feature after feature; `sizes`: how many each feature has; `times`: by each table's clock."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__()
         self.sizes = sizes
+        self.times: dict[str, int] = {}
 
 
 def _features_of(
@@ -191,13 +193,20 @@ def _features_of(
     return found
 
 
-def _refuse_before_loading(collection: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Nothing is loaded, of tables neither, where the state of one is not for it."""
+def _refuse_before_loading(
+    collection: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
+) -> None:
+    """Nothing is loaded, of tables neither, where the state of one is not for it, or not all of it is there."""
     assert isinstance(collection, ManagedCollisionCollection)
     for table, module in collection.modules_by_table.items():
         start = f"{prefix}_managed_collision_modules.{table}."
         own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-        if set(own) >= {*module.state_tensors(), *module.numbers()}:
-            refused = module.misfit(own)
-            if refused is not None:
-                raise ConfigError(refused)
+        missing = [name for name in (*module.state_tensors(), *module.numbers()) if name not in own]
+        if missing and (strict or len(missing) < len(module.state_tensors()) + len(module.numbers())):
+            raise ConfigError(
+                f"Table '{table}': the state lacks {[start + name for name in missing]}; it is cut short, or of a "
+                "table with other settings (times to live, admission). Nothing is loaded."
+            )
+        refused = None if missing else module.misfit(own)
+        if refused is not None:
+            raise ConfigError(refused)

@@ -20,6 +20,7 @@ Legend: N ids, E rows with own ids (places), B buckets that are here, C admissio
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from tilerec.modules.id_resize import Resized, ResizedMap, resized_buckets, resi
 from tilerec.modules.id_state import HASH_NAMES, StateView, misfit
 from tilerec.modules.kept_bags import jagged_with_rows
 from tilerec.ops.hash import HashRange, HashState, Policy, empty_state, zch_assign_, zch_buckets, zch_find
+from tilerec.ops.hash_checks import LONGEST
 from tilerec.sparse.jagged_tensor import JaggedTensor
 
 ANY_ID = 2**63 - 1
@@ -84,6 +86,8 @@ class ManagedCollisionModule(nn.Module):
         self._features: tuple[str, ...] = ()
         self._view: StateView | None = None
         self._evicted: list[Tensor] = []
+        # Grows when the map becomes another one: rows that ids were given before are not theirs any more.
+        self.version = 0
         # On the CPU whatever the rest is on: it is read at every step.
         self._step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._reads_F2 = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
@@ -189,8 +193,20 @@ class ManagedCollisionModule(nn.Module):
         self._reads_F2 = torch.zeros(len(features), 2, dtype=torch.int64, device="cpu")
 
     def now(self) -> int:
-        """The time of expiry; 0 where nothing expires."""
-        return self._clock() if self._policy is Policy.TTL else 0
+        """The time of expiry; 0 where nothing expires.
+
+        Raises:
+            ConfigError: the clock does not give whole numbers.
+        """
+        if self._policy is not Policy.TTL:
+            return 0
+        time_ = self._clock()
+        if isinstance(time_, bool) or not hasattr(time_, "__index__") or not -LONGEST <= time_ <= LONGEST:
+            raise ConfigError(
+                f"{self._who}: its clock says {time_!r}; wanted a whole number from -2**61 to 2**61, such as "
+                "clock=lambda: int(time.time())."
+            )
+        return operator.index(time_)
 
     def hashed(self, ids_N: Tensor) -> Tensor:
         """Ids as they are kept: int64, through the user's `input_hash_func` if there is one."""
@@ -368,9 +384,12 @@ class ManagedCollisionModule(nn.Module):
         return self._buckets.first <= bucket < self._buckets.last
 
     def _hashed_one(self, id_: int) -> int:
-        if not -(2**63) <= id_ < 2**63:
-            raise InputError(f"{self._who}: id {id_} is no int64.")
-        return int(self.hashed(torch.tensor([id_]))[0])
+        if isinstance(id_, bool) or not hasattr(id_, "__index__"):
+            raise InputError(f"{self._who}: id {id_!r} is a {type(id_).__name__}, wanted a whole number.")
+        number = operator.index(id_)
+        if not -(2**63) <= number < 2**63:
+            raise InputError(f"{self._who}: id {number} is no int64.")
+        return int(self.hashed(torch.tensor([number], dtype=torch.int64))[0])
 
     @torch.no_grad()
     def inspect(self, feature: str, id_: int) -> IdPlace:
@@ -420,6 +439,7 @@ class ManagedCollisionModule(nn.Module):
         """
         made = self.resized_map(whole)
         self._buckets, self.counts = made.buckets, made.counts_BC
+        self.version += 1
         self._put(made.state)
         return made.moved
 
@@ -440,6 +460,7 @@ class ManagedCollisionModule(nn.Module):
             if not tensor.is_meta:
                 tensor.zero_()
         self._step.zero_()
+        self.version += 1
         self._reads_F2.zero_()
 
     def rebuild_with_output_id_range(
@@ -564,6 +585,7 @@ class ManagedCollisionModule(nn.Module):
             else:
                 self._view.take(tensor, per_bucket, found[name])
         self._step.copy_(found["step"])
+        self.version += 1
         self._evicted.clear()
 
     def misfit(self, state: dict[str, Any]) -> str | None:

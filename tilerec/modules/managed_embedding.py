@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.id_resize import Resized
+from tilerec.modules.managed_batch import check_batch
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import check_resizable, resize_table
@@ -60,6 +62,7 @@ class ManagedCollisionEmbeddings(nn.Module):
         self._managed_collision_collection = managed_collision_collection
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features
+        self.register_load_state_dict_pre_hook(_refuse_cut_short)
 
     @property
     def managed_collision_collection(self) -> ManagedCollisionCollection:
@@ -86,9 +89,14 @@ class ManagedCollisionEmbeddings(nn.Module):
 
     def _remap(self, features: KeyedJaggedTensor, mutate: bool) -> KeyedJaggedTensor:
         """Rows of the batch's ids; rows that lost their id are new."""
+        self._check(features)
         remapped = self._managed_collision_collection(features, mutate)
         self._reset(self._managed_collision_collection.evict())
         return remapped
+
+    def _check(self, features: KeyedJaggedTensor) -> None:
+        """Refuse what the tables would refuse, before any id takes a row."""
+        check_batch(self._embedding_module, self._managed_collision_collection.modules_by_table, features)
 
     def _reset(self, evicted: dict[str, Tensor | None]) -> None:
         for table, rows_M in evicted.items():
@@ -204,6 +212,21 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
         remapped = self._remap(features, mutate_miss_lengths)
         rows = self._embedding_module(remapped)
         return rows, remapped if self._return_remapped_features else None
+
+
+def _refuse_cut_short(
+    module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
+) -> None:
+    """Ids are not loaded without the rows that they have, nor rows without ids."""
+    assert isinstance(module, ManagedCollisionEmbeddings)
+    tables = module._embedding_module
+    names = [f"{prefix}_embedding_module.{tables._holder}.{table}.weight" for table in tables._tables]
+    missing = [name for name in names if name not in state]
+    if strict and missing:
+        raise ConfigError(
+            f"{type(module).__name__}: the state lacks {missing[:8]}; it is cut short, or of another model. Nothing of "
+            "this module is loaded."
+        )
 
 
 def _check_alike(who: str, tables: TableCollection, collection: ManagedCollisionCollection) -> None:

@@ -25,6 +25,7 @@ from tilerec.parallel.ready import (
 )
 from tilerec.parallel.reshard_2d import reshard_2d
 from tilerec.parallel.two_d import TwoD
+from tilerec.sharding.managed_collision import settle_ids
 
 
 def reshard(
@@ -63,6 +64,7 @@ def reshard(
         CommsError: a rank is gone.
     """
     begun = time.monotonic()
+    settle_ids(model)
     two_d = vars(model).get("_two_d")
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
     if isinstance(two_d, TwoD):

@@ -151,7 +151,7 @@ class IdExchange:
             group.size, count
         )
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
-        said = [0, writes % (1 << 62), *(module.now() for module in self.modules.values())]
+        said = [0, writes % (1 << 62), *(batch.times[table] for table in self.modules)]
         head = torch.tensor(said, device=ids_N.device).expand(group.size, len(said))
         width = len(said) + count
         heard_WH = self._all_to_all(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.id_counts import IdStats, Summary
@@ -66,12 +66,20 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
             module = self.modules_by_table[self.table_of(feature)]
             if module.holds(id_):
                 place = replace(module.inspect(feature, id_), rank=group.rank)
-        except InputError as error:
+        except Exception as error:
             failure = error
-        places = cast("list[IdPlace | None]", group.all_gather_object(place))
+        asked = f"{feature}, {id_}"
+        said = (asked, failure is not None, place)
+        heard = cast("list[tuple[str, bool, IdPlace | None]]", group.all_gather_object(said))
         if failure is not None:
             raise failure
-        return next(found for found in places if found is not None)
+        for rank, (other, failed, _) in enumerate(heard):
+            if other != asked or failed:
+                raise InputError(
+                    f"inspect: rank {group.rank} asks for ({asked}) and rank {rank} for ({other}); all ranks ask for "
+                    "one id at a time."
+                )
+        return next(found for _, _, found in heard if found is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedManagedCollisionCollection:
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -92,6 +100,9 @@ class RoutedManaged:
     number: int
     remapped: KeyedJaggedTensor
     routed: RoutedFeatures
+    features: KeyedJaggedTensor  # with ids: mapped again where the maps have become others meanwhile
+    mutate_miss_lengths: bool
+    maps: tuple[int, ...]  # `ManagedCollisionModule.version` of each
 
     def wait(self) -> RoutedManaged:
         """Rows have arrived at their holders."""
@@ -115,24 +126,35 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     """
 
     _routed: int
-    _resets: deque[tuple[int, dict[str, Tensor | None]]]
+    _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None]]]
 
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
         """Map the ids and send the rows on their way. A collective; see `ShardedCollection.route`."""
-        collection = self._managed_collision_collection
+        collection = cast(ShardedManagedCollisionCollection, self._managed_collision_collection)
+        try:
+            self._check(features)
+        except Exception as error:
+            collection.exchange.refuse(error)
         remapped = collection(features, mutate_miss_lengths)
         self._routed += 1
+        maps = self._maps()
         # Kept also where routing fails: whoever looks up next must not read what an old id learned.
-        self._resets.append((self._routed, collection.evict()))
+        self._resets.append((self._routed, maps, collection.evict()))
         routed = cast(ShardedCollection, self._embedding_module).route(remapped)
-        return RoutedManaged(self._routed, remapped, routed)
+        return RoutedManaged(self._routed, remapped, routed, features, mutate_miss_lengths, maps)
 
     @_eager
     def lookup(self, routed: RoutedManaged) -> LookedUpManaged:
-        """Reset the rows that this batch, or one before it, took from others; then look up."""
-        while self._resets and self._resets[0][0] <= routed.number:
-            self._reset(self._resets.popleft()[1])
+        """Reset the rows that this batch, or one before it, took from others; then look up.
+
+        A batch whose ids were mapped before the capacity changed (`resize_ids`), or before other state was loaded, is
+        mapped and routed again, on every rank.
+        """
+        if routed.maps != self._maps():
+            routed.wait()
+            routed = self.route(routed.features, routed.mutate_miss_lengths)
+        self._reset_up_to(routed.number)
         looked = cast(ShardedCollection, self._embedding_module).lookup(routed.routed)
         return LookedUpManaged(routed.remapped, looked)
 
@@ -147,8 +169,22 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
 
     def settle(self) -> None:
         """Reset rows that batches took which were routed and never looked up."""
-        while self._resets:
-            self._reset(self._resets.popleft()[1])
+        self._reset_up_to(self._routed)
+
+    def _reset_up_to(self, number: int) -> None:
+        maps = self._maps()
+        while self._resets and self._resets[0][0] <= number:
+            _, when, evicted = self._resets.popleft()
+            if when == maps:  # otherwise these are rows of a map that is no more
+                self._reset(evicted)
+
+    def _maps(self) -> tuple[int, ...]:
+        return tuple([m.version for m in self._managed_collision_collection.modules_by_table.values()])
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # Ids of batches that are routed already are in the state: their rows must be, too.
+        self.settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _combined(self, looked: LookedUpManaged) -> tuple[Any, KeyedJaggedTensor | None]:
         tables = cast(Any, self._embedding_module)
@@ -160,6 +196,13 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_resets": deque(self._resets)}
+
+
+def settle_ids(model: nn.Module) -> None:
+    """Reset the rows that routed batches took, in all of a model: before its tables move, or ids do."""
+    for part in model.modules():
+        if isinstance(part, ShardedManagedCollisionEmbeddings):
+            part.settle()
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(

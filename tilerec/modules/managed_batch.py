@@ -1,0 +1,73 @@
+"""What tables would refuse of a batch, found out before any id takes a row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.lookup import raise_bad_id
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+
+def check_batch(tables: TableCollection, managed: Collection[str], features: KeyedJaggedTensor) -> None:
+    """Return if the tables will take the batch, whatever rows its ids get.
+
+    Ids of tables without managed collision are row numbers, and are compared with their tables on the CPU only:
+    elsewhere that would wait for the device.
+
+    Args:
+        managed: names of the tables whose ids are mapped.
+
+    Raises:
+        InputError: a feature is missing, weights are, or what expands a variable batch; an id is outside its table.
+    """
+    who = type(tables).__name__
+    if not isinstance(features, KeyedJaggedTensor):
+        raise InputError(f"{who}: got a {type(features).__name__}, wanted a KeyedJaggedTensor.")
+    keys = features.keys()
+    for slot in tables._slots:
+        if slot.feature not in keys:
+            raise InputError(
+                f"{who}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, whose keys are "
+                f"{keys[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+            )
+    if getattr(tables, "_is_weighted", False):
+        features.weights()
+    if features.variable_stride_per_key() and isinstance(tables, EmbeddingBagCollection):
+        _check_inverse(tables, features)
+    own = {config.name: config.num_embeddings for config in tables._configs if config.name not in managed}
+    if own and tables._on_bad_id == "error" and features.values().device.type == "cpu":
+        starts = dict(zip(keys, features.offset_per_key(), strict=False))
+        sizes = dict(zip(keys, features.length_per_key(), strict=True))
+        for slot in tables._slots:
+            if slot.table in own and sizes[slot.feature]:
+                start = starts[slot.feature]
+                ids_N = features.values()[start : start + sizes[slot.feature]]
+                _check_rows(ids_N, start, own[slot.table], f"{slot.feature}@{slot.table}")
+
+
+def _check_inverse(tables: TableCollection, features: KeyedJaggedTensor) -> None:
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise InputError(
+            f"{type(tables).__name__}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no "
+            "inverse_indices, so its features have no common batch size; pass inverse_indices=(keys, indices) with "
+            "the KeyedJaggedTensor."
+        )
+    for slot in tables._slots:
+        if slot.feature not in inverse[0]:
+            raise InputError(
+                f"{type(tables).__name__}: feature '{slot.feature}' is not among the keys of the batch's "
+                f"inverse_indices, {list(inverse[0])[:20]}; give indices for every feature that the tables read."
+            )
+
+
+def _check_rows(ids_N: Tensor, start: int, rows: int, name: str) -> None:
+    outside = ((ids_N < 0) | (ids_N >= rows)).nonzero()
+    if outside.numel():
+        at = int(outside[0])
+        raise_bad_id(name, 0, start + at, int(ids_N[at]), rows)
