@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 
+COUNTER_LIMIT = 2**31 - 1  # of what admission counts, and of an entry's occurrences
 MOST = 2**31  # of buckets, and of slots: their product with 32 bits of hash fits int64
 LONGEST = 2**61  # of clocks and times to live: their sum fits int64
 _POLICIES = 4

@@ -16,15 +16,16 @@ from torch import Tensor
 from tilerec.ops.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Zch, ZchResizing
-from tilerec.ops.hash import _high, _mixed, _new_held
 from tilerec.ops.hash_checks import checked, raise_bad_count, raise_bad_ttl, raise_lost_id, raise_wrong_bucket
+from tilerec.ops.hash_place import high, mixed
+from tilerec.ops.hash_resize import new_held_of
 from tilerec.ops.library import LIBRARY
 
 _BAD_COUNT = 1  # TR_ZCH_BAD_COUNT of native/hash.h; the other one is TR_ZCH_BAD_TTL
 
 
 def _bucket(id_: int, buckets: int) -> int:
-    return int(_high(_mixed(torch.tensor([id_])), buckets))
+    return int(high(mixed(torch.tensor([id_])), buckets))
 
 
 def _address(values: Tensor | None) -> int | None:
@@ -161,7 +162,7 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
         exponent: float,
     ) -> tuple[Tensor, ...]:
         held = ids_E.shape[0] // slots
-        rows = _new_held(held, buckets, new_buckets) * new_slots
+        rows = new_held_of(held, buckets, new_buckets) * new_slots
         expiring = expires_E.shape[0] > 0
         new = [values.new_zeros(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
         new.append(expires_E.new_zeros(rows if expiring else 0))

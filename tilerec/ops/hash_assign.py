@@ -1,0 +1,194 @@
+"""Giving ids rows, one after the other: `zch_assign_`. Nouns as in `tilerec/ops/hash.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.hash_checks import COUNTER_LIMIT, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash_place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
+from tilerec.ops.hash_policy import Outcome, Policy, Score, score_of
+from tilerec.ops.library import LIBRARY
+
+LIBRARY.define(
+    "zch_assign_(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, "
+    "Tensor(b!) used_E, Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, "
+    "Tensor(g!) counters_BC, int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, "
+    "float exponent, SymInt ttl, bool evict, int threshold) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Bucket(NamedTuple):
+    """One bucket as lists, for loops in Python."""
+
+    ids: list[int]
+    used: list[bool]
+    since: list[int]
+    last: list[int]
+    hits: list[int]
+    expires: list[int]
+    counters: list[int]
+
+    def search(self, id_: int, window: Iterable[int]) -> tuple[int | None, bool, int]:
+        """The slot of the id or the first empty one (None: neither), whether the id is there, slots looked at."""
+        probes = 0
+        for probes, slot in enumerate(window, 1):
+            if not self.used[slot]:
+                return slot, False, probes
+            if self.ids[slot] == id_:
+                return slot, True, probes
+        return None, False, probes
+
+    def admits(self, places: tuple[int, int], count: int, threshold: int) -> bool:
+        if threshold <= 1:
+            return True
+        seen = min(min(self.counters[place] for place in places) + count, COUNTER_LIMIT)
+        for place in places:
+            self.counters[place] = max(self.counters[place], seen)
+        return seen >= threshold
+
+    def victim(self, window: Iterable[int], policy: int, exponent: float, step: int, now: int) -> int | None:
+        may_go = (
+            slot
+            for slot in window
+            if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
+        )
+        return min(may_go, key=lambda slot: self.score(slot, policy, exponent, step), default=None)
+
+    def score(self, slot: int, policy: int, exponent: float, step: int) -> Score:
+        return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+
+    def hit(self, slot: int, step: int, count: int, until: int) -> None:
+        self.last[slot] = step
+        self.hits[slot] += count
+        self.expires[slot] = max(self.expires[slot], until)
+
+    def put(self, slot: int, id_: int, step: int, count: int, until: int) -> None:
+        self.ids[slot], self.used[slot], self.hits[slot], self.expires[slot] = id_, True, count, until
+        self.since[slot] = self.last[slot] = step
+
+
+def zch_assign_reference(
+    ids_N: Tensor,
+    counts_N: Tensor | None,
+    may_insert_N: Tensor | None,
+    ttl_N: Tensor | None,
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    counters_BC: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    max_probe: int,
+    step: int,
+    now: int,
+    policy: int,
+    exponent: float,
+    ttl: int,
+    evict: bool,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Give every id a row, one after the other.
+
+    Entry n stands for `counts_N[n]` occurrences (1 without). In its window, up to the first empty slot:
+    1. found: a hit. `last` becomes `step`, `hits` grows, `expires` becomes the later of itself and now + ttl.
+    2. otherwise, if `may_insert_N[n]` is false: missing. Nothing changes.
+    3. otherwise, if `threshold` > 1: the lesser of the id's two counters, plus its occurrences (at most 2**31 - 1), is
+       written to those of the two that are less; below the threshold the id is not admitted.
+    4. otherwise, an empty slot: inserted there.
+    5. otherwise, with `evict`: of the slots that this step has not touched (and with TTL: that have expired), the least
+       by `policy` is evicted and the id inserted in its place.
+    6. otherwise rejected.
+    An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
+
+    Returns rows_N (int64, of the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32, slots looked at
+    to find the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of their evictors; a row is
+    there at most once).
+
+    1 bucket of 2 slots, LRU, step 9, both used: ids [5, 6], last [3, 9]. Assigning [7, 8]: 7 evicts 5 (6 is touched)
+    and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
+    """
+    op = "zch_assign_"
+    mixed_N = mixed(ids_N)
+    bucket_N = local_buckets(op, ids_N, mixed_N, first, ids_E.shape[0] // slots, buckets)
+    ids, starts = ids_N.tolist(), low(mixed_N, slots).tolist()
+    counts = [1] * len(ids) if counts_N is None else counts_N.tolist()
+    inserts = [True] * len(ids) if may_insert_N is None else may_insert_N.tolist()
+    ttls = [ttl] * len(ids) if ttl_N is None else ttl_N.tolist()
+    for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
+        if not 1 <= count <= COUNTER_LIMIT:
+            raise_bad_count(op, n, count)
+        if not 0 <= time <= 2**61:
+            raise_bad_ttl(op, n, time)
+    expiring = expires_E.shape[0] > 0
+    second_N = mixed(mixed_N ^ SECOND)
+    places = list(
+        zip(
+            high(second_N, counters_BC.shape[1]).tolist(),
+            low(second_N, counters_BC.shape[1]).tolist(),
+            strict=True,
+        )
+    )
+
+    rows, outcomes, probes = [-1] * len(ids), [0] * len(ids), [0] * len(ids)
+    evictions: dict[int, tuple[int, int]] = {}
+    for bucket, positions in by_bucket(bucket_N):
+        here = slice(bucket * slots, (bucket + 1) * slots)
+        state_E = [ids_E, used_E, since_E, last_E, hits_E, *([expires_E] if expiring else [])]
+        state = [values_E[here].tolist() for values_E in state_E]
+        bucket_ids, used, since, last, hits = state[:5]
+        expires = state[5] if expiring else [0] * slots
+        content = Bucket(bucket_ids, used, since, last, hits, expires, counters_BC[bucket].tolist())
+        for n in positions:
+            window = window_of(starts[n], slots, max_probe)
+            until = now + ttls[n]
+            slot, found, probes[n] = content.search(ids[n], window)
+            if found and slot is not None:
+                content.hit(slot, step, counts[n], until)
+                outcome = Outcome.HIT
+            elif not inserts[n]:
+                outcome = Outcome.MISSING
+            elif not content.admits(places[n], counts[n], threshold):
+                outcome = Outcome.NOT_ADMITTED
+            else:
+                outcome = Outcome.INSERTED
+                if slot is None:
+                    slot = content.victim(window, policy, exponent, step, now) if evict else None
+                    outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
+                if slot is not None:
+                    if outcome == Outcome.EVICTED:
+                        evictions[n] = ((first + bucket) * slots + slot, content.ids[slot])
+                    content.put(slot, ids[n], step, counts[n], until)
+            outcomes[n] = outcome
+            if slot is not None and outcome <= Outcome.EVICTED:
+                rows[n] = (first + bucket) * slots + slot
+        for values_E, values in zip(state_E, state, strict=True):
+            values_E[here] = tensor_like(values, values_E.dtype, values_E)
+        counters_BC[bucket] = tensor_like(content.counters, counters_BC.dtype, counters_BC)
+
+    ordered = [evictions[n] for n in sorted(evictions)]
+    return (
+        tensor_like(rows, torch.int64, ids_N),
+        tensor_like(outcomes, torch.uint8, ids_N),
+        tensor_like(probes, torch.int32, ids_N),
+        tensor_like([row for row, _ in ordered], torch.int64, ids_N),
+        tensor_like([old for _, old in ordered], torch.int64, ids_N),
+    )
+
+
+def zch_assign_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    evictions = torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty_like(ids_N),
+        torch.empty_like(ids_N, dtype=torch.uint8),
+        torch.empty_like(ids_N, dtype=torch.int32),
+        ids_N.new_empty(evictions),
+        ids_N.new_empty(evictions),
+    )
