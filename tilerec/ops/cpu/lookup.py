@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Lookup, Report
@@ -31,6 +30,17 @@ from tilerec.ops.lookup import (
     check_devices,
     raise_bad_id,
 )
+from tilerec.ops.lookup_checks import (
+    check_batch,
+    check_contiguous,
+    check_gradient,
+    check_layout,
+    check_starts,
+    pooled_shape,
+    raise_bad_offsets,
+    raise_no_rows,
+    raise_other_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,6 @@ class _Layout:
     """What stays the same from call to call; `head` are the first fields of `Lookup`, addresses of `arrays`."""
 
     head: tuple[int, ...]
-    width: int
     dims: tuple[int, ...]  # per feature
     last_key: int  # -1: no features
     pointers: type[ctypes.Array[ctypes.c_void_p]]
@@ -56,36 +65,19 @@ def _layout(
 ) -> _Layout | None:
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
-    for t, shape in enumerate(shapes):
-        if len(shape) != 2:
-            raise InputError(f"Table {t} of a lookup: weight has shape {list(shape)}, wanted [rows, dim].")
-    for f, t in enumerate(tables):
-        if not 0 <= t < len(shapes):
-            raise InputError(f"Feature {f} of a lookup reads table {t}, wanted [0, {len(shapes)}).")
-    if pooled and not len(tables) == len(keys) == len(means):
-        raise InputError(
-            f"A lookup of {len(tables)} features names {len(keys)} keys and {len(means)} poolings; wanted one of each "
-            "per feature."
-        )
-    if any(key < 0 for key in keys):
-        raise InputError(f"A lookup's features read keys {list(keys)}; wanted no negative number.")
+    check_layout(shapes, tables, keys, means, pooled)
     rows, columns = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
     arrays = tuple(int64_array(v) for v in (tables, keys, means, rows, columns, [DTYPES[d] for d in dtypes]))
     places = [ctypes.addressof(array) for array in arrays]
     dims = tuple(columns[t] for t in tables)
     head = (len(tables), *places[:3], len(shapes), *places[3:])
-    return _Layout(head, sum(dims), dims, max(keys, default=-1), ctypes.c_void_p * len(shapes), arrays)
+    return _Layout(head, dims, max(keys, default=-1), ctypes.c_void_p * len(shapes), arrays)
 
 
 def _layout_of(
     weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], pooled: bool
 ) -> _Layout | None:
-    if not all(map(Tensor.is_contiguous, weights)):
-        t, weight = next((t, w) for t, w in enumerate(weights) if not w.is_contiguous())
-        raise InputError(
-            f"Table {t} of a lookup: weight of shape {tuple(weight.shape)} has strides {weight.stride()}, "
-            "wanted contiguous rows; pass weight.contiguous()."
-        )
+    check_contiguous(weights)
     return _layout(
         tuple(tables),
         tuple(keys),
@@ -114,76 +106,14 @@ def _raise(
     if report.status == BAD_ID:
         rows = weights[tables[report.feature]].shape[0]
         raise_bad_id(names, report.feature, report.position, report.value, rows)
-    label = names.split(",")[report.feature] if names else ""
-    feature, _, table = label.rpartition("@")
-    feature, table = feature or str(report.feature), table or str(tables[report.feature])
     if report.status == BAD_OFFSETS:
-        wanted = f"lie in [0, {ids.numel()}] (the number of values)"
-        if not pooled:
-            wanted += ", begin at 0 and end there"
-        raise InputError(
-            f"Feature '{feature}': offsets[{report.position}] is {report.value}; offsets must not fall and must "
-            f"{wanted}; check how lengths and values were put together."
-        )
+        raise_bad_offsets(names, tables, report.feature, report.position, report.value, ids.numel(), pooled)
     if report.value == _NO_ROWS:
         check_devices(weights, ids, tables, names)
-        raise InputError(
-            f"Table '{table}': its rows have no memory (its storage was freed); give it memory with "
-            "to_empty(device=...) and load it."
-        )
+        raise_no_rows(names, tables, report.feature)
     if report.value == _BAD_DIM:
-        raise InputError(
-            f"Table '{table}': dim {report.position}, but the first feature's table has dim "
-            f"{weights[tables[0]].shape[1]}; rows that are not pooled stand in one tensor: look up tables of another "
-            "dim on their own."
-        )
-    raise AssertionError(f"A lookup contradicts itself (feature {feature}, check {report.value})")
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-def _check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> None:
-    """Raise an `InputError` for a batch that is no flat lists of ids, offsets and weights."""
-    if sample_weights is not None and sample_weights.shape != ids.shape:
-        raise InputError(
-            f"A lookup's sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; wanted one "
-            "weight per id: check how weights and values were put together."
-        )
-    if ids.dim() == 1 and offsets.dim() == 1 and ids.dtype in INDEX_TYPES and offsets.dtype in INDEX_TYPES:
-        return
-    for name, values in (("ids", ids), ("offsets", offsets)):
-        if values.dim() != 1 or not _is_integer(values.dtype):
-            raise InputError(
-                f"A lookup's {name} have shape {list(values.shape)} and type {values.dtype}, wanted a flat list of "
-                "integers: flatten them."
-            )
-
-
-def _output_shape(
-    layout: _Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
-) -> tuple[int, ...]:
-    """Of a pooled lookup: `[B, C]`, or flat for variable batches. An `InputError` if the offsets hold fewer bags."""
-    last = layout.last_key
-    if len(batches) == 1:
-        bags = batches[0] * (last + 1)
-        shape: tuple[int, ...] = (batches[0], layout.width)
-    else:
-        if last >= len(batches):
-            raise InputError(
-                f"A lookup reads key number {last} and there are batch sizes for {len(batches)} keys; wanted one per "
-                "key, or a single one for all."
-            )
-        bags = sum(batches[: last + 1])
-        shape = (sum([batches[k] * d for k, d in zip(keys, layout.dims, strict=True)]),)
-    if min(batches, default=0) < 0 or (last >= 0 and bags >= offsets.shape[0]):
-        label = names.split(",")[keys.index(last)].rpartition("@")[0] if names else ""
-        raise InputError(
-            f"Feature '{label or last}': the offsets hold fewer bags than the batch sizes say ({offsets.shape[0]} "
-            f"offsets for {bags} bags, wanted {bags + 1}); check the batch sizes per key."
-        )
-    return shape
+        raise_other_dim(names, tables, report.feature, report.position, weights[tables[0]].shape[1])
+    raise AssertionError(f"A lookup contradicts itself (feature {report.feature}, check {report.value})")
 
 
 def _ids(ids: Tensor) -> Tensor:
@@ -208,13 +138,13 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
         dtype: torch.dtype,
         names: str,
     ) -> tuple[Tensor, Tensor]:
-        _check_batch(ids, offsets, sample_weights)
+        check_batch(ids, offsets, sample_weights)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or dtype not in DTYPES:
             return _pooled_lookup_reference(
                 weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
             )
-        out = reused_empty(_output_shape(layout, keys, batches, offsets, names), dtype)
+        out = reused_empty(pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names), dtype)
         ids, offsets = _ids(ids), _int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
@@ -243,12 +173,8 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         dtype: torch.dtype,
         names: str,
     ) -> tuple[Tensor, Tensor]:
-        _check_batch(ids, starts, None)
-        if starts.shape[0] != len(tables) + 1:
-            raise InputError(
-                f"A lookup of {len(tables)} features that are not pooled has {starts.shape[0]} starts, wanted "
-                f"{len(tables) + 1}: where each feature's ids begin, and the end of the last."
-            )
+        check_batch(ids, starts, None)
+        check_starts(starts, len(tables))
         layout = _layout_of(weights, tables, (), (), False)
         if layout is None or not tables or dtype not in DTYPES:
             return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
@@ -277,16 +203,12 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         means: Sequence[int],
         batches: Sequence[int],
     ) -> Tensor:
-        _check_batch(ids, offsets, None)
+        check_batch(ids, offsets, None)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or grad.dtype not in DTYPES:
             return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
-        wanted = _output_shape(layout, keys, batches, offsets, "")
-        if grad.numel() != math.prod(wanted):
-            raise InputError(
-                f"sample_weight_grad: the gradient has shape {list(grad.shape)}, wanted {list(wanted)}, the shape of "
-                "the lookup's output."
-            )
+        wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
+        check_gradient(grad, wanted, math.prod(wanted))
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
         ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
