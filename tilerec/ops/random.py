@@ -160,13 +160,19 @@ def _fake_random_fill(
     return None
 
 
+ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Types of rows that take part in stochastic rounding."""
+
+
 def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 to bf16 or fp16 up or down with a probability that makes the mean exact.
+    """Round fp32 to bf16, fp16 or fp8 (e4m3) up or down with a probability that makes the mean exact.
 
     The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 +
     2^-9 lies a quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
+
+    e4m3 has no infinity: what is beyond 448, its largest number, becomes 448, and infinities NaN.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in ROUNDED:
         return values_RC.to(dtype)
     values = values_RC.to(torch.float32)
     bits = values.contiguous().view(torch.int32).to(torch.int64) & _MASK
@@ -174,12 +180,16 @@ def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) ->
     if dtype is torch.bfloat16:
         kept = _from_bits((bits + (words_RC & 0xFFFF)) & 0xFFFF0000)
         return torch.where(finite, kept, values).to(torch.bfloat16)
-    noise = words_RC & 0x1FFF
-    normal = _from_bits((bits + noise) & 0xFFFFE000)
+    # dropped bits; normal numbers begin at 2^normal; below, steps are 2^step apart
+    dropped, normal, step = (13, -14, -24) if dtype is torch.float16 else (20, -6, -9)
+    noise = words_RC & ((1 << dropped) - 1)
+    kept = _from_bits((bits + noise) & (_MASK << dropped & _MASK))
     magnitude = values.abs()
-    steps = torch.floor(magnitude * 2.0**24 + noise.to(torch.float32) * 2.0**-13)
-    small = torch.copysign(steps * 2.0**-24, values)
-    rounded = torch.where(magnitude >= 2.0**-14, normal, small)
+    steps = torch.floor(magnitude * 2.0**-step + noise.to(torch.float32) * 2.0**-dropped)
+    small = torch.copysign(steps * 2.0**step, values)
+    rounded = torch.where(magnitude >= 2.0**normal, kept, small)
+    if dtype is torch.float8_e4m3fn:
+        return torch.where(finite, rounded.clamp(-448.0, 448.0), math.nan).to(dtype)
     return torch.where(finite, rounded, values).to(torch.float16)
 
 

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.library import LIBRARY
-from tilerec.ops.random import random_words, stochastic_round
+from tilerec.ops.random import ROUNDED, random_words, stochastic_round
 from tilerec.ops.rules import BLOCK, Rule, Step, add_blocks, block_sums, make_rule
 from tilerec.ops.update_checks import (
     ANY_ROWS,
     check_ids,
+    check_names,
     check_parts,
     check_reach,
     check_record,
@@ -45,7 +46,8 @@ LIBRARY.define(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
     "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, "
     "int[] means, "
-    "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets) -> Tensor"
+    "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
+    "Tensor[]? row_names=None) -> Tensor"
 )
 LIBRARY.define(
     "sum_row_gradients(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int rows, int dim, "
@@ -72,7 +74,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "rule_apply_to_tables_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
-    "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets) -> ()"
+    "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
+    "Tensor[]? row_names=None) -> ()"
 )
 
 
@@ -359,11 +362,12 @@ def rule_apply_to_tables_reference_(
     seeds: Sequence[int],
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
+    row_names: Sequence[Tensor] | None = None,
 ) -> None:
     """Write the rows and slots of T parts, given the reduced row sums of all phases.
 
-    weights, slots, steps, seeds, row_offsets, column_offsets: as in `update_rows_reference_`; rows, grads, scalars,
-    dims: as in `rule_partials_of_tables_reference`.
+    weights, slots, steps, seeds, row_offsets, column_offsets, row_names: as in `update_rows_reference_`; rows, grads,
+    scalars, dims: as in `rule_partials_of_tables_reference`.
 
     Example: two parts of one column each, w = (1, 1) and (2, 2), rows (1) and (0), gradients (3) and (5), "sgd" with lr
     0.1 -> (1, 0.7) and (1.5, 2).
@@ -374,18 +378,30 @@ def rule_apply_to_tables_reference_(
     )  # fmt: skip
     check_parts(op, made, rule, weights, rows, grads, scalars, dims, None)
     check_rows(op, rows, weights)
+    names = _names(op, row_names, weights)
     for t, part in enumerate(_parts(weights, slots, rows, grads, scalars)):
-        _apply(made, part, dims[t], steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t], column_offsets[t])
+        key, place = seeds[2 * t : 2 * t + 2], (row_offsets[t], column_offsets[t])
+        _apply(made, part, dims[t], steps[t], key, *place, names[t])
+
+
+def _names(op: str, row_names: Sequence[Tensor] | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Per table the names of its rows, None where they have none."""
+    if row_names is None:
+        return [None] * len(weights)
+    checked = check_names(op, row_names, [weight.shape[0] for weight in weights])
+    return [names if names.numel() else None for names in checked]
 
 
 def _apply(
-    made: Rule, part: _Part, dim: int, step: int, seed: Sequence[int], row_offset: int, column_offset: int
-) -> None:
+    made: Rule, part: _Part, dim: int, step: int, seed: Sequence[int], row_offset: int, column_offset: int,
+    names: Tensor | None,
+) -> None:  # fmt: skip
     weight, rows_U = part.weight, part.rows_U
     g, w, gathered = _gather(weight, part.slots, rows_U, part.grads_UW, made.h["grad_scale"])
     new_w, new_slots = made.apply(Step(g, w, gathered, part.scalars_PU, dim, step))
-    if made.h["stochastic_rounding"] and weight.dtype in (torch.bfloat16, torch.float16):
-        words = random_words(rows_U + row_offset, weight.shape[1], seed, column_offset, step)
+    if made.h["stochastic_rounding"] and weight.dtype in ROUNDED:
+        named_U = rows_U if names is None else names[rows_U]
+        words = random_words(named_U + row_offset, weight.shape[1], seed, column_offset, step)
         new_w = stochastic_round(new_w, words, weight.dtype)
     weight[rows_U] = new_w.to(weight.dtype)
     for slot, value in zip(part.slots, new_slots, strict=True):
@@ -411,6 +427,7 @@ def update_rows_reference_(
     seeds: Sequence[int],
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
+    row_names: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Sum and apply for tables that share a rule; rows whose summed gradient is not finite are left alone.
 
@@ -425,6 +442,8 @@ def update_rows_reference_(
         hyper: the rule's numbers, `spec/optimizer.py` gives their order.
         steps: per table, its update count after this update.
         seeds, row_offsets, column_offsets: key words (two per table) and global place for stochastic rounding.
+        row_names: per table int64 `[rows]`, or `[0]`: row r goes by the number `names[r]` in random words and in what
+            is returned (a cache's lines hold rows of all numbers). None: by r.
 
     Returns:
         int64 `[3]`: rows skipped, and the table and row of the first of them (-1, -1 if none).
@@ -444,6 +463,7 @@ def update_rows_reference_(
         tables, starts, bags, grad_starts, grad_strides,
     )  # fmt: skip
     check_ids(op, ids, offsets, [w.shape[0] for w in weights], tables, starts, bags)
+    names = _names(op, row_names, weights)
     skipped, first_table, first_row = 0, -1, -1
     for t, weight in enumerate(weights):
         features = [f for f, table in enumerate(tables) if table == t]
@@ -457,7 +477,9 @@ def update_rows_reference_(
         finite = torch.isfinite(grads).all(dim=1)
         if made.keeps and not bool(finite.all()):
             if not skipped:
-                first_table, first_row = t, int(rows[~finite][0])
+                own = names[t]
+                bad_U = rows[~finite] if own is None else own[rows[~finite]]
+                first_table, first_row = t, int(bad_U.min())
             skipped += int((~finite).sum())
             rows, grads = rows[finite], grads[finite]
         scalars = grads.new_zeros((0, rows.numel()), dtype=_wide(weight.dtype))
@@ -465,7 +487,8 @@ def update_rows_reference_(
         for phase in range(made.phases):
             sums = _partials(made, part, phase, dim, steps[t], False, False, 0)
             part = part._replace(scalars_PU=torch.cat((part.scalars_PU, sums[:, :, 0].T)))
-        _apply(made, part, dim, steps[t], seeds[2 * t : 2 * t + 2], row_offsets[t], column_offsets[t])
+        key, place = seeds[2 * t : 2 * t + 2], (row_offsets[t], column_offsets[t])
+        _apply(made, part, dim, steps[t], key, *place, names[t])
     return torch.tensor([skipped, first_table, first_row])
 
 
