@@ -88,6 +88,7 @@ std::string describe() {
   TR_FIELD(tr_rows, row_offsets);
   TR_FIELD(tr_rows, column_offsets);
   TR_FIELD(tr_rows, hyper);
+  TR_FIELD(tr_rows, names);
   TR_FIELD(tr_rows, tables);
   TR_FIELD(tr_rows, slots_per_table);
   TR_FIELD(tr_rows, hypers);

@@ -427,6 +427,7 @@ Target target_of(const tr_rows& tables, int64_t t) {
   for (int64_t k = 0; k < tables.slots_per_table && k < kMaxSlots; k++)
     to.slots[k] = static_cast<float*>(tables.slots[t * tables.slots_per_table + k]);
   to.hyper = tables.hyper;
+  to.names = tables.names ? tables.names[t] : nullptr;
   to.hypers = static_cast<int32_t>(tables.hypers);
   to.dim = to.full_dim = tables.dims[t];
   to.step = tables.steps[t];

@@ -39,6 +39,8 @@ typedef struct {
   const int32_t* types;
   const int64_t *steps, *seeds, *row_offsets, *column_offsets;  // two seeds per table
   const double* hyper;
+  const int64_t* const* names;  // per table, or null: names[t][r] is the number of row r, which random words and the report of a
+                                // row are told by (null: r); [rows]
   int64_t tables, slots_per_table, hypers;
   int32_t rule;
 } tr_rows;

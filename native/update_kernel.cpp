@@ -308,8 +308,8 @@ struct Updater {
     const uint32_t* words = scratch.words;
     if (stochastic) {
       int64_t first = to.column_offset / 4, last = (to.column_offset + dim() + 3) / 4;
-      row_words(to.seeds[0], to.seeds[1], (uint64_t)(r + to.row_offset), (uint32_t)first, last - first, (uint32_t)to.step,
-                scratch.words);
+      row_words(to.seeds[0], to.seeds[1], (uint64_t)(to.name(r) + to.row_offset), (uint32_t)first, last - first,
+                (uint32_t)to.step, scratch.words);
       words += to.column_offset - 4 * first;
     }
     for (int64_t c = 0; c < dim(); c += kLanes) {
@@ -419,7 +419,7 @@ struct Loops {
       if (!Rule::kKeeps || is_finite(g[waiting], updater.dim()))
         waiting++;
       else
-        skip(rows[i], result);
+        skip(to.name(rows[i]), result);
       if (waiting == kTogether) {
         updater.update(kTogether, group, g);
         waiting = 0;
@@ -439,7 +439,7 @@ struct Loops {
     if (!Rule::kKeeps || is_finite(g, to.dim))
       updater.update(1, &row, &g);
     else
-      skip(row, result);
+      skip(to.name(row), result);
   }
   // Not for known columns: some rules look at the weights only where they decay, and unrolled loops would always read them.
   static void partials(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,

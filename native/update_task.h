@@ -27,11 +27,14 @@ struct Target {
   void* weights;
   float* slots[kMaxSlots];
   const double* hyper;
+  const int64_t* names;  // of the rows, or null: row r is r
   int64_t dim, full_dim;  // columns at hand, and of the whole row
   int64_t step, row_offset, column_offset;
   int64_t block_offset;  // where the first column lies in the row, for the row sums' blocks
   uint32_t seeds[2];
   int32_t type, rule, hypers;
+
+  int64_t name(int64_t row) const { return names ? names[row] : row; }
 };
 
 // The runs (equal rows) that begin in a unit: units are this long at most.

@@ -141,6 +141,21 @@ def check_tables(
                 )
 
 
+def check_names(op: str, row_names: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """Names of rows as backends read them: per table int64 `[rows]`, contiguous, or empty."""
+    if len(row_names) != len(rows):
+        raise InputError(
+            f"{op}: {len(row_names)} tensors of row names for {len(rows)} tables; wanted one each."
+        )
+    for t, (names, count) in enumerate(zip(row_names, rows, strict=True)):
+        if names.dtype != torch.int64 or names.dim() != 1 or names.shape[0] not in (0, count):
+            raise InputError(
+                f"{op}: row names of table number {t} have shape {list(names.shape)} and type {names.dtype}, wanted "
+                f"int64 [{count}], or [0] where rows have their own numbers."
+            )
+    return [names.contiguous() for names in row_names]
+
+
 def check_parts(
     op: str, made: Rule, rule: str, weights: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
     scalars: Sequence[Tensor], dims: Sequence[int], phase: int | None,

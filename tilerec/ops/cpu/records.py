@@ -65,7 +65,7 @@ class Rows(ctypes.Structure):
 
     _fields_ = [
         *((name, _P) for name in ("weights", "slots", "rows", "dims", "types")),
-        *((name, _P) for name in ("steps", "seeds", "row_offsets", "column_offsets", "hyper")),
+        *((name, _P) for name in ("steps", "seeds", "row_offsets", "column_offsets", "hyper", "names")),
         *((name, _I64) for name in ("tables", "slots_per_table", "hypers")),
         ("rule", _I32),
     ]

@@ -31,6 +31,7 @@ from tilerec.ops.update import (
 )
 from tilerec.ops.update_checks import (
     ANY_ROWS,
+    check_names,
     check_parts,
     check_reach,
     check_record,
@@ -124,6 +125,7 @@ def _describe_rows(
     seeds: Sequence[int],
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
+    row_names: Sequence[Tensor] | None = None,
 ) -> tuple[Rows, object] | None:
     """The tables as the library reads them, and the memory behind its lists; None: slots that it does not read."""
     known = _RULES.get(rule)
@@ -159,8 +161,10 @@ def _describe_rows(
     if not ({slot.dtype for slot in slots} <= _FP32 and all([slot.is_contiguous() for slot in slots])):  # noqa: C419
         return None
     at_weights, at_slots = [w.data_ptr() for w in weights], [s.data_ptr() for s in slots]
+    names = None if row_names is None else check_names(op, row_names, rows)
+    at_names = [] if names is None else [n.data_ptr() for n in names]  # no memory: the table's rows have none
     numbers = array(
-        "q", [*at_weights, *at_slots, *rows, *dims, *steps, *seeds, *row_offsets, *column_offsets]
+        "q", [*at_weights, *at_slots, *rows, *dims, *steps, *seeds, *row_offsets, *column_offsets, *at_names]
     )
     types = array("i", [DTYPES[w.dtype] for w in weights])
     doubles = array("d", hyper)
@@ -170,9 +174,9 @@ def _describe_rows(
     described = Rows(
         at, at + 8 * count, tables_at, tables_at + 8 * count, types.buffer_info()[0], tables_at + 16 * count,
         tables_at + 24 * count, tables_at + 40 * count, tables_at + 48 * count, doubles.buffer_info()[0],
-        count, len(kinds), len(doubles), known.number,
+        tables_at + 56 * count if at_names else None, count, len(kinds), len(doubles), known.number,
     )  # fmt: skip
-    return described, (numbers, types, doubles)
+    return described, (numbers, types, doubles, names)
 
 
 # `position` of a TR_BAD_ARGUMENT (native/update.h).
@@ -229,16 +233,18 @@ def register(library: ctypes.CDLL) -> None:
         sample_weights: Tensor | None, tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
         grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str,
         hyper: Sequence[float], steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int],
-        column_offsets: Sequence[int],
+        column_offsets: Sequence[int], row_names: Sequence[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         op = "update_rows_"
         rows = None
         if _served(grad, weights):
-            rows = _describe_rows(op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets)
+            rows = _describe_rows(
+                op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
+            )
         if rows is None:
             return update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
-                means, rule, hyper, steps, seeds, row_offsets, column_offsets,
+                means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names,
             )  # fmt: skip
         record, kept = _describe(
             op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
@@ -364,12 +370,13 @@ def register(library: ctypes.CDLL) -> None:
         weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
         scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
         seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
+        row_names: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
         op = "rule_apply_"
         described = None
         if _served_parts(weights, grads):
             described = _describe_rows(
-                op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets
+                op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
         if described is None:
             return rule_apply_to_tables_reference_(
@@ -385,6 +392,7 @@ def register(library: ctypes.CDLL) -> None:
                 seeds,
                 row_offsets,
                 column_offsets,
+                row_names,
             )
         check_parts(op, make_rule(rule, hyper), rule, weights, rows, grads, scalars, dims, None)
         parts, kept, _ = _describe_parts(rows, grads, scalars, dims)
