@@ -36,7 +36,7 @@ from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.testing.batches import concat_batches
 from tilerec.testing.ranks import Ranks
 from tilerec.testing.virtual import run_virtual_ranks
@@ -212,6 +212,35 @@ def test_a_plan_may_name_the_module_or_its_tables(form: str) -> None:
     assert list(plan) == (["_embedding_module"] if form == "bare" else ["ids._embedding_module"])
     assert plan == other
     assert next(iter(plan.values()))["item"].ranks == (1,)
+
+
+@pytest.mark.parametrize("two_d", [False, True])
+def test_a_plan_to_reshard_to_may_name_the_module(two_d: bool, tmp_path: Path) -> None:
+    cuts = {"user": row_wise(), "item": table_wise(rank=1), "plain": table_wise(rank=0)}
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ids = build(POLICY)
+
+    def fn(group: Group) -> None:
+        model = Around()
+        if two_d:
+            settings = ReplicaSettings(sync="exact")
+            vars(model)["_two_d"] = shard_2d(model, [GroupConfig({"ids": cuts}, 2)], group, settings)
+        else:
+            shard(model, {"ids": cuts}, group)
+        user = model.ids.embedding_module._tables["user"]
+        reshard(model, {"ids": {"user": table_wise(rank=0)}})
+        assert [tile.r1 for tile in user.tiling.tiles_of(0)] == [48]
+        item = ParameterSharding("table_wise", ranks=[0])
+        ShardingPlan({"ids": EmbeddingModuleShardingPlan({"item": item})}).save(
+            tmp_path / f"{group.rank}.json"
+        )
+        reshard(model, tmp_path / f"{group.rank}.json")
+        assert model.ids.embedding_module._tables["item"].tiling.tiles_of(0)
+
+    run_virtual_ranks(2, fn)
 
 
 # --------------------------------------------------------------------------------------------------------------- 2D

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.sharding.test_managed_collision import (
@@ -19,7 +21,7 @@ from tests.sharding.test_managed_collision import (
 )
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel import resized_table
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.reshard import reshard
@@ -27,7 +29,7 @@ from tilerec.parallel.resize_ids import resize_ids
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
-from tilerec.spec.optimizer import SGD
+from tilerec.sharding import resize_ids as sharding_resize_ids
 from tilerec.testing.virtual import run_virtual_ranks
 
 POLICY = "lru and lfu, shared rows"
@@ -167,28 +169,166 @@ def test_ranks_that_want_other_sizes_are_named() -> None:
         assert "['rows'] is 96 on rank 0 and 144 on rank 1" in words
 
 
-def test_a_table_that_others_step_is_refused() -> None:
+def places(module: Any, ids: range) -> dict[int, int]:
+    found = {id_: module.inspect("u", id_).row for id_ in ids}
+    return {id_: row for id_, row in found.items() if row is not None}
+
+
+WEIGHT = "_embedding_module.embedding_bags.user.weight"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_that_are_averaged_keep_what_each_has_learned(size: int) -> None:
+    """Each row goes on with this replica's values, its optimizer state, and the mark that it was touched."""
+
     def fn(group: Group) -> None:
         module = build(POLICY)
-        for table in module.embedding_module._tables.values():
-            table.rows.spec = table.rows.group = None
-            table.rows.takes_gradients = False
-        shard(module, plan(2), group)
-        with pytest.raises(ConfigError, match="stepped by an optimizer that would not follow"):
-            resize_ids(module, "user", 96)
-        apply_optimizer_in_backward(SGD(lr=0.5), module.parameters())
+        cuts = {"user": row_wise(num_buckets=2), "item": table_wise(rank=0), "plain": table_wise(rank=0)}
+        two_d = shard_2d(module, [GroupConfig(cuts, size)], group, ReplicaSettings(sync="average"))
+        vars(module)["_two_d"] = two_d
+        train(module, group, sizes_of(4), range(HALF))
+        rows, before = places(module, range(150)), full_state_dict(module)[WEIGHT].clone()
+        fresh = build(POLICY)
+        fresh.resize("user", 96)
+        table = module.embedding_module._tables["user"]
+        marked = sum(int(tile.touched.marks.sum()) for tile in table.tile_rows)
+        sums = [tile.state["sum"].sum() for tile in table.tile_rows]
+        assert resize_ids(module, "user", 96).kept == len(rows)
+        now, after = places(module, range(150)), full_state_dict(module)[WEIGHT]
+        assert set(now) == set(rows)
+        assert torch.equal(after[list(now.values())], before[list(rows.values())])
+        used = [*now.values(), *range(15, 96, 16)]  # rows that are shared, too
+        others = [row for row in range(96) if row not in used]
+        assert torch.equal(after[others], fresh.embedding_module._tables["user"].weight[others])
+        assert sum(int(tile.touched.marks.sum()) for tile in table.tile_rows) == marked
+        assert marked or group.rank == 3  # which has no samples
+        assert [tile.state["sum"].sum() for tile in table.tile_rows] == sums
+        assert two_d.parts[0].plan.group_plan.plan["_embedding_module"]["user"].tiling == table.tiling
+        train(module, group, sizes_of(4), range(HALF, STEPS))
+        reshard(module, {"_embedding_module": {"user": table_wise(rank=size - 1)}})
+        train(module, group, sizes_of(4), range(1))
+        two_d.sync()
+        same = group.all_gather_object(full_state_dict(module)[WEIGHT].tolist())
+        assert all(weights == same[0] for weights in same)
+
+    run_virtual_ranks(4, fn)
+
+
+def test_replicas_of_2d_are_cut_anew_after_their_capacity_changed() -> None:
+    state, _, _ = alone("more rows")
+
+    def fn(group: Group) -> Any:
+        module = build(POLICY)
+        config = GroupConfig({"_embedding_module": plan(2)["_embedding_module"]}, 2)
+        settings = ReplicaSettings(sync="exact", exact=True)
+        vars(module)["_two_d"] = shard_2d(module, [config], group, settings)
+        train(module, group, sizes_of(4), range(HALF))
         resize_ids(module, "user", 96)
-        out, _ = module(local_batch(0, group, sizes_of(2)))
-        out.values().sum().backward()
+        reshard(module, {"_embedding_module": {"item": row_wise()}})
+        train(module, group, sizes_of(4), range(HALF, STEPS))
+        return full_state_dict(module)
 
-    run_virtual_ranks(2, fn)
+    for full in run_virtual_ranks(4, fn):
+        assert_same(full, state)
 
 
-def test_replicas_that_are_averaged_are_not_resized() -> None:
+def unattached() -> Any:
+    module = build(POLICY)
+    for table in module.embedding_module._tables.values():
+        table.rows.spec = table.rows.group = None
+        table.rows.takes_gradients = False
+        table.rows.state = {}
+    return module
+
+
+STEPPERS: dict[str, Any] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Table .* rows that lose their id get their initial values")
+@pytest.mark.parametrize(("kind", "change"), [("Adam", "more rows"), ("Adagrad", "buckets merge")])
+def test_an_optimizer_that_steps_the_table_follows(kind: str, change: str) -> None:
+    _, table, rows, buckets = CHANGES[change]
+
+    def fn(group: Group) -> Any:
+        module = unattached()
+        shard(module, plan(group.size), group, exact=True)
+        optimizer = STEPPERS[kind](module.parameters())
+        for step in range(STEPS):
+            if step == HALF:
+                own = module.embedding_module._tables[table]
+                slot = {"Adam": "exp_avg", "Adagrad": "sum"}[kind]
+                parameter = own.weight
+                at, old = places(module, range(0, 150, 4)), optimizer.state[parameter][slot].clone()
+                resize_ids(module, table, rows, buckets, optimizers=[optimizer])
+                now, new = places(module, range(0, 150, 4)), optimizer.state[parameter][slot]
+                assert own.weight is parameter
+                assert new.shape == parameter.shape == (own.place_of(0).r1 - own.place_of(0).r0, 8)
+                if group.size == 1:
+                    assert torch.equal(new[list(now.values())], old[[at[id_] for id_ in now]])
+                    assert (new == {"Adam": 0.0, "Adagrad": 0.5}[kind]).all(1).any()  # rows that nobody had
+            train(module, group, sizes_of(group.size), range(step, step + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(module)
+
+    (one,) = run_virtual_ranks(1, fn)
+    for full in run_virtual_ranks(2, fn):
+        assert_same(full, one)
+
+
+def test_a_gradient_that_is_there_follows_its_rows() -> None:
     def fn(group: Group) -> None:
-        module = build(POLICY)
-        shard_2d(module, [GroupConfig(table_wise(rank=0), 1)], group, ReplicaSettings(sync="average"))
-        with pytest.raises(ConfigError, match="averaged now and then"):
-            resize_ids(module, "user", 96)
+        module = unattached()
+        shard(module, plan(2), group, exact=True)
+        train(module, group, sizes_of(2), range(1))
+        table = module.embedding_module._tables["user"]
+        before, weight = table.weight.grad.clone(), table.weight.detach().clone()
+        resize_ids(module, "user", 96)
+        after = table.weight.grad
+        assert after.shape == table.weight.shape
+        some = before.abs().sum(1).nonzero().squeeze(1)
+        assert some.numel()
+        for row in some:
+            (found,) = (table.weight == weight[row]).all(1).nonzero().squeeze(1)
+            assert torch.equal(after[found], before[row])
+        assert after.abs().sum() == before.abs().sum()
 
     run_virtual_ranks(2, fn)
+
+
+@pytest.mark.parametrize("where", ["ids", "tiles"])
+def test_a_rank_that_cannot_make_its_part_leaves_all_as_they_were(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_of = {"ids": sharding_resize_ids, "tiles": resized_table}[where]
+    name = {"ids": "resized_map", "tiles": "fill_initial"}[where]
+    real, broken = getattr(module_of, name), threading.local()
+
+    def fails(*arguments: Any) -> Any:
+        if getattr(broken, "now", False):
+            raise MemoryError("no room for it")
+        return real(*arguments)
+
+    monkeypatch.setattr(module_of, name, fails)
+    state, _, _ = alone("buckets merge")
+
+    def fn(group: Group) -> Any:
+        module = build(POLICY)
+        shard(module, plan(3), group, exact=True)
+        train(module, group, sizes_of(3), range(HALF))
+        before = {name: value.clone() for name, value in full_state_dict(module).items()}
+        broken.now = group.rank == 1
+        expected: Any = MemoryError if group.rank == 1 else ConfigError
+        with pytest.raises(expected, match="no room for it"):
+            resize_ids(module, "user", None, 3)
+        broken.now = False
+        assert_same(full_state_dict(module), before)
+        resize_ids(module, "user", None, 3)
+        train(module, group, sizes_of(3), range(HALF, STEPS))
+        return full_state_dict(module)
+
+    for full in run_virtual_ranks(3, fn):
+        assert_same(full, state)

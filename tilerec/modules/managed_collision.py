@@ -22,8 +22,8 @@ from __future__ import annotations
 import copy
 import operator
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import Evicting
 from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats_of
 from tilerec.modules.id_place import IdPlace, place_of
-from tilerec.modules.id_resize import Resized, ResizedMap, resized_buckets, resized_map
+from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
 from tilerec.modules.id_state import HASH_NAMES, StateView, misfit
 from tilerec.modules.kept_bags import jagged_with_rows
 from tilerec.ops.hash import HashRange, HashState, Policy, empty_state, zch_assign_, zch_buckets, zch_find
@@ -428,26 +428,12 @@ class ManagedCollisionModule(nn.Module):
                 f"{self._who}: only buckets [{old.first}, {old.last}) of {old.count} are here; resize the collection, "
                 "on all ranks."
             )
-        return self.resize_held(self.resized(zch_size, total_num_buckets))
-
-    @torch.no_grad()
-    def resize_held(self, whole: Buckets) -> Resized:
-        """`resize` for the buckets that are here, which must split or merge into whole ones.
-
-        Args:
-            whole: what `resized` gave.
-        """
-        made = self.resized_map(whole)
-        self._buckets, self.counts = made.buckets, made.counts_BC
-        self.version += 1
-        self._put(made.state)
+        whole = self.resized(zch_size, total_num_buckets)
+        made = resized_map(self._state, self.counts, old, whole, self._max_probe, self.step, self._evicting)
+        self.become(
+            made.buckets, {**dict(zip(HASH_NAMES, made.state, strict=True)), "counts": made.counts_BC}
+        )
         return made.moved
-
-    def resized_map(self, whole: Buckets) -> ResizedMap:
-        """The map that `resize_held` would have; this one stays as it is."""
-        return resized_map(
-            self._state, self.counts, self._buckets, whole, self._max_probe, self.step, self._evicting
-        )  # fmt: skip
 
     def resized(self, zch_size: int | None, total_num_buckets: int | None) -> Buckets:
         """The buckets that `resize` would make."""
@@ -491,23 +477,18 @@ class ManagedCollisionModule(nn.Module):
         twin.reset_parameters()
         return twin
 
-    def take_over(self, buckets: Buckets, view: StateView) -> dict[str, tuple[Tensor, int, Tensor]]:
-        """Make room for other buckets of the same table.
+    def parts(self) -> dict[str, tuple[Tensor, int]]:
+        """Everything that is kept bucket by bucket, by name, with entries of the first dimension per bucket."""
+        held = self._buckets.held
+        own = {name: cast(Tensor, self._buffers[name]) for name in (*HASH_NAMES, "counts")}
+        return {name: (tensor, tensor.shape[0] // held) for name, tensor in own.items()}
 
-        Returns:
-            By name what is to be filled in: the new tensor, its entries per bucket, the old tensor.
-        """
-        old = {name: self._buffers[name] for name in (*HASH_NAMES, "counts")}
-        per_bucket = {name: tensor.shape[0] // self._buckets.held for name, tensor in old.items()}  # type: ignore[union-attr]
+    def become(self, buckets: Buckets, parts: Mapping[str, Tensor], view: StateView | None = None) -> None:
+        """Hold these buckets from now on, with what `parts` is of them. Nothing is copied."""
+        for name, tensor in parts.items():
+            self.register_buffer(name, tensor, persistent=False)
         self._buckets, self._view = buckets, view
-        moves = {}
-        for name, tensor in old.items():
-            assert tensor is not None
-            made = tensor.new_zeros(buckets.held * per_bucket[name], *tensor.shape[1:])
-            self.register_buffer(name, made, persistent=False)
-            if made.numel() or tensor.numel():
-                moves[name] = made, per_bucket[name], tensor
-        return moves
+        self.version += 1
 
     def hold(self, first: int, last: int, view: StateView, device: torch.device | str | None) -> None:
         """Keep these buckets only; others hold the rest, and `view` says how all of them look in a state dict.
@@ -523,11 +504,12 @@ class ManagedCollisionModule(nn.Module):
                 new.held, self.counts.shape[1], dtype=torch.int64, device=device or "cpu"
             )
         else:
-            for name in (*HASH_NAMES, "counts"):
-                tensor = getattr(self, name)
-                per_bucket = tensor.shape[0] // old.held
-                part = tensor[(first - old.first) * per_bucket : (last - old.first) * per_bucket]
-                self.register_buffer(name, part.clone(), persistent=False)
+            own = slice(first - old.first, last - old.first)
+            parts = {
+                name: tensor[own.start * per_bucket : own.stop * per_bucket].clone()
+                for name, (tensor, per_bucket) in self.parts().items()
+            }
+            self.become(new, parts, view)
         self._buckets, self._view = new, view
 
     # ------------------------------------------------------------------------------------------------------- state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,8 @@ def with_table_paths(plan: Any, module: nn.Module) -> Any:
     }
     if not inside:
         return plan
+    if isinstance(plan, (str, Path)):
+        plan = ShardingPlan.load(plan)
     if isinstance(plan, ShardingPlan):
         named = {inside.get(path, path): part for path, part in plan.plan.items()}
         return plan if list(named) == list(plan.plan) else replace(plan, plan=named)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.move_progress import ProgressOption
 from tilerec.parallel.mover import Mover, Resharded
 from tilerec.parallel.read_plan import AnyPlan
@@ -75,7 +76,7 @@ def reshard(
     try:
         check_options(budget_bytes, progress)
         present = present_plan(model, collections, "reshard")
-        whole, topology = planned(present, collections, plan, now)
+        whole, topology = planned(present, collections, with_table_paths(plan, model), now)
         ready = ready_to_move(collections, present, whole, topology, optimizers)
     except Exception as error:
         tell_trouble(group, error)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
+from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.move_progress import ProgressOption
 from tilerec.parallel.mover import Mover, Resharded
 from tilerec.parallel.read_plan import AnyPlan
@@ -49,6 +50,7 @@ def reshard_2d(
     two_d.settle()
     try:
         check_options(budget, progress)
+        plan = with_table_paths(plan, model)
         wanted = [
             planned(
                 part.plan.group_plan,

@@ -194,6 +194,13 @@ class Steppers:
             self._sort(found, key, values, leaves, what)
         return found
 
+    def initial(self, number: int, name: str, key: str) -> float:
+        """What a state has of cells that were never stepped."""
+        optimizer = self._optimizers[number]
+        group = optimizer.param_groups[self._group_of(optimizer, self._tables[name].leaves()[0])]
+        options = {"sum": "initial_accumulator_value", "step_size": "lr"}  # Adagrad's, Rprop's
+        return float(group.get(options.get(key, ""), 0.0))
+
     @staticmethod
     def _sort(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], what: str) -> None:
         if not any(isinstance(value, Tensor) for value in values):

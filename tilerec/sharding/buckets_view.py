@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
@@ -39,6 +40,17 @@ class BucketsView(StateView):
 
     def take(self, own: Tensor, per_bucket: int, value: Tensor) -> None:
         load(self.logical(own, per_bucket), value)
+
+    def fill(self, made: Tensor, per_bucket: int, before: BucketsView, own: Tensor) -> None:
+        """Buckets that lay elsewhere come to their new ranks. A collective.
+
+        Args:
+            made: this rank's part under this view, to be written. own: its part under the view before.
+        """
+        # As 64-bit words: backends do not know every type of whole numbers.
+        words = torch.zeros_like(made, dtype=torch.int64)
+        self.logical(words, per_bucket).load(before.logical(own.to(torch.int64), per_bucket))
+        made.copy_(words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketsView:
         return self  # a copied module talks through the same group

@@ -32,7 +32,6 @@ from tilerec.modules.managed_collection import TableIds
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
 from tilerec.ops.hash import zch_buckets
-from tilerec.sharding.buckets_view import BucketsView
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
@@ -91,20 +90,6 @@ class IdExchange:
                 for rank in range(self.group.size)
             ]
         return self._holders
-
-    def recut(self, table: str, cuts: Sequence[int]) -> None:
-        """Give ranks other buckets of a table; what is kept of them travels. All ranks call it."""
-        module, t = self.modules[table], list(self.modules).index(table)
-        before, after = BucketsView(self.group, self.cuts[t]), BucketsView(self.group, cuts)
-        rank = self.group.rank
-        moves = module.take_over(module._buckets.cut(cuts[rank], cuts[rank + 1]), after)
-        for made, per_bucket, old in moves.values():
-            # As 64-bit words: backends do not know every type of whole numbers.
-            words = torch.zeros_like(made, dtype=torch.int64)
-            source = before.logical(old.to(torch.int64), per_bucket)
-            after.logical(words, per_bucket).load(source)
-            made.copy_(words)
-        self.cuts[t] = tuple(cuts)
 
     def refuse(self, failure: Exception) -> NoReturn:
         """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
