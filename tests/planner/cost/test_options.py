@@ -90,6 +90,41 @@ def test_an_arrangement_costs_what_its_tilings_cost(topology: Topology, ways: tu
             assert own == pytest.approx(stages[name], rel=0.06), name
 
 
+@pytest.mark.parametrize("ways", [(Way.WHOLE,), (Way.ROWS,), (Way.COLUMNS, Way.WHOLE)])
+def test_a_cached_arrangement_costs_what_its_tilings_cost_and_lies_in_host_memory(
+    ways: tuple[Way, ...],
+) -> None:
+    topology, adagrad = Topology(8), specs.Adagrad(0.1)
+    tables = [dataclasses.replace(work, load_factor=0.1) for work in works(optimizer=adagrad)]
+    limits = {work.name: Limits(on_device=False, cached=True) for work in tables}
+    problem = build(tables, topology, limits)
+    assert all(option.cached for option in problem.options)
+    option, places, tilings = drawn(problem, topology, ways)
+    solution = evaluate(problem.instance, option, places)
+    cached = Model(Workload([dataclasses.replace(work, cached=True) for work in tables]), topology)
+    priced = price(tilings, cached)
+    assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=0.06)
+    assert solution.memory.mean(0) == pytest.approx(
+        priced.memory.mean(0), rel=0.02
+    )  # blocks that meet share lines
+    plain = price(tilings, problem.model)
+    assert priced.seconds > plain.seconds
+    weights = sum(work.rows * work.dim * 8 for work in tables) / 8
+    assert priced.memory[:, 1].mean() == pytest.approx(weights, rel=0.01)
+    saved = plain.memory[:, 0].mean() - priced.memory[:, 0].mean()
+    lines = 24 * 0.1 * sum(work.rows for work in tables) / 8
+    if ways == (Way.WHOLE,):  # a column block has lines of its own
+        assert saved == pytest.approx(0.9 * weights - lines, rel=0.01)
+
+
+def test_a_table_without_an_attached_optimizer_is_not_cached() -> None:
+    bare = dataclasses.replace(works(1)[0], optimizer=None)
+    problem = build([bare, *works(3)[1:]], Topology(2), {w.name: Limits(cached=True) for w in works(3)})
+    behind = np.array([option.cached for option in problem.options])
+    assert not problem.instance.there[0, behind].any()
+    assert problem.instance.there[1:, behind].any(1).all()
+
+
 def test_rules_over_whole_rows_pay_for_columns() -> None:
     topology = Topology(4, "cpu")
     for optimizer in (specs.SGD(0.1), specs.RowWiseAdagrad(0.1)):

@@ -29,6 +29,34 @@ def test_distinct_rows_and_shares_follow_zipfs_law(size: int, exponent: float) -
         assert float(load.share(0, r0, r1)) == pytest.approx(law[r0:r1].sum(), abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("exponent", "load_factor"), [(0.0, 0.3), (1.05, 0.05), (1.05, 0.3), (1.05, 1.0), (0.6, 0.01)]
+)
+def test_rows_missed_are_those_of_a_cache_that_drops_what_was_not_used_for_longest(
+    exponent: float, load_factor: float
+) -> None:
+    rows, draws, steps = 8000, 400, 240
+    skew = Skew(rows, exponent) if exponent else None
+    work = TableWork("t", rows, 8, reads=[Reads(200, 2)], skew=skew, cached=True, load_factor=load_factor)
+    law, random, lines = zipf(rows, exponent), np.random.default_rng(0), int(load_factor * rows)
+    used = np.full(rows, -1)
+    missed = []
+    for step in range(steps):
+        ids = np.unique(random.choice(rows, draws, p=law))
+        held = np.argsort(used, kind="stable")[rows - lines :]
+        missed.append(len(np.setdiff1d(ids, held[used[held] >= 0])))
+        used[ids] = step
+    # Until every row has been seen, a cache of all of them misses those that are new.
+    counted = 0.0 if load_factor == 1.0 else float(np.mean(missed[steps // 2 :]))
+    expected = Workload([work]).missed(1)[0]
+    assert expected == pytest.approx(counted, rel=0.06)
+
+
+def test_without_lines_every_row_that_is_read_is_missed() -> None:
+    load = Workload([TableWork("t", 1000, 8, reads=[Reads(300)], cached=True, load_factor=0.0)])
+    assert load.missed(2)[0] == load.distinct(2)[0]
+
+
 def test_ids_that_lie_anywhere_spread_their_traffic_evenly() -> None:
     load = Workload([TableWork("t", 1000, 8, skew=Skew(500, 1.2)), TableWork("u", 100, 8)])
     assert load.share(np.array([0, 1]), 0, np.array([250, 25])).tolist() == [0.25, 0.25]

@@ -4,13 +4,15 @@ Nouns
   stage     what a rank does between two collectives; a step takes the sum over stages of the slowest rank
   piece     one rectangle of a table on one rank
   far       a row that comes from memory; the others are still in a cache
-  resident  the part of what a step touches that is still in the cache in the next step
+  resident  the part of what a step touches that is still in the processor's cache in the next step
+  missed    a row in host memory that the cache of its table, on the device, does not hold
 
 Legend: T tables, W ranks, N ids, U distinct rows, D columns.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,9 @@ DEVICE, HOST = 0, 1
 
 ID_BYTES = 4  # on the wire; 8 where a piece has 2^31 rows
 KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twice
+LINE_BYTES = (
+    24  # of a cache line beside its row and state: which row it is, when it was used, whether it was written
+)
 
 
 class Model:
@@ -56,6 +61,7 @@ class Model:
         self.ranks = topology.world_size
         self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
         self.tier = HOST if topology.compute_device == "cpu" else DEVICE
+        self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)  # seconds per byte between device and host
         self.own_distinct = workload.distinct(1)
         self.all_distinct = workload.distinct(self.ranks)
         per_rank = _touched(workload, self.all_distinct) / self.ranks
@@ -74,6 +80,22 @@ class Model:
     def update_far(self, distinct: Any) -> Floats:
         """Of the rows that an update changes: the step's own lookup has read them a moment ago."""
         return distinct * (1.0 - self.resident)
+
+    @cached_property
+    def missed(self) -> Floats:
+        """[T] rows of a step that have to come from host memory, and others to go back there, if cached."""
+        return self.workload.missed(self.ranks)
+
+    def fetched(self, table: Ints, share: Any, width: Any) -> Floats:
+        """Seconds to bring missed rows and their state to the device, and as many back to the host."""
+        work = self.workload
+        cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
+        return self.missed[table] * share * 2.0 * (width * cell + work.row_state[table]) * self.to_host
+
+    def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
+        """Bytes of a piece's cache on the device."""
+        held = np.ceil(self.workload.load_factor[table] * rows)
+        return self.weights(table, held, width) + held * LINE_BYTES
 
     def replicas(self, table: Ints) -> Replicas:
         """Tables of which every rank holds a whole copy: how their gradients meet."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts
-from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, STAGES, Model
+from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGES, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
@@ -101,7 +101,8 @@ class _Builder:
         self.model, self.work, self.topology = model, model.workload, model.topology
         self.limits, self.least = limits, min_partition
         self.ranks, self.hosts = model.ranks, self.topology.host_count
-        self.options = enumerate_options(self.topology, self.work.dim.tolist())
+        cached = any(limit.cached for _, limit in self._limited())
+        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached)
         there = self._allowed()
         # Columns that no table can use only cost memory.
         kept = np.flatnonzero(there.any(0)).tolist()
@@ -189,12 +190,14 @@ class _Builder:
         tables = len(work.names)
         least = np.full(tables, self.least, np.int64)
         typed = np.zeros(tables, np.bool_)
+        stored = {True: np.zeros(tables, np.bool_), False: np.ones(tables, np.bool_)}
         for t, limit in self._limited():
             if limit.min_partition is not None:
                 least[t] = limit.min_partition
             typed[t] = bool(limit.types)
+            stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
-        for o, (way, k, width) in enumerate(options):
+        for o, (way, k, width, cached) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
             else:
@@ -204,6 +207,9 @@ class _Builder:
                 enough = even_pieces(work.rows, parts) == parts
                 # Who asks for rows over all ranks by name gets them, however few rows there are.
                 there[:, o] &= enough | (typed & (width > 1))
+            there[:, o] &= stored[cached]
+            if cached:  # a dense gradient is as large as its table
+                there[:, o] &= work.attached
         for t, limit in self._limited():
             if limit.types:
                 there[t] &= np.array(
@@ -314,7 +320,7 @@ class _Builder:
     def _pieces(self, o: int, option: Option, t: Ints) -> None:
         """Any split: pieces on ranks that read for all homes."""
         model, work, rates, speeds = self.model, self.work, self.model.rates, self.model.speeds
-        way, k, on = option
+        way, k, on, cached = option
         columns = k if way in (Way.COLUMNS, Way.GRID) else 1
         rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
         ranks, near, far = float(self.ranks), self.on_host - 1.0, self.ranks - self.on_host
@@ -358,6 +364,8 @@ class _Builder:
         direct = 1.0 - merge
         # Rows from owners to homes; inside a host as they are, to other hosts added up first.
         inner = merge * far * P * width * float(work.wide) * (members - 1.0) / max(members, 1.0)
+        if cached:
+            lookup = lookup + model.fetched(t, share, width)
         self._put(
             self.cost, o, t, "lookup and rows",
             lookup + rates.copied(ranks * payload)
@@ -413,7 +421,10 @@ class _Builder:
         beyond = (
             np.maximum(parts * home_P * width - self.bags[t] * work.dim[t], 0.0) * work.wide * ranks / parts
         )
-        self.memory[t, o, model.tier] = np.ceil(weights + buffers + beyond).astype(np.int64)
+        if cached:
+            self.memory[t, o, HOST] += np.ceil(weights).astype(np.int64)
+            weights = model.lines(t, np.ceil(share * work.rows[t]), width)
+        self.memory[t, o, model.tier] += np.ceil(weights + buffers + beyond).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, STAGES, Model
+from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGES, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.travel import Travel
 from tilerec.planner.cost.workload import Ints
@@ -83,7 +83,7 @@ class _Pricing:
         self.travel = Travel(tilings, model)
         self.parts = {name: np.zeros(self.ranks) for name in PARTS}
         self.network = {name: np.zeros(self.ranks) for name in NETWORK_STAGES}
-        self.memory = np.zeros(self.ranks)
+        self.memory, self.in_host = np.zeros(self.ranks), np.zeros(self.ranks)
         self.calls = self.travel.calls
         self._links()
         self._lookups()
@@ -96,7 +96,8 @@ class _Pricing:
     def result(self) -> Price:
         travel = self.travel
         memory = np.zeros((self.ranks, 2), np.int64)
-        memory[:, self.model.tier] = np.ceil(self.memory).astype(np.int64)
+        memory[:, HOST] = np.ceil(self.in_host).astype(np.int64)
+        memory[:, self.model.tier] += np.ceil(self.memory).astype(np.int64)
         far = {name: travel.line(travel.far, name) for name in travel.sent}
         calls = self.calls * self.model.call * self.work.collections
         return Price(self.parts, self.network, calls, memory, travel.sent, far)
@@ -168,6 +169,9 @@ class _Pricing:
         row = width * element / 4.0
         dearer = np.maximum(rates.at("lookup_far", row) - rates.at("lookup_near", row), 0.0)
         np.add.at(self.parts["lookup"], owner, model.lookup_far(table, read) * dearer)
+        cached = work.cached[table]
+        if cached.any():
+            np.add.at(self.parts["lookup"], owner, np.where(cached, model.fetched(table, share, width), 0.0))
         # Copies update with what all of them tell each other: see `_replicas`.
         distinct = model.all_distinct[table] * share
         update = rates.update(
@@ -177,7 +181,9 @@ class _Pricing:
         rows = share * work.rows[table]
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
-        np.add.at(self.memory, owner, model.weights(table, rows, width))
+        weights = model.weights(table, rows, width)
+        np.add.at(self.in_host, owner, np.where(cached, weights, 0.0))
+        np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width), weights))
 
     # ---------------------------------------------------------------------------------------------- homes
 

@@ -5,6 +5,7 @@ Nouns
           columns on hosts, each one's rows over the host's ranks)
   pieces  column blocks, ranges of rows over single ranks, or hosts of a grid
   width   ranks that hold each piece: 1, a host's, or all
+  cached  rows and their state lie in host memory, behind a cache on the device
   limits  what a user allows for one table
 """
 
@@ -41,10 +42,12 @@ class Option(NamedTuple):
     way: Way
     pieces: int
     width: int
+    cached: bool = False
 
     def __str__(self) -> str:
         over = {1: ""}.get(self.width, f" over {self.width} ranks")
-        return self.way.value + (f" x {self.pieces}" if self.pieces > 1 else "") + over
+        behind = ", cached" if self.cached else ""
+        return self.way.value + (f" x {self.pieces}" if self.pieces > 1 else "") + over + behind
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,26 @@ class Limits:
     """What is allowed for a table.
 
     types: sharding types; () for all. min_partition: least columns of a column tile. ranks: where its pieces may lie.
+    on_device, cached: where its rows may lie: in device memory, or in host memory behind a cache.
     """
 
     types: Sequence[ShardingType] = ()
     min_partition: int | None = None
     ranks: Sequence[int] | None = None
+    on_device: bool = True
+    cached: bool = False
 
 
-def enumerate_options(topology: Topology, dims: Sequence[int]) -> tuple[Option, ...]:
-    """The columns of an instance on a topology, for tables of these dims."""
+def enumerate_options(topology: Topology, dims: Sequence[int], cached: bool = False) -> tuple[Option, ...]:
+    """The columns of an instance on a topology, for tables of these dims; with `cached`, each but copies in both
+    storages.
+    """
+    plain = _ways_to_cut(topology, dims)
+    behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
+    return plain + tuple(behind) if cached else plain
+
+
+def _ways_to_cut(topology: Topology, dims: Sequence[int]) -> tuple[Option, ...]:
     ranks, sizes = topology.world_size, sorted({len(host) for host in topology.host_ranks})
     options = [Option(Way.WHOLE, 1, 1)]
     if ranks == 1:

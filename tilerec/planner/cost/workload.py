@@ -32,6 +32,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 # Bytes of a cell and of a row in each number format of the wire (tilerec/comms/codec.py).
+_LONGEST = 40  # log2 of the steps after which a cache has seen all there is
+
+LOAD_FACTOR = 0.2
+"""The part of a cached table's rows that its device cache has lines for, where nobody says."""
+
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4)}
 
 
@@ -91,6 +96,8 @@ class TableWork:
         wire: number formats of rows and gradients.
         each_id: the table's rows are not pooled (a sequence collection).
         collection: the module it belongs to: tables of one share their collectives.
+        cached: rows and their state lie in host memory, behind a cache on the device; load_factor: the part of the rows
+            that the cache has lines for (0: none, every row that is read travels).
     """
 
     name: str
@@ -103,6 +110,8 @@ class TableWork:
     wire: Wire = field(default_factory=Wire)
     each_id: bool = False
     collection: str = ""
+    cached: bool = False
+    load_factor: float = LOAD_FACTOR
 
     def __post_init__(self) -> None:
         for name in ("rows", "dim"):
@@ -112,6 +121,10 @@ class TableWork:
                     f"Table '{self.name}': {name} is {value!r}; it must be a whole number from 1."
                 )
         object.__setattr__(self, "reads", tuple(self.reads))
+        if not isinstance(self.load_factor, (int, float)) or not 0 <= self.load_factor <= 1:
+            raise ConfigError(
+                f"Table '{self.name}': load_factor is {self.load_factor!r}; it must be a number from 0 to 1."
+            )
         if self.skew is not None and self.skew.distinct > self.rows:
             raise ConfigError(
                 f"Table '{self.name}': skew says {self.skew.distinct} different ids, and it has {self.rows} rows."
@@ -156,6 +169,8 @@ class Workload:
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
         self.attached = np.array([t.optimizer is not None for t in self.tables], np.bool_)
         self.fan_in = np.array([t.ids_per_bag for t in self.tables], np.float64)
+        self.cached = np.array([t.cached for t in self.tables], np.bool_)
+        self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
         self.collections = max(1, len({t.collection for t in self.tables}))
         reads = [(i, t.each_id, r) for i, t in enumerate(self.tables) for r in t.reads]
         self.table = np.array([i for i, _, _ in reads], np.int64)
@@ -202,14 +217,39 @@ class Workload:
             )
         return self._zipf
 
-    def distinct(self, ranks: int) -> Floats:
-        """[T] expected distinct rows that the batches of so many ranks read."""
+    def distinct(self, ranks: Any) -> Floats:
+        """[T] expected distinct rows that the batches of so many ranks read (a number, or one for each table)."""
         draws = self.ids * ranks
         found = distinct_uniform(self.rows, draws)
         zipf = self.zipf
         if len(zipf.which):
             found[zipf.which] = zipf.distinct(draws[zipf.which])
         return found
+
+    def missed(self, ranks: int) -> Floats:
+        """[T] rows of a step of so many ranks that a cache of `load_factor` times the rows does not hold.
+
+        A cache that lets the row go which was not used for longest holds the rows of the last s steps, where
+        U(s W) = its lines; of this step's rows, U((s + 1) W) - U(s W) are not among them. A cache that cannot hold one
+        step's rows holds none of them.
+
+        1,000 rows, all alike, and half of them in the cache: half of a step's rows are missed.
+        """
+        lines = self.load_factor * self.rows
+        step = self.distinct(ranks)
+        # s from above by doubling, then halving: powers of two and their means are the same on every machine.
+        low = np.ones(len(self.tables))
+        for k in range(_LONGEST):
+            low = np.where(self.distinct(ranks * 2.0**k) < lines, 2.0**k, low)
+        high = 2.0 * low
+        for _ in range(12):
+            middle = (low + high) / 2.0
+            fewer = self.distinct(ranks * middle) < lines
+            low, high = np.where(fewer, middle, low), np.where(fewer, high, middle)
+        found = self.distinct(ranks * (low + 1.0)) - self.distinct(ranks * low)
+        found = np.where(step >= lines, step, np.clip(found, 0.0, step))
+        # Where all rows that ever occur fit, nothing is missed.
+        return np.where(self.distinct(ranks * 2.0**_LONGEST) <= lines, 0.0, found)
 
     def share(self, table: Any, r0: Any, r1: Any) -> Floats:
         """The share of a table's traffic that falls on rows [r0, r1); arrays that broadcast."""
