@@ -21,6 +21,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel as Distribu
 from tilerec.parallel.rebalance import rebalance as rebalance
 from tilerec.parallel.replicate import DMPCollection as DMPCollection
 from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy
 from tilerec.parallel.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints

@@ -19,6 +19,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.data_parallel import DataParallelWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.replicate import DMPCollection, DMPCollectionConfig
@@ -124,6 +125,13 @@ def test_arguments_are_torchrecs_and_what_is_more_is_by_keyword() -> None:
     assert list(inspect.signature(DMPCollection.sync).parameters)[:2] == ["self", "include_optimizer_state"]
 
 
+class Unwrapped(DataParallelWrapper):
+    """Leaves the dense part as it is."""
+
+    def wrap(self, dmp: Any, env: Any, device: Any) -> None:
+        pass
+
+
 def face() -> list[str]:
     rank = dist.get_rank()
     with warnings.catch_warnings(record=True) as seen:
@@ -158,6 +166,18 @@ def face() -> list[str]:
         wrapped(2, sync="average", sync_interval=0 if rank == 1 else 1)
     with pytest.raises(ConfigError, match="world_size is 8" if rank == 3 else "differs between ranks"):
         DMPCollection(model(), "cpu", PLAN, 8 if rank == 3 else 4, 2)
+    # What concerns the dense part only must be alike, too: some ranks would wait in its first all-reduce.
+    with pytest.raises(
+        ConfigError, match=r"\['init_data_parallel'\] is True on ranks 0, 2, 3 and False on rank 1"
+    ):
+        wrapped(2, init_data_parallel=rank != 1)
+    with pytest.raises(
+        ConfigError, match=r"\['data_parallel_wrapper'\] is 'DefaultData.* and 'Unwrapped' on rank 1"
+    ):
+        wrapped(2, data_parallel_wrapper=Unwrapped() if rank == 1 else None)
+    with pytest.warns(UserWarning, match="reduce_hook .sync='exact' exchanges gradients"):
+        dmp.set_all_reduce_hook(print)
+    assert str(DMPCollection(model(), "cpu", dmp.plan, 4, 2).plan) == str(dmp.plan)
     return str(dmp.plan).split("\n")[:5]
 
 
@@ -197,6 +217,37 @@ def submodules() -> None:
 
 def test_modules_may_have_sharding_groups_of_their_own_size(pool: Pool) -> None:
     pool(4).run(submodules)
+
+
+class Drawn(nn.Module):
+    """A table on meta whose values a user's function makes; on rank 1 it cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(12, 8, "a", feature_names=["a"], init_fn=self.read)], device="meta"
+        )
+        self.over = nn.Linear(8, 1)
+
+    def read(self, weight: Tensor) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no such file")
+        weight.fill_(1.0)
+
+
+def failing(sync: str) -> str:
+    try:
+        DMPCollection(Drawn(), "cpu", {"ebc": row_wise()}, 4, 2, sync=sync)
+    except (OSError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+@pytest.mark.parametrize("sync", ["exact", "average"])
+def test_an_init_fn_that_fails_in_one_sharding_group_is_told_in_all(pool: Pool, sync: str) -> None:
+    said = pool(4).run(failing, sync)
+    assert said.pop(1) == "OSError: no such file"
+    assert all("failed on rank 1 with OSError: no such file" in text for text in said)
 
 
 # ---------------------------------------------------------------------------------------------------- loss curves
@@ -290,9 +341,17 @@ def intervals() -> list[int]:
     twin.sync(include_optimizer_state=False)
     assert all(torch.equal(value, whole(twin)[name]) for name, value in whole(dmp).items())
     steps(dmp, 1, rank, 8)
-    before = whole(dmp)
+    before = [p.detach().clone() for p in dmp.parameters()]
     dmp.sync()
-    assert any(not torch.equal(value, whole(dmp)[name]) for name, value in before.items())
+    assert any(not torch.equal(value, p) for value, p in zip(before, dmp.parameters(), strict=True))
+    # Whole state is that of all replicas, whoever asks for it.
+    for step, ask in enumerate(
+        (lambda: whole(dmp), lambda: full_state_dict(dmp.module), face.full_state_dict)
+    ):
+        steps(dmp, 1, rank, 10 + step)
+        assert dmp.unsynced_steps == 1
+        ask()
+        assert dmp.unsynced_steps == 0
     return after
 
 

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.evict import LRU_EvictionPolicy
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
 from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
+from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan
@@ -197,7 +202,7 @@ HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
         (GroupConfig(None, 4), ((0, 1), (2, 3)), "as the machines are"),
         (GroupConfig(None, 4, across_hosts=True), ((0, 1, 2, 3),), "as the machines are"),
         (GroupConfig(None, 4, 1), ((0,), (1,), (2,), (3,)), "runs of node_group_size members"),
-        (GroupConfig(None, 4, 3), ((0, 1, 2), (3,)), "runs of node_group_size members"),
+        (GroupConfig(None, 4, 2), ((0, 1), (2, 3)), "runs of node_group_size members"),
     ],
 )
 def test_hosts_of_a_group_are_the_machines_or_what_node_group_size_says(
@@ -222,6 +227,20 @@ def test_hosts_of_a_group_are_the_machines_or_what_node_group_size_says(
         assert f"hosts below      {said}" in text
 
 
+def test_a_node_group_size_that_does_not_divide_the_group_is_warned_of() -> None:
+    base = model()
+
+    def run(group: Group) -> Any:
+        return (
+            shard_2d(copy.deepcopy(base), [GroupConfig(None, 4, 3)], group, EXACT)
+            .parts[0]
+            .plan.group_plan.hosts
+        )
+
+    with pytest.warns(UserWarning, match="node_group_size 3 does not divide the sharding group's 4 ranks"):
+        assert run_virtual_ranks(4, run) == [((0, 1, 2), (3,))] * 4
+
+
 def test_a_topology_of_one_sharding_group_is_refused() -> None:
     def run(group: Group) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -244,7 +263,11 @@ def test_parts_of_a_model_have_groups_of_their_own_size(sync: Any) -> None:
         two = shard_2d(module, configs, group, ReplicaSettings(sync, 1 if sync == "average" else None))
         state = train(module, group, two)
         kinds = [type(part).__name__ for part in (module.ebc, module.deep["ec"])]
-        assert set(plan_of(module).plan) == ({"ebc", "deep.ec"} if sync == "exact" else {"ebc"})
+        plan = plan_of(module)
+        assert set(plan.plan) == {"ebc", "deep.ec"}
+        # Averaged parts lie on groups of different sizes: no number of ranks is that of all.
+        assert plan.world_size == (4 if sync == "exact" else None)
+        assert plan.plan["deep.ec"]["c"].tiling == module.deep["ec"]._tables["c"].tiling
         return state, kinds, [part.plan.grid.group_size for part in two.parts]
 
     for state, kinds, sizes in run_virtual_ranks(4, run):
@@ -352,6 +375,166 @@ def test_values_that_a_users_function_draws_are_the_same_in_every_group() -> Non
         assert float(first["ebc.embedding_bags.a.weight"].std()) > 0
         for state in others:
             assert all(torch.equal(state[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("sync", ["exact", "average"])
+def test_an_init_fn_that_fails_in_one_sharding_group_fails_on_all_ranks_and_changes_nothing(
+    sync: Any,
+) -> None:
+    """Ranks 1 and 3 are a group; both parts have such tables, and a part of real values stands before them."""
+
+    def run(group: Group) -> str:
+        def init(weight: Tensor) -> None:
+            if group.rank == 3:
+                raise RuntimeError("no such file")
+            weight.fill_(1.0)
+
+        module = Model(init, "meta")
+        module.deep["ec"] = EmbeddingCollection([EmbeddingConfig(9, 4, "c", feature_names=["c"])])
+        module.more = EmbeddingBagCollection(
+            [EmbeddingBagConfig(8, 4, "d", feature_names=["a"], init_fn=init)], device="meta"
+        )
+        before = [(name, p.device, tuple(p.shape)) for name, p in module.named_parameters()]
+        plan = {"deep.ec": row_wise(), "ebc": row_wise(), "more": row_wise()}
+        configs = [GroupConfig(plan, 2), GroupConfig(plan, 2, across_hosts=True, paths=("more",))]
+        with pytest.raises(RuntimeError if group.rank == 3 else ConfigError) as caught:
+            shard_2d(module, configs, group, ReplicaSettings(sync))
+        assert [(name, p.device, tuple(p.shape)) for name, p in module.named_parameters()] == before
+        assert not isinstance(module.ebc, ShardedCollection)
+        assert not hasattr(module, "plan")
+        return str(caught.value)
+
+    *others, own = run_virtual_ranks(4, run, timeout_s=20)
+    assert own == "no such file"
+    for text in others:
+        assert "initial values failed on rank 3 with RuntimeError: no such file" in text
+
+
+def test_the_plan_of_another_model_may_be_passed_as_it_is() -> None:
+    base = model()
+
+    def run(group: Group) -> None:
+        whole = {"ebc": row_wise(), "deep.ec": table_wise(rank=1)}
+        first = shard_2d(copy.deepcopy(base), [GroupConfig(whole, 2)], group, EXACT).parts[0].plan
+        second = shard_2d(copy.deepcopy(base), [GroupConfig(first, 2)], group, AVERAGE).parts[0].plan
+        assert second.group_plan == first.group_plan
+        with pytest.raises(ConfigError, match=r"pass its .group_plan, .* or its .world_plan\(\)"):
+            shard(copy.deepcopy(base), first, mesh=group)
+        shard(copy.deepcopy(base), first.world_plan(), mesh=group)
+
+    run_virtual_ranks(4, run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "word"),
+    [
+        (
+            ReplicaSettings("exact", exact="no"),
+            GroupConfig(None, 2),
+            "exact is 'no'; it must be True or False",
+        ),
+        (
+            ReplicaSettings("average", refuse_together=1),
+            GroupConfig(None, 2),
+            "refuse_together is 1; it must be True or False",
+        ),
+        (
+            EXACT,
+            GroupConfig(None, 2, across_hosts="yes"),
+            "use_inter_host_allreduce is 'yes'; it must be True",
+        ),
+        (EXACT, GroupConfig(None, "2"), "sharding_group_size is '2'"),
+    ],
+)
+def test_words_that_python_takes_for_true_are_refused(settings: Any, config: Any, word: str) -> None:
+    assert all(word in text for text in refused(model(), config, settings=settings))
+
+
+def test_ids_that_no_collection_reads_are_spread_over_all_ranks() -> None:
+    """A map of ids by itself, beside tables: all ranks give an id the same row."""
+
+    def run(group: Group, sync: Any) -> list[list[int]]:
+        module = nn.Module()
+        module.ebc = EmbeddingBagCollection([EmbeddingBagConfig(12, 8, "a", feature_names=["a"])])
+        mch = MCHManagedCollisionModule(16, "cpu", LRU_EvictionPolicy(), 1, buckets=4)
+        module.ids = ManagedCollisionCollection(
+            {"m": mch}, [EmbeddingConfig(16, 4, "m", feature_names=["f"])]
+        )
+        shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings(sync))
+        out = []
+        for ids in ([100 + group.rank, 7], [100, 101, 102, 103, 7]):
+            features = KeyedJaggedTensor(
+                ["f"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64)
+            )
+            out.append(module.ids(features).values().tolist())
+        return out
+
+    for sync in ("exact", "average"):
+        told = [second for _, second in run_virtual_ranks(4, run, sync)]
+        assert all(rows == told[0] for rows in told)
+        assert len(set(told[0])) == 5
+
+
+def test_a_batch_that_one_group_refuses_is_refused_by_all_if_asked() -> None:
+    base = model()
+
+    def run(group: Group) -> list[str]:
+        module = copy.deepcopy(base)
+        two = shard_2d(
+            module, [GroupConfig(None, 2)], group, ReplicaSettings("average", refuse_together=True)
+        )
+        said = []
+        for bad in ([], [2], [0, 3]):
+            features = batch(group.rank, len(said))
+            if group.rank in bad:
+                values = features.values().clone()
+                values[0] = 99
+                features = KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
+            try:
+                module(features).backward()
+                said.append("")
+            except InputError as error:
+                said.append(str(error))
+        two.sync()
+        return said
+
+    rows = run_virtual_ranks(4, run)
+    assert [texts[0] for texts in rows] == [""] * 4
+    own, inside, outside = rows[2][1], rows[0][1], rows[1][1]
+    assert "99" in own
+    assert "Rank 1 refused its batch" in inside  # of the group, whose ranks are 0 and 2
+    assert outside == rows[3][1]
+    assert outside.startswith("Rank 2 refused its batch in another sharding group")
+    assert all(texts[2] for texts in rows)
+
+
+def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
+    """Of state, by a hook, of another optimizer; the other replica group goes on."""
+    base = model()
+
+    def run(group: Group, differ: str) -> tuple[str, int]:
+        module = copy.deepcopy(base)
+        two = shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings("average"))
+        odd = group.rank == 1
+        if differ == "hook" and odd:
+            two.set_hook(lambda tensors: None)
+        if differ == "rule" and odd:
+            apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
+        before = [p.detach().clone() for p in module.parameters()]
+        try:
+            two.sync(include_optimizer_state=not (differ == "state" and odd))
+        except ConfigError as error:
+            assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+            return str(error), two.unsynced_steps
+        return "", two.unsynced_steps
+
+    for differ, word in (("state", "['include_optimizer_state'] is True on rank 0 and False on rank 1"),
+                         ("hook", "['a hook averages'] is False on rank 0 and True on rank 1"),
+                         ("rule", "is 'RowWiseAdagrad' on rank 0 and 'SGD' on rank 1")):  # fmt: skip
+        first, second, *others = run_virtual_ranks(4, run, differ)
+        assert word in first[0], first
+        assert first[0] == second[0]
+        assert others == [("", 0), ("", 0)]
 
 
 def test_a_copy_averages_for_itself() -> None:

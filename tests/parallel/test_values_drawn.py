@@ -200,9 +200,12 @@ def test_a_function_that_fails_on_the_rank_with_the_rows_fails_on_all() -> None:
         )
         with pytest.raises(ConfigError) as caught:
             shard(ebc, {"t": explicit([(0, 5, 0, 3, [0])])}, mesh=group)
+        assert type(ebc) is EmbeddingBagCollection, "as it was"
         return str(caught.value)
 
     own, other = run_virtual_ranks(2, fn)
     assert own.startswith("Table 't': ")
-    assert other.startswith("The sharded model differs between ranks: ['made'] is ")
+    assert other.startswith(
+        "The sharded model: its tables' initial values failed on rank 0 with ConfigError: "
+    )
     assert own[10:50] in other

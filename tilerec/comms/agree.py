@@ -9,13 +9,20 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 
 
-def agree(group: Group, what: str, value: object) -> None:
+def digest(what: str, value: object) -> bytes:
+    """16 bytes that are equal where `agree` would find the values equal."""
+    text = json.dumps(_plain(what, value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def agree(group: Group, what: str, value: object, ranks: Sequence[int] | None = None) -> None:
     """Return if every rank passes the same value; raise on every rank, naming who differs and where, if not.
 
     Args:
@@ -23,30 +30,64 @@ def agree(group: Group, what: str, value: object) -> None:
         what: the value's name in the error: "the plan", "the batch's keys".
         value: None, bool, int, float, str, an enum member, or a sequence, set, mapping or dataclass of such. Mappings
             and sets are compared without regard to order.
+        ranks: what the group's ranks are called in the error; None: by their numbers in it.
 
     Raises `ConfigError`: `The plan differs between ranks: tables['user'].ranks[1] is 3 on rank 0 and 4 on ranks 2, 3`.
     """
     if group.size == 1:
         return
-    plain = _plain(what, value)
-    text = json.dumps(plain, sort_keys=True)
-    digests = group.all_gather_object(hashlib.blake2b(text.encode(), digest_size=16).digest())
+    digests = group.all_gather_object(digest(what, value))
     camps: dict[object, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        camps.setdefault(digest, []).append(rank)
+    for rank, own in enumerate(digests):
+        camps.setdefault(own, []).append(rank)
     if len(camps) == 1:
         return
-    values = group.all_gather_object(plain)
+    values = group.all_gather_object(_plain(what, value))
+    names = range(group.size) if ranks is None else ranks
     # The largest camp is taken to be right; of equals, the one that holds the lowest rank.
     right, *wrong = sorted(camps.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     lines = []
-    for ranks in wrong:
-        place, expected, got = _first_difference("", values[right[0]], values[ranks[0]])
-        lines.append(f"{place or 'it'} is {expected} on {_ranks(right)} and {got} on {_ranks(ranks)}")
+    for camp in wrong:
+        place, expected, got = _first_difference("", values[right[0]], values[camp[0]])
+        here, there = (_ranks([names[rank] for rank in own]) for own in (right, camp))
+        lines.append(f"{place or 'it'} is {expected} on {here} and {got} on {there}")
     raise ConfigError(
         f"{what[:1].upper()}{what[1:]} differs between ranks: {'; '.join(lines[:4])}. Start every rank with the same "
         f"configuration."
     )
+
+
+@contextmanager
+def on_all_ranks(group: Group, what: str, step: str) -> Iterator[None]:
+    """A block that every rank of the group goes through: where it raises on one, it raises on all, when all are done.
+
+    Args:
+        what, step: for the other ranks' message.
+
+    Raises what the block raises; `ConfigError` where it raised on other ranks only:
+    `The sharded model: its tiles failed on rank 1 with MemoryError: …`.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    told: list[object] = [None]
+    if group.size > 1:
+        try:
+            told = group.all_gather_object(None if own is None else f"{type(own).__name__}: {own}")
+        except Exception:
+            if own is None:
+                raise
+    if own is not None:
+        raise own
+    failed = {rank: text for rank, text in enumerate(told) if text is not None}
+    if failed:
+        first = str(next(iter(failed.values())))
+        raise ConfigError(
+            f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks(list(failed))} with {first:.1000}. No rank goes "
+            "on; mend it there."
+        )
 
 
 def _plain(what: str, value: object) -> object:

@@ -17,10 +17,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The unsharded model's state dict, with every table whole, on every rank. All ranks call it.
 
     Names are those of the unsharded model; tables are copies (the whole of them: mind the memory), everything else is
-    the live tensor, as in `module.state_dict()`.
+    the live tensor, as in `module.state_dict()`, whose hooks run first (those of averaged replicas make them equal).
     """
     if hasattr(module, "_dmp_wrapped_module"):  # names are the model's, not the wrapper's
         module = module.module  # type: ignore[assignment]
+    for before in module._state_dict_pre_hooks.values():
+        before(module, "", False)
     out: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):

@@ -40,15 +40,14 @@ class RankGrid:
     across_hosts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "group_size"):
-            value = getattr(self, name)
+        for name, value in (("world_size", self.world_size), ("sharding_group_size", self.group_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"2D parallelism: {name} is {value!r}; it must be a whole number from 1.")
         if self.world_size % self.group_size:
             fitting = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
             raise ConfigError(
-                f"2D parallelism: sharding groups of {self.group_size} ranks do not divide a world of "
-                f"{self.world_size}; use {', '.join(map(str, fitting))}."
+                f"2D parallelism: sharding_group_size is {self.group_size}, and groups of {self.group_size} ranks do "
+                f"not divide a world of {self.world_size}; use {', '.join(map(str, fitting))}."
             )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.parallel.replicated_plan import ReplicatedPlan
 from tilerec.planner.helpers import Cut
 from tilerec.sharding import strategies
 from tilerec.spec.plan import (
@@ -42,6 +43,11 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     """
     if isinstance(plan, ShardingPlan):
         return plan
+    if isinstance(plan, ReplicatedPlan):
+        raise ConfigError(
+            "shard: this is the plan of a model in 2D parallelism; pass its .group_plan, which is of one sharding "
+            "group, or its .world_plan(), which is of all ranks."
+        )
     if isinstance(plan, (str, Path)):
         return ShardingPlan.load(plan)
     if not isinstance(plan, Mapping):

@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from tilerec.comms.agree import agree, digest
 from tilerec.comms.group import Group, Handle
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.touched import SLOTS, WEIGHTS
@@ -57,12 +58,16 @@ class ReplicaSync:
         axis: the replica group, R ranks that hold the same tiles.
         modules: those whose tables it looks after; tables without an attached optimizer need nothing.
         hook: averages in place of an all-reduce.
+        ranks: what the group's ranks are called in errors; None: by their numbers in it.
     """
 
-    def __init__(self, axis: Group, modules: Sequence[nn.Module], hook: AverageHook | None = None) -> None:
+    def __init__(
+        self, axis: Group, modules: Sequence[nn.Module], hook: AverageHook | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.axis = axis
         self.modules = tuple(modules)
-        self.hook = hook
+        self.hook, self.ranks = hook, ranks
         self._sent: list[_Chunk] = []
         self._waiting: list[TileRows] = []
 
@@ -95,6 +100,10 @@ class ReplicaSync:
             state: optimizer state as well; what is left out now comes along the next time.
             wait: else it ends when the rows are next read or written (or by `settle`): until then they may not be
                 written by anybody else.
+
+        Raises:
+            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers: on all of them,
+                and no row has been written.
         """
         self.settle()
         rows = self.rows()
@@ -137,12 +146,26 @@ class ReplicaSync:
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
         """Per tile, the rows that any replica has touched, ascending; update counts become the largest."""
         own = [_touched(tile).rows(wanted) for tile in rows]
+        said = {
+            "include_optimizer_state": bool(wanted & SLOTS),
+            "a hook averages": self.hook is not None,
+            "tables": [[t.name, type(t.spec).__name__, *(slot.name for slot in _slots(t))] for t in rows],
+        }
+        word = int.from_bytes(digest("what sync() averages", said)[:8], "little", signed=True)
+        facts = [
+            word,
+            len(rows),
+            *(n for t, u in zip(rows, own, strict=True) for n in (t.updates, u.numel())),
+        ]
         counts = self._tell_all(
-            "replica counts", torch.tensor([n for tile, u in zip(rows, own, strict=True)
-                                            for n in (tile.updates, u.numel())], device=self.axis.device),
-            [2 * len(rows)] * self.axis.size,
-        )  # fmt: skip
+            "replica counts",
+            torch.tensor(facts, device=self.axis.device),
+            [2 + 2 * len(rows)] * self.axis.size,
+        )
         told = [tensor.view(-1, 2).tolist() for tensor in counts]
+        if any(pairs[0] != told[0][0] for pairs in told):
+            agree(self.axis, "what sync() averages", said, self.ranks)
+        told = [pairs[1:] for pairs in told]
         for t, tile in enumerate(rows):
             most = max(pairs[t][0] for pairs in told)
             if most > tile.updates:

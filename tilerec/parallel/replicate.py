@@ -21,7 +21,7 @@ from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.data_parallel import DataParallelWrapper
+from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.model_parallel import DistributedModelParallel, _default_env
 from tilerec.parallel.read_plan import AnyPlan
@@ -54,7 +54,7 @@ class DMPCollectionConfig:
     """
 
     module: type[nn.Module] | str
-    plan: AnyPlan | None
+    plan: AnyPlan | ReplicatedPlan | None
     sharding_group_size: int
     node_group_size: int | None = None
     use_inter_host_allreduce: bool = False
@@ -67,6 +67,7 @@ _WITHOUT_EFFECT = {
     "use_sharded_relay": "replicas talk over a process group of their own, in one all-reduce",
     "custom_all_reduce": "sync='exact' exchanges gradients; it averages nothing",
     "sync_interval": "sync='exact' keeps replicas equal at every step; there is nothing to average",
+    "refuse_together": "sync='exact' routes over all ranks, and they refuse a batch together",
     "moment_scale": "sync='exact' updates with the gradients of all ranks; their moment is the unsharded model's",
 }
 
@@ -80,8 +81,8 @@ class DMPCollection(DistributedModelParallel):
     Args:
         module: the model, real or built on meta; changed in place.
         device: where it lives; a number is a GPU's.
-        plan: of one sharding group: of `sharding_group_size` ranks, numbered from 0. Any form that `shard` takes; None
-            has one made for the machines of one group. It is never changed.
+        plan: of one sharding group: of `sharding_group_size` ranks, numbered from 0. Any form that `shard` takes, or
+            another model's `.plan`; None has one made for the machines of one group. It is never changed.
         world_size: of `global_pg`.
         sharding_group_size: ranks that together hold every table once; divides `world_size`.
         global_pg: all ranks; None is the default process group.
@@ -101,6 +102,9 @@ class DMPCollection(DistributedModelParallel):
         exact: the same bits under every plan, at the price of bytes on the wire.
         moment_scale: of "average": what a row-wise Adagrad gradient adds to its moment; None: one over the number of
             replicas (docs/two-d.md).
+        refuse_together: of "average": a batch that one rank refuses (`InputError`) is refused by the ranks of all
+            groups, for one all-reduce of eight bytes per collection and call. All groups then call the model equally
+            often, in evaluations, too. False: by its own group's.
         topology: of the world: which ranks share a host, and memory for the planner. None: as the launcher says.
 
     Raises:
@@ -112,7 +116,7 @@ class DMPCollection(DistributedModelParallel):
         self,
         module: nn.Module,
         device: torch.device | str | int | None,
-        plan: AnyPlan | None,
+        plan: AnyPlan | ReplicatedPlan | None,
         world_size: int,
         sharding_group_size: int,
         global_pg: dist.ProcessGroup | None = None,
@@ -132,6 +136,7 @@ class DMPCollection(DistributedModelParallel):
         sync_interval: int | None = None,
         exact: bool = False,
         moment_scale: float | None = None,
+        refuse_together: bool = False,
         topology: Topology | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -159,6 +164,7 @@ class DMPCollection(DistributedModelParallel):
                         "custom_all_reduce": None if averages else custom_all_reduce,
                         "sync_interval": None if averages else sync_interval,
                         "moment_scale": None if averages else moment_scale,
+                        "refuse_together": None if averages else refuse_together,
                     },
                     _WITHOUT_EFFECT,
                     4,
@@ -170,9 +176,18 @@ class DMPCollection(DistributedModelParallel):
             except Exception as error:  # the others must not wait for this rank
                 _told(group, error)
                 raise
-            settings = ReplicaSettings(sync, sync_interval, exact, moment_scale, custom_all_reduce)
+            settings = ReplicaSettings(
+                sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
+            )
+            also = {
+                "init_data_parallel": bool(init_data_parallel),
+                "init_parameters": bool(init_parameters),
+                "data_parallel_wrapper": type(
+                    data_parallel_wrapper or DefaultDataParallelWrapper()
+                ).__qualname__,
+            }
             self._two_d = shard_2d(
-                module, configs, group, settings, topology, home, sharders, "DMPCollection"
+                module, configs, group, settings, topology, home, sharders, "DMPCollection", also
             )
 
         self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)

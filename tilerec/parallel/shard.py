@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import agree, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
@@ -33,7 +33,7 @@ from tilerec.parallel.tables import Name, collections_of, described, sizes_of, t
 from tilerec.parallel.values import replicas_from_first, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.embedding import drawn_memory, is_drawn, shard_collection
 from tilerec.sharding.shard_ids import (
     IdRanks,
     IdsBelow,
@@ -126,20 +126,10 @@ def shard_tables(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
-    *,
-    only: Collection[str] | None = None,
-    teams: Teams | None = None,
-    id_ranks: IdRanks | None = None,
 ) -> nn.Module:
-    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end.
-
-    Args:
-        only: paths of the collections to shard; None: all.
-        teams: where ranks are several teams, each of which holds every table.
-        id_ranks: over which managed collision spreads its ids; None: over `group`.
-    """
+    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end."""
     with unattached_on_error(module.parameters()):
-        return _shard(module, plan, group, topology, device, exact, sharders, who, only, teams, id_ranks)
+        return _shard(module, plan, group, topology, device, exact, sharders, who)
 
 
 def _shard(
@@ -151,80 +141,27 @@ def _shard(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
-    only: Collection[str] | None,
-    teams: Teams | None,
-    id_ranks: IdRanks | None,
 ) -> nn.Module:
     try:
         device = None if device is None else device_of(device, who)
-        ready = _prepare(module, plan, group, topology, device, listed(sharders, who), only)
-        check_ids(ready.ids, (group if id_ranks is None else id_ranks.group).size)
+        ready = prepare(module, plan, group, topology, device, listed(sharders, who), None)
+        check_ids(ready.ids, group.size)
     except Exception as error:
         # The others must not wait for this rank: they hear of it where they compare.
         with suppress(ConfigError):
             agree(group, "the model to shard", {"checks": str(error)})
         raise
-    collections, whole = ready.collections, ready.plan
-    agree(
-        group,
-        "the model to shard",
-        {
-            "checks": "passed",
-            "exact": exact,
-            "modules": described(collections),
-            "ids": described_ids(ready.ids),
-            "plan": whole.to_json(),
-        },
-    )
-    tables = [next(iter(names.values())) for names in ready.ties]
-    take_from_rank_0(group, collections, tables)
-    drawn = [table for table in tables if table.weight.is_meta and table.config.init_fn is not None]
-    try:
-        _cut(group, ready, device, exact, teams, id_ranks)
-    except Exception as error:  # a user's init_fn; the others must not wait for this rank
-        with suppress(ConfigError):
-            agree(group, "the sharded model", {"made": str(error)})
-        raise
-    if collections:
-        agree(group, "the sharded model", {"made": "whole"})
-        if drawn:
-            replicas_from_first(group, drawn)
-    keep_plan(module, whole)
+    agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described()})
+    if ready.collections or ready.ids:
+        # Channels of their own: other calls of the model's ranks may come between theirs.
+        rows, route = group.split("rows"), group.split("route")
+        cut_all(group, [Job(ready, rows, route, device, exact)])
+    keep_plan(module, ready.plan)
     return module
 
 
-def _cut(
-    group: Group,
-    ready: _Ready,
-    device: torch.device | None,
-    exact: bool,
-    teams: Teams | None,
-    id_ranks: IdRanks | None,
-) -> None:
-    """Tables become tiles, and ids go to the owners of their buckets."""
-    collections, whole = ready.collections, ready.plan
-    if collections or ready.ids:
-        # Channels of their own: other calls of the model's ranks may come between theirs.
-        rows, route = group.split("rows"), group.split("route")
-        for path, part in collections.items():
-            own = {name: whole.plan[path][name] for name in part._tables}
-            shard_collection(
-                part,
-                {name: cast(Tiling, sharding.tiling) for name, sharding in own.items()},
-                rows,
-                route,
-                ready.topology,
-                device=device,
-                exact=exact,
-                fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
-                wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
-                teams=teams,
-            )
-        shard_ids(ready.ids, id_ranks or IdRanks(route, lambda rank: rank), device)
-
-
-class _Ready(NamedTuple):
-    """A model that can be sharded, as this rank sees it."""
+class Ready(NamedTuple):
+    """A model, or a part of one, that can be sharded, as this rank sees it."""
 
     collections: dict[str, TableCollection]
     ties: list[dict[Name, Table]]
@@ -232,8 +169,86 @@ class _Ready(NamedTuple):
     topology: Topology
     ids: dict[str, IdsBelow]
 
+    def described(self) -> dict[str, object]:
+        """What must be the same on every rank, in words."""
+        return {
+            "modules": described(self.collections),
+            "ids": described_ids(self.ids),
+            "plan": self.plan.to_json(),
+        }
 
-def _prepare(
+    @property
+    def tables(self) -> list[Table]:
+        """The distinct ones."""
+        return [next(iter(names.values())) for names in self.ties]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Collections that are spread over a group.
+
+    Args:
+        rows, route: two channels over the group.
+        teams: where ranks are several teams, each of which holds every table.
+        id_ranks: over which managed collision spreads its ids; None: over the group.
+    """
+
+    ready: Ready
+    rows: Group
+    route: Group
+    device: torch.device | None
+    exact: bool
+    teams: Teams | None = None
+    id_ranks: IdRanks | None = None
+
+
+def cut_all(world: Group, jobs: Sequence[Job]) -> None:
+    """Tables become tiles, and ids go to the owners of their buckets. All ranks of `world` call it, with like jobs.
+
+    What a user's `init_fn` makes is made before anything is cut: a rank on which it fails raises, the others say so,
+    and the model is as it was on all of them.
+    """
+    collections = {path: part for job in jobs for path, part in job.ready.collections.items()}
+    tables = [table for job in jobs for table in job.ready.tables]
+    take_from_rank_0(world, collections, tables)
+    drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
+    memory: dict[str, dict[str, list[Tensor]]] = {}
+    seen: set[int] = set()  # rows of tables, which other collections may share
+    with on_all_ranks(world, "the sharded model", "its tables' initial values"):
+        for job in jobs:
+            for path, part in job.ready.collections.items():
+                if any(map(is_drawn, part._tables.values())):
+                    memory[path] = drawn_memory(part, _tilings(job, path), job.rows.rank, job.device, seen)
+                seen.update(id(table.rows) for table in part._tables.values())
+    with on_all_ranks(world, "the sharded model", "its tiles"):
+        for job in jobs:
+            for path, part in job.ready.collections.items():
+                own = job.ready.plan.plan[path]
+                shard_collection(
+                    part,
+                    _tilings(job, path),
+                    job.rows,
+                    job.route,
+                    job.ready.topology,
+                    device=job.device,
+                    exact=job.exact,
+                    fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
+                    wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
+                    teams=job.teams,
+                    memory=memory.pop(path, None),
+                )
+    for job, made in zip(jobs, drawn, strict=True):
+        shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
+        if made:
+            replicas_from_first(job.rows, made)
+
+
+def _tilings(job: Job, path: str) -> dict[str, Tiling]:
+    own = job.ready.plan.plan[path]
+    return {name: cast(Tiling, own[name].tiling) for name in job.ready.collections[path]._tables}
+
+
+def prepare(
     module: nn.Module,
     plan: AnyPlan | None,
     group: Group,
@@ -241,8 +256,14 @@ def _prepare(
     device: torch.device | None,
     given_sharders: list[ModuleSharder],
     only: Collection[str] | None,
-) -> _Ready:
-    """All checks that need no other rank."""
+    lone_ids: bool = True,
+) -> Ready:
+    """All checks that need no other rank. Attaches the optimizers that sharders give.
+
+    Args:
+        only: paths of the collections to shard; None: all.
+        lone_ids: whether ids that no collection's tables are the rows of belong to it, where `only` is given.
+    """
     collections = collections_of(module, only)
     ties = ties_of(collections)
     kind = device.type if device is not None else _device_type(collections)
@@ -268,8 +289,11 @@ def _prepare(
             check_rule(table, tilings[name])
     whole = with_kernels(with_wires(cut, collections, given_sharders), collections)
     whole = replace(whole, report=given.report)
-    ids = ids_below(module, None if only is None else list(collections.values()))
-    return _Ready(collections, ties, whole, topology, ids)
+    ids = ids_below(module)
+    if only is not None:
+        chosen = ids_below(module, list(collections.values()))
+        ids = {p: own for p, own in ids.items() if p in chosen or (lone_ids and own.reader is None)}
+    return Ready(collections, ties, whole, topology, ids)
 
 
 def _device_type(collections: Mapping[str, TableCollection]) -> str:

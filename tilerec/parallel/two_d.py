@@ -14,7 +14,8 @@ Nouns
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,28 +31,31 @@ from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.optim.attach import unattached_on_error
 from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.device import device_of
 from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.managed_paths import with_table_paths
-from tilerec.parallel.plan_of import keep_plan, plan_of
+from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.rank_grid import RankGrid, blocks_of
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.replica_sync import AverageHook, ReplicaSync
 from tilerec.parallel.replicated_plan import ReplicatedPlan
-from tilerec.parallel.shard import shard_tables
+from tilerec.parallel.shard import Job, cut_all, prepare
 from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import collections_of, described, sizes_of, ties_of
-from tilerec.parallel.values import send_from_rank_0, take_from_rank_0
+from tilerec.parallel.values import send_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import listed, sharder_of
 from tilerec.planner.tables import tables_of
-from tilerec.sharding.shard_ids import IdRanks
+from tilerec.sharding.embedding import is_drawn
+from tilerec.sharding.shard_ids import IdRanks, check_ids
 from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.sharding.teams import Teams
 from tilerec.sharding.touched import SLOTS, WEIGHTS
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
+from tilerec.spec.without_effect import warn_without_effect
 
 Sync = Literal["exact", "average"]
 
@@ -68,7 +72,7 @@ class GroupConfig:
         paths: of the collections; None: all that no other part has.
     """
 
-    plan: AnyPlan | None
+    plan: AnyPlan | ReplicatedPlan | None
     group_size: int
     node_group_size: int | None = None
     across_hosts: bool = False
@@ -85,6 +89,7 @@ class ReplicaSettings:
         exact: the same bits under every plan.
         moment_scale: what a gradient adds to the moment of row-wise Adagrad, where groups train apart; None: 1 / R.
         hook: averages in place of an all-reduce.
+        refuse_together: of "average": a batch that one rank refuses is refused by all ranks of the world.
     """
 
     sync: Sync = "exact"
@@ -92,6 +97,7 @@ class ReplicaSettings:
     exact: bool = False
     moment_scale: float | None = None
     hook: AverageHook | None = None
+    refuse_together: bool = False
 
     def check(self, who: str) -> None:
         """Refuse what makes no sense.
@@ -116,6 +122,8 @@ class ReplicaSettings:
                 f"{who}: moment_scale is {scale!r}; it must be a number above 0, or None for 1 / replicas."
             )
         check_hook(self.hook, who)
+        for name in ("exact", "refuse_together"):
+            check_bool(getattr(self, name), who, name)
 
     def words(self, replicas: int) -> str:
         """As a line of the printed plan."""
@@ -130,6 +138,12 @@ class ReplicaSettings:
             else f"every {self.interval} updates, and by sync()"
         )
         return f"averaged {every}: weights and optimizer state of the rows touched since"
+
+
+def check_bool(value: object, who: str, name: str) -> None:
+    """Refuse what is neither True nor False, as "no", which Python takes for true."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{who}: {name} is {value!r:.80}; it must be True or False.")
 
 
 def check_hook(hook: object, who: str) -> None:
@@ -186,9 +200,12 @@ class TwoD:
             include_optimizer_state: else weights only; state of these rows comes along the next time.
             wait: else it ends before the tables are next looked up, updated or saved. What may run meanwhile: anything
                 that writes no row of a table.
+
+        Raises:
+            ConfigError: replicas differ in what they average, or by what: on all of them, before anything is written.
         """
         for average in self.averages:
-            average(state=include_optimizer_state, wait=wait)
+            average(state=bool(include_optimizer_state), wait=wait)
 
     def sync_if_due(self, *, wait: bool = True) -> bool:
         """Average if `interval` updates have come since; every rank calls it between two steps. Whether it was due."""
@@ -212,6 +229,9 @@ class TwoD:
     def set_hook(self, hook: AverageHook | None) -> None:
         """See `ReplicaSettings.hook`."""
         check_hook(hook, "set_all_reduce_hook")
+        if hook is not None and not self.averages:
+            why = {"reduce_hook": "sync='exact' exchanges gradients; it averages nothing"}
+            warn_without_effect("set_all_reduce_hook", {"reduce_hook": hook}, why, 3)
         for average in self.averages:
             average.hook = hook
 
@@ -253,7 +273,7 @@ def _average(
 ) -> ReplicaSync | None:
     if like is None:
         return None
-    return ReplicaSync(axis, [module.get_submodule(path) for path in paths], like.hook)
+    return ReplicaSync(axis, [module.get_submodule(path) for path in paths], like.hook, like.ranks)
 
 
 # ---------------------------------------------------------------------------------------------------- making
@@ -276,6 +296,7 @@ def shard_2d(
     device: torch.device | str | int | None = None,
     sharders: Sequence[ModuleSharder] | None = None,
     who: str = "shard_2d",
+    also: Mapping[str, object] | None = None,
 ) -> TwoD:
     """Shard a model's tables in 2D, in place. Every rank calls it, with the same model and settings.
 
@@ -285,14 +306,17 @@ def shard_2d(
         topology: of the world: which ranks share a host, and memory for the planner. None: as the launcher says.
         device, sharders: as of `shard`.
         who: for messages.
+        also: what the caller was given that must be the same on all ranks.
 
     Raises:
         ConfigError: what `shard` raises; a group size that does not divide the world; a plan of another number of
-            ranks than a sharding group has; ranks that were given different settings (told on all of them).
+            ranks than a sharding group has; ranks that were given different settings; an `init_fn` that fails on
+            another rank. It is told on all ranks, and the model is as it was.
     """
     try:
         settings.check(who)
-        planned, topology, given = _planned(module, configs, world, settings, topology, device, sharders, who)
+        home = None if device is None else device_of(device, who)
+        planned, topology, given = _planned(module, configs, world, settings, topology, home, sharders, who)
     except Exception as error:
         with suppress(ConfigError):  # the others hear of it where they compare
             agree(world, "the model to shard in 2D", {"checks": str(error)})
@@ -304,6 +328,7 @@ def shard_2d(
         "exact": settings.exact,
         "moment_scale": settings.moment_scale,
         "hook": settings.hook is not None,
+        "refuse_together": settings.refuse_together,
         "groups": [
             {
                 "sharding_group_size": part.plan.grid.group_size,
@@ -313,31 +338,115 @@ def shard_2d(
         ],
         "plans": [part.plan.to_json() for part in planned],
         "model": described(collections_of(module)),
+        **dict(also or {}),
     }
     agree(world, "the model to shard in 2D", said)
-    try:
-        parts, executed = [], []
-        for part, own in zip(planned, given, strict=True):
-            parts.append(_shard_part(module, part, world, settings, topology, device, own, who))
-            executed.append(plan_of(module))
-    except Exception as error:
-        with suppress(ConfigError):
-            agree(world, "the model sharded in 2D", {"made": str(error)})
-        raise
-    agree(world, "the model sharded in 2D", {"made": "whole"})
-    # Exact: one plan of all ranks; average: that of a sharding group, the first part's.
-    whole = {path: own for plan in executed for path, own in plan.plan.items()}
-    keep_plan(module, executed[0] if settings.sync == "average" else replace(executed[0], plan=whole))
+    # All groups are there before anything is cut, and whatever may fail is tried first: ranks fail together.
+    channels = [_Channels.of(part, world, settings) for part in planned]
+    with unattached_on_error(module.parameters()):
+        try:
+            jobs = [
+                _job(module, part, own, world, settings, topology, home, sharders_, first=k == 0)
+                for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
+            ]
+        except Exception as error:
+            with suppress(ConfigError):
+                agree(world, "the model to shard in 2D", {"checks": str(error)})
+            raise
+        agree(
+            world,
+            "the model to shard in 2D",
+            {"checks": "passed", "parts": [job.ready.described() for job in jobs]},
+        )
+        drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
+        cut_all(world, jobs)
+    parts = []
+    for part, own, job, made in zip(planned, channels, jobs, drawn, strict=True):
+        average = None
+        if settings.sync != "exact":
+            for table in made:  # by a user's function, in each group for itself
+                assert isinstance(table, ShardedTable)
+                for leaf in table.leaves():
+                    send_from_rank_0(own.axis, leaf)
+            average = ReplicaSync(
+                own.axis, [module.get_submodule(path) for path in part.collections], settings.hook
+            )
+            for rows in average.rows():
+                assert rows.touched is not None
+                rows.touched.agreed(WEIGHTS | SLOTS)
+        plan = part.plan.as_run(job.ready.plan)
+        parts.append(Part(tuple(part.collections), plan, own.shard, own.axis, average))
+    keep_plan(module, _together([job.ready.plan for job in jobs]))
     return TwoD(world, parts, settings)
+
+
+def _together(plans: Sequence[ShardingPlan]) -> ShardingPlan:
+    """The plans of all parts as one: over all ranks, or (average) of sharding groups, whose sizes may differ."""
+    first = plans[0]
+    if len(plans) == 1:
+        return first
+    whole = {path: own for plan in plans for path, own in plan.plan.items()}
+    size = first.world_size if len({plan.world_size for plan in plans}) == 1 else None
+    hosts = first.hosts if size is not None and len({str(plan.hosts) for plan in plans}) == 1 else None
+    return ShardingPlan(whole, size, hosts)
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """What the ranks of a part talk through."""
+
+    shard: Group
+    axis: Group
+    rows: Group
+    route: Group
+    ids: Group | None
+    refusals: Group | None
+
+    @classmethod
+    def of(cls, part: _Planned, world: Group, settings: ReplicaSettings) -> _Channels:
+        """All ranks of the world open them, in one order."""
+        grid, exact = part.plan.grid, settings.sync == "exact"
+        shard = world.partition("shard", grid.sharding_groups)
+        axis = world.partition("replicate", grid.replica_groups)
+        # One map of ids for all teams: a row number means the same id in every replica.
+        ids = None if exact else world.split("ids")
+        if exact:
+            rows, route = world.split("rows"), world.split("route")
+        else:
+            rows, route = (world.partition(name, grid.sharding_groups) for name in ("rows", "route"))
+        together = settings.refuse_together and not exact and grid.replicas > 1
+        return cls(shard, axis, rows, route, ids, world.split("refusals") if together else None)
+
+
+def _job(
+    module: nn.Module, part: _Planned, own: _Channels, world: Group, settings: ReplicaSettings, topology: Topology,
+    device: torch.device | None, sharders: list[ModuleSharder], *, first: bool,
+) -> Job:  # fmt: skip
+    """A part, checked as far as one rank can."""
+    plan, grid, exact = part.plan, part.plan.grid, settings.sync == "exact"
+    team, member = grid.team_of(world.rank), grid.member_of(world.rank)
+    if exact:
+        group, whole, hosts = world, plan.world_plan(), topology
+        of = tuple(grid.team_of(rank) for rank in range(world.size))
+        teams, ids = Teams(of, own.axis, grid.replica_groups[member]), None
+    else:
+        group, whole = own.shard, plan.group_plan
+        hosts = grid.topology_of(team, topology, plan.group_plan.hosts)
+        scale = 1.0 / grid.replicas if settings.moment_scale is None else float(settings.moment_scale)
+        teams = Teams((0,) * own.shard.size, own.axis, (), scale, own.refusals)
+        assert own.ids is not None
+        ids = IdRanks(own.ids, grid.member_of)
+    ready = prepare(module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first)
+    check_ids(ready.ids, (group if ids is None else ids.group).size)
+    return Job(ready, own.rows, own.route, device, settings.exact, teams, ids)
 
 
 def _planned(
     module: nn.Module, configs: Sequence[GroupConfig], world: Group, settings: ReplicaSettings,
-    topology: Topology | None, device: torch.device | str | int | None, sharders: Sequence[ModuleSharder] | None,
+    topology: Topology | None, home: torch.device | None, sharders: Sequence[ModuleSharder] | None,
     who: str,
 ) -> tuple[list[_Planned], Topology, list[list[ModuleSharder]]]:  # fmt: skip
     """Plans of all parts; nothing is changed, and nothing travels."""
-    home = None if device is None else device_of(device, who)
     own = listed(sharders, who)
     everything = collections_of(module)
     rest = [config for config in configs if config.paths is None]
@@ -345,6 +454,8 @@ def _planned(
     taken = [path for config in configs for path in config.paths or ()]
     kinds = [part.device.type for part in everything.values() if part.device.type != "meta"]
     kind = home.type if home is not None else (kinds or ["cpu"])[0]
+    for config in configs:
+        check_bool(config.across_hosts, who, "use_inter_host_allreduce")
     grids = [RankGrid(world.size, config.group_size, config.across_hosts) for config in configs]
     if topology is not None:
         grids[0].check_topology(topology)
@@ -380,10 +491,17 @@ def _group_plan(
             f"2D parallelism: node_group_size is {node!r}; it must be a whole number from 1 to the sharding group's "
             f"{size} ranks, or None for the machines' own hosts."
         )
+    if node is not None and size % node:
+        warnings.warn(
+            f"2D parallelism: node_group_size {node} does not divide the sharding group's {size} ranks, so the last "
+            f"of its hosts has {size % node}.",
+            stacklevel=2,
+        )
     hosts = None if node is None else blocks_of(size, node)
     source = "the machines" if node is None else "node_group_size"
     topology = grid.topology_of(0, world, hosts)
-    plan = _without(with_table_paths(config.plan, module), collections, others)
+    plan = config.plan.group_plan if isinstance(config.plan, ReplicatedPlan) else config.plan
+    plan = _without(with_table_paths(plan, module), collections, others)
     try:
         said = getattr(plan, "world_size", None)
         if said not in (None, size):
@@ -440,44 +558,3 @@ def _without(plan: AnyPlan | None, collections: Collection[str], others: Collect
     if isinstance(plan, dict) and any(path in others and path not in collections for path in plan):
         return {path: part for path, part in plan.items() if path not in others}
     return plan
-
-
-def _shard_part(
-    module: nn.Module, part: _Planned, world: Group, settings: ReplicaSettings, topology: Topology,
-    device: torch.device | str | int | None, sharders: Sequence[ModuleSharder], who: str,
-) -> Part:  # fmt: skip
-    plan, paths = part.plan, tuple(part.collections)
-    grid = plan.grid
-    team, member = grid.team_of(world.rank), grid.member_of(world.rank)
-    shard = world.partition("shard", grid.sharding_groups)
-    axis = world.partition("replicate", grid.replica_groups)
-
-    # One map of ids for all teams: a row number means the same id in every replica.
-    ids = IdRanks(world.split("ids"), grid.member_of) if settings.sync != "exact" else None
-
-    def cut(group: Group, own: ShardingPlan, hosts: Topology, teams: Teams) -> None:
-        shard_tables(
-            module, own, group, hosts, device, settings.exact, list(sharders) or None, who, only=paths, teams=teams,
-            id_ranks=ids,
-        )  # fmt: skip
-
-    if settings.sync == "exact":
-        of = tuple(grid.team_of(rank) for rank in range(world.size))
-        cut(world, plan.world_plan(), topology, Teams(of, axis, grid.replica_groups[member]))
-        return Part(paths, plan.as_run(plan_of(module)), shard, axis, None)
-    tables = [next(iter(names.values())) for names in ties_of(part.collections)]
-    drawn = [table for table in tables if table.weight.is_meta and table.config.init_fn is not None]
-    # Everybody starts from rank 0's values, whatever group it is in.
-    take_from_rank_0(world, part.collections, tables)
-    scale = 1.0 / grid.replicas if settings.moment_scale is None else float(settings.moment_scale)
-    hosts = grid.topology_of(team, topology, plan.group_plan.hosts)
-    cut(shard, plan.group_plan, hosts, Teams((0,) * shard.size, axis, (), scale))
-    for table in drawn:  # made by a user's function, in each group for itself
-        assert isinstance(table, ShardedTable)
-        for leaf in table.leaves():
-            send_from_rank_0(axis, leaf)
-    average = ReplicaSync(axis, [module.get_submodule(path) for path in paths], settings.hook)
-    for rows in average.rows():
-        assert rows.touched is not None
-        rows.touched.agreed(WEIGHTS | SLOTS)
-    return Part(paths, plan.as_run(plan_of(module)), shard, axis, average)

@@ -195,11 +195,12 @@ class EmbeddingShardingPlanner:
         """`plan`, called by every rank of `pg` (None: the default process group).
 
         Rank 0's topology is everyone's. Every rank plans for itself, and digests are compared: nobody waits for rank
-        0's search.
+        0's search. A topology of fewer ranks, whose number divides that of `pg`, is that of one sharding group
+        (`DMPCollection`), and so is the plan.
 
         Raises:
-            ConfigError: as `plan`; the topology is for another number of ranks; ranks differ in what they plan, or in
-                the plan, with the place.
+            ConfigError: as `plan`; the topology is for a number of ranks that does not divide that of `pg`; ranks
+                differ in what they plan, or in the plan, with the place.
         """
         if pg is None and not dist.is_initialized():
             whole = self.plan(module, sharders)
@@ -232,10 +233,10 @@ class EmbeddingShardingPlanner:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # rank 0 has said what there is to say
                 own = Topology.from_json(shared)
-        if own.world_size != group.size:
+        if group.size % own.world_size:
             raise ConfigError(
                 f"EmbeddingShardingPlanner: the topology has {own.world_size} ranks and the group {group.size}; pass "
-                "the topology of the group's ranks."
+                "the topology of the group's ranks, or of one sharding group of DMPCollection, whose size divides that."
             )
         return own
 

@@ -11,7 +11,7 @@ Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,8 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.initial import fill_initial
+from tilerec.modules.table import Table
 from tilerec.ops.gradient import GradientRecord
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
@@ -39,7 +41,7 @@ from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.plan import Wire
-from tilerec.spec.tile import Tiling
+from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
 
@@ -130,6 +132,7 @@ class Exchange:
                     weighted=self.weighted and not each_id,
                     each_id=each_id,
                     wide=wide,
+                    everyone=None if self.teams is None else self.teams.everyone,
                 ),
                 Combiner(self.layout, self.group, wide, each_id=each_id),
             )
@@ -483,6 +486,7 @@ def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
     wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
+    memory: dict[str, list[Tensor]] | None = None,
 ) -> None:  # fmt: skip
     """Make a collection into this rank's part of a sharded one, in place.
 
@@ -495,6 +499,7 @@ def shard_collection(
         wires: number formats in which tables' rows and gradients travel; default: as they are summed. Sums inside a
             host always travel as they are.
         teams: where ranks are several teams, each of which holds every table; None: one.
+        memory: as `drawn_memory` has made it.
 
     Raises:
         ConfigError: `exact` with a wire that rounds.
@@ -520,10 +525,11 @@ def shard_collection(
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
         weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
     )  # fmt: skip
-    memory = _memory(module, exchange.layout, device)
+    places = _memory(module, tilings, group.rank, device) if memory is None else memory
     for name, table in tables.items():
         if not isinstance(table, ShardedTable):
-            shard_table(table, tilings[name], group, topology, memory[name], exact, teams)
+            written = memory is not None and is_drawn(table)
+            shard_table(table, tilings[name], group, topology, places[name], exact, teams, written=written)
         elif table.tiling != tilings[name]:
             raise ConfigError(
                 f"Table '{name}' is sharded already, with another collection that it is tied to, and another "
@@ -534,24 +540,48 @@ def shard_collection(
     module._renew_sinks()
 
 
+def is_drawn(table: Table) -> bool:
+    """Whether a user's function is still to make its values."""
+    return table.weight.is_meta and table.config.init_fn is not None
+
+
+@torch.no_grad()
+def drawn_memory(
+    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int]
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Memory of a rank's tiles of a collection, for `shard_collection`, and in it what users' functions make.
+
+    Args:
+        seen: by `id`, rows that are tables of an earlier collection, too: they get their memory there.
+    """
+    memory = _memory(module, tilings, rank, device, seen)
+    for name, table in module._tables.items():
+        if is_drawn(table) and name in memory:
+            held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
+            for tile, own in zip(held, memory[name], strict=False):
+                if own.numel():
+                    fill_initial(own, table.config, table.rows.place.key, tile.r0, tile.c0)
+    return memory
+
+
 def _memory(
-    module: TableCollection, layout: Layout, device: torch.device | str | None
-) -> dict[str, list[Tensor]]:
+    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
+    seen: Set[int] = frozenset(),
+) -> dict[str, list[Tensor]]:  # fmt: skip
     """Memory of this rank's tiles, side by side in one storage per data type and device.
 
     Large tables have a storage each: one of them can move, and its memory is free.
     """
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
-    held: dict[int, list[tuple[int, int]]] = {}
-    for r in layout.held:
-        t, tile = layout.rectangles[r]
-        held.setdefault(t, []).append((tile.r1 - tile.r0, tile.c1 - tile.c0))
-    for t, (name, table) in enumerate(module._tables.items()):
-        if isinstance(table, ShardedTable):  # by another collection, which it is tied to
+    for name, table in module._tables.items():
+        if (
+            isinstance(table, ShardedTable) or id(table.rows) in seen
+        ):  # by another collection, which it is tied to
             continue
-        weight = table.weight
+        weight, tiling = table.weight, tilings[name]
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
-        own = held.get(t, [(0, layout.tables[t].tiling.dim)])
+        held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
+        own = held or [(0, tiling.dim)]
         apart = sum(rows * width for rows, width in own) * weight.element_size() >= APART_FROM
         key = (weight.dtype, where, name if apart else "")
         shapes.setdefault(key, []).extend((name, shape) for shape in own)

@@ -85,6 +85,8 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """`state_dict()` with whole plain tensors, on every rank; all ranks call it."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         whole: dict[str, Any] = {"state": {}}
         for name, leaf in self.params.items():
             state = self.state[leaf]

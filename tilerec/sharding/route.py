@@ -98,9 +98,10 @@ class Router:
     """Routes batches of one module."""
 
     def __init__(
-        self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype
-    ) -> None:
-        self.layout, self.group = layout, group
+        self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
+        everyone: Group | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.group, self.everyone = layout, group, everyone
         self.weighted, self.each_id, self.wide = weighted, each_id, wide
         self.id_dtype = (
             torch.int64 if any(part.r1 - part.r0 >= 1 << 31 for part in layout.parts) else torch.int32
@@ -130,6 +131,7 @@ class Router:
             for p in merge.parts:
                 self._merge_of[layout.wire[p]] = m
         self._header_index = torch.tensor(self._index_header(), device="cpu")
+        self._refusals = 0, 0  # how many ranks of all teams refused this step, and the sum of their numbers
         self._header_out = [
             1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
             for parts, merges in zip(layout.sent, self._merges_to, strict=True)
@@ -186,6 +188,12 @@ class Router:
             raise InputError(
                 f"Rank {refused[0]} refused its batch (its own error says why), so no rank routes this step; "
                 "see the error of that rank."
+            )
+        if self.everyone is not None and self._refusals[0]:
+            count, ranks = self._refusals
+            who = f"Rank {ranks} refused its" if count == 1 else f"{count} ranks refused their"
+            raise InputError(
+                f"{who} batch in another sharding group (the error there says why), so no rank routes this step."
             )
         if any(header[0] >> TRAINING != flags >> TRAINING for header in heard):
             self._refuse_training(batch.training)
@@ -255,8 +263,15 @@ class Router:
             self._header_index = self._header_index.to(device)
         out = values.index_select(0, self._header_index)
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
-        heard = self.group.all_to_all("header", into, out, self._header_in, self._header_out).wait()
-        flat = torch.cat((values, heard)).tolist()
+        header = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
+        if self.everyone is None:
+            flat = torch.cat((values, header.wait())).tolist()
+        else:  # both are on their way when the host waits
+            refused = flags & REFUSED
+            own = torch.tensor([refused, refused * self.everyone.rank], dtype=torch.int32, device=device)
+            vote = self.everyone.all_reduce_("refusals", own)
+            *flat, count, ranks = torch.cat((values, header.wait(), vote.wait())).tolist()
+            self._refusals = count, ranks
         counts = [flat[at : at + 2] for at in range(1, 1 + 2 * parts, 2)]
         sizes = flat[1 + 2 * parts : values.numel()]
         ends = itertools.accumulate(self._header_in, initial=values.numel())

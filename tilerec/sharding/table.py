@@ -307,6 +307,8 @@ def shard_table(
     memory: Sequence[Tensor],
     exact: bool,
     teams: Teams | None = None,
+    *,
+    written: bool = False,
 ) -> None:
     """Make a table into this rank's tiles of it, in place: values and optimizer state of the rectangles stay.
 
@@ -315,6 +317,7 @@ def shard_table(
         memory: for each of this rank's rectangles of the tiling its memory, `[rows, width]`, not written yet; one empty
             `[0, dim]` where there is none.
         teams: where ranks are several teams; None: one.
+        written: `memory` holds the values already.
 
     Tables tied to it (another collection's, with the same rows) become the same tiles with it.
     """
@@ -323,7 +326,7 @@ def shard_table(
     places = tiles or (Tile(0, 0, 0, tiling.dim, (group.rank,)),)
     made: list[TileRows] = []
     for tile, own in zip(places, memory, strict=True):
-        if not own.is_meta and own.numel():
+        if not own.is_meta and own.numel() and not written:
             if whole.is_meta:
                 fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:

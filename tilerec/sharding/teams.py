@@ -31,12 +31,14 @@ class Teams:
         peers: their ranks in the tables' group, ascending; none where that group is one team, and the others are
             outside of it.
         moment_scale: of what a gradient adds to the moment of row-wise Adagrad, where teams train apart.
+        everyone: a channel over the ranks of all teams, where a batch that one refuses is to be refused by all.
     """
 
     of: tuple[int, ...]
     axis: Group
     peers: tuple[int, ...]
     moment_scale: float = 1.0
+    everyone: Group | None = None
 
     @property
     def apart(self) -> bool:
