@@ -8,6 +8,7 @@ Legend: as in `tilerec/ops/jagged.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -117,6 +118,22 @@ CHECKS: dict[str, Callable[..., None]] = {
     "repeat_segments": _repeat_segments,
 }
 """By op name: raises an `InputError` for arguments that do not fit, as the op takes them."""
+
+
+def raise_bad_offsets(op: str, segment: int, offset: int) -> NoReturn:
+    """Raise the `InputError` for the offset after a segment, which descends or does not fit the number of items."""
+    raise InputError(
+        f"{op}: offset {offset} after segment {segment} descends or does not fit the number of items; wanted "
+        f"non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
+    )
+
+
+def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
+    """Raise the `InputError` for a selected segment that is not there, or is shorter than its copy."""
+    raise InputError(
+        f"{op}: order[{position}] is segment {segment}, which is not there or holds fewer items than the output's "
+        f"offsets say."
+    )
 
 
 def checked(op: str, kernel: Callable[..., object]) -> Callable[..., object]:

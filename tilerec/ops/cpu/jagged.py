@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK
 from tilerec.ops.cpu.records import Report
 from tilerec.ops.jagged import REFERENCE
-from tilerec.ops.jagged_checks import checked
+from tilerec.ops.jagged_checks import checked, raise_bad_offsets, raise_bad_order
 from tilerec.ops.library import LIBRARY
 
 _SUM_TYPES = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
@@ -241,16 +240,9 @@ def _item_bytes(tensor: Tensor, leading: int) -> int:
 
 def _error(op: str, report: Report) -> Exception:
     if report.status == BAD_OFFSETS:
-        return InputError(
-            f"{op}: offset {report.value} after segment {report.position} descends or does not fit the "
-            f"number of items; "
-            f"wanted non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
-        )
+        raise_bad_offsets(op, report.position, report.value)
     if report.status == BAD_ID:
-        return InputError(
-            f"{op}: order[{report.position}] is segment {report.value}, which is not there or holds fewer items than "
-            f"the output's offsets say."
-        )
+        raise_bad_order(op, report.position, report.value)
     if report.status == NO_MEMORY:
         return MemoryError(f"{op}: no memory for its working space.")
     return AssertionError(f"{op}: the native library refused argument {report.value}.")
