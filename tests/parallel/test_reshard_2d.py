@@ -16,6 +16,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.rank_grid import RankGrid
 from tilerec.parallel.rebalance import rebalance
@@ -55,7 +56,7 @@ def group_plan(kinds: tuple[str, ...], case: Case, across: bool) -> dict[str, Ti
 
 def move(module: Any, two_d: TwoD, plan: Any, **options: Any) -> Any:
     budget, progress = options.pop("budget", None), options.pop("progress", False)
-    return reshard_2d(module, two_d, plan, budget, progress, None, time.monotonic())
+    return reshard_2d(module, two_d, plan, budget, progress, None, time.monotonic(), Interrupts())
 
 
 def train(case: Case, module: Any, own: list[Any]) -> list[torch.Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,12 +18,13 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
-from tilerec.parallel import transit
+from tilerec.parallel import mover, ready, steppers, table_move, transit
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.move_progress import Moving
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
+from tilerec.parallel.steppers import Steppers
 from tilerec.parallel.table_move import TableMove
 from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -32,6 +35,7 @@ from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
+reshard_file = sys.modules["tilerec.parallel.reshard"]  # the package's name for it is the function
 NAMES = ["a", "b", "c"]
 ROWS, DIM = 40, 8
 
@@ -337,6 +341,201 @@ def test_a_failure_while_packing_columns_leaves_the_model_as_it_was(monkeypatch:
     run_virtual_ranks(2, live)
 
 
+PLACES: tuple[tuple[Any, str], ...] = (
+    (ready, "check_options"),
+    (reshard_file, "planned"),
+    (ready, "Steppers"),
+    (TableMove, "__init__"),
+    (reshard_file, "words_of"),
+    (mover.Mover, "__init__"),
+    (TableMove, "facts"),
+    (TableMove, "settle"),
+    (transit, "transfers"),
+    (mover.Mover, "_schedule"),
+    (mover.Mover, "_made_progress"),
+    (TableMove, "allocate"),
+    (transit.Transit, "__init__"),
+    (transit.Transit, "_window"),
+    (transit.Transit, "_pack"),
+    (transit.Transit, "_unpack"),
+    (TableMove, "make_ready"),
+    (table_move, "new_peers"),
+    (mover.Mover, "_ending"),
+    (mover, "_renewed"),
+)
+
+
+@pytest.mark.parametrize(
+    ("attached", "kind"), [(True, MemoryError), (True, KeyboardInterrupt), (False, KeyboardInterrupt)]
+)
+def test_whatever_stops_one_rank_at_any_step_stops_all_and_the_model_goes_on(
+    monkeypatch: pytest.MonkeyPatch, attached: bool, kind: type[BaseException]
+) -> None:
+    """Every function in which a rank can fail before its tables switch, in one model's life; each move is made then."""
+    model_of = base(RULE if attached else None)
+    armed: list[str] = []
+    fired: list[str] = []
+    if not attached:  # it is found once here: to ask the garbage collector takes its time
+        monkeypatch.setattr(steppers, "optimizers_with", lambda leaves: [])
+
+    def failing(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if armed == [name] and threading.current_thread().name == "rank 1":
+                armed.clear()
+                fired.append(name)
+                raise kind("no more")
+            return real(*args, **options)
+
+        return call
+
+    names = [f"{where.__name__}.{name}" for where, name in PLACES]
+    for mark, (where, name) in zip(names, PLACES, strict=True):
+        if where is ready and name == "check_options":
+            where = reshard_file
+        monkeypatch.setattr(where, name, failing(mark, getattr(where, name)))
+
+    def live(group: Group) -> None:
+        model = shard(copy.deepcopy(model_of), BEFORE, group)
+        adam = torch.optim.Adam(model.parameters(), lr=0.1) if not attached else None
+        for i, mark in enumerate(names):
+            plan = AFTER if i % 2 == 0 else BEFORE
+            model.zero_grad()
+            train(model, group.rank, i)
+            if adam is not None:
+                adam.step()
+            before = full_state_dict(model)
+            if group.rank == 1:
+                armed.append(mark)
+            group.barrier()
+            stopped = (ConfigError, ReshardError, kind) if group.rank == 1 else (ConfigError, ReshardError)
+            with pytest.raises(stopped, match="no more"):
+                reshard(model, plan, progress=False, optimizers=None if adam is None else [adam])
+            now = {name: table.tiling for name, table in model._tables.items()}
+            assert {name: sharding.tiling for _, name, sharding in plan_of(model).tables()} == now
+            assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+            reshard(model, plan, progress=False, optimizers=None if adam is None else [adam])
+            assert {name: table.tiling for name, table in model._tables.items()} == plan
+            assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+
+    run_virtual_ranks(2, live)
+    assert fired == names
+
+
+def test_an_optimizer_that_breaks_in_the_switch_leaves_the_tables_moved_and_is_told_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model_of = base(None)
+    real = Steppers.follow
+
+    def follow(own: Steppers, name: str, *rest: Any) -> None:
+        if threading.current_thread().name == "rank 1" and "b" in name:
+            raise RuntimeError("it has groups of its own")
+        real(own, name, *rest)
+
+    monkeypatch.setattr(Steppers, "follow", follow)
+
+    def live(group: Group) -> None:
+        model = shard(copy.deepcopy(model_of), BEFORE, group)
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        before = full_state_dict(model)
+        with pytest.raises(
+            ReshardError, match=r"rank 1 failed in what follows.*groups of its own.*have moved"
+        ):
+            reshard(model, AFTER)
+        assert {name: table.tiling for name, table in model._tables.items()} == AFTER
+        assert {name: s.tiling for _, name, s in plan_of(model).tables()} == AFTER
+        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+        del adam
+        train(model, group.rank, 0)
+
+    run_virtual_ranks(2, live)
+
+
+def test_no_move_begins_inside_a_backward_pass() -> None:
+    model_of = base()
+
+    def live(group: Group) -> None:
+        model = shard(copy.deepcopy(model_of), BEFORE, group)
+        twin = shard(copy.deepcopy(model_of), BEFORE, group)
+        # Its gradient comes after the tables', whose rows are written at the end of the backward.
+        scale = torch.ones(1, requires_grad=True)
+        scaled = scale * 1
+        scale.register_hook(lambda _: reshard(model, AFTER) and None)
+        with pytest.raises(ConfigError, match="inside a backward pass"):
+            (model(batch(group.rank)).values() * scaled).pow(2).sum().backward()
+        assert {name: table.tiling for name, table in model._tables.items()} == BEFORE
+        before = full_state_dict(model)
+        reshard(model, AFTER)
+        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+        train(twin, group.rank, 0)
+
+    run_virtual_ranks(2, live)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_move_in_inference_mode_leaves_tables_that_train(attached: bool) -> None:
+    model_of = base(RULE if attached else None)
+
+    def live(group: Group) -> None:
+        models = [shard(copy.deepcopy(model_of), BEFORE, group) for _ in range(2)]
+        steps = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models] if not attached else []
+        for model in models:
+            train(model, group.rank, 0)
+        for adam in steps:
+            adam.step()
+        with torch.inference_mode():
+            reshard(models[0], AFTER, optimizers=steps[:1])
+        reshard(models[1], AFTER, optimizers=steps[1:])
+        assert all(p.requires_grad and not p.is_inference() for p in models[0].parameters())
+        for model in models:
+            train(model, group.rank, 1)
+        for adam in steps:
+            adam.step()
+        want = full_state_dict(models[1])
+        assert all(torch.equal(value, want[name]) for name, value in full_state_dict(models[0]).items())
+
+    run_virtual_ranks(2, live)
+
+
+def test_a_rank_whose_tiles_have_another_type_is_named() -> None:
+    model_of = base()
+
+    def live(group: Group) -> None:
+        model = shard(copy.deepcopy(model_of), BEFORE, group)
+        if group.rank:
+            model.to(torch.bfloat16)
+        with pytest.raises(
+            ConfigError, match=r"weight of table 'a' is torch.float32 on rank 0 and torch.bfloat16"
+        ):
+            reshard(model, AFTER)
+
+    run_virtual_ranks(2, live)
+
+
+def test_a_table_that_a_module_outside_reads_too_is_not_moved_under_it() -> None:
+    model_of = torch.nn.ModuleDict({"x": base(), "y": base()})
+
+    def live(group: Group) -> None:
+        model = copy.deepcopy(model_of)
+        for part in model.values():
+            shard(part, BEFORE, group)
+        model["y"].embedding_bags["a"].weight = model["x"].embedding_bags["a"].weight
+        with pytest.raises(
+            ConfigError, match="'a' of module '' is shared with a collection that is not below"
+        ):
+            reshard(model["x"], AFTER)
+        reshard(model, {"x": AFTER})
+        assert model["y"]._tables["a"].tiling == AFTER["a"]
+        (model["y"](batch(group.rank)).values() + model["x"](batch(group.rank)).values()).sum().backward()
+
+    run_virtual_ranks(2, live)
+
+
+def test_what_is_no_module_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="model is a list"):
+        reshard([], AFTER)  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
@@ -346,8 +545,8 @@ def held_bytes() -> int:
     seen: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and thing.layout is torch.strided and not thing.is_meta:
-            storage = thing.untyped_storage()
             with suppress(RuntimeError):  # a tensor without memory, left by torch.compile
+                storage = thing.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
 

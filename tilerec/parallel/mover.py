@@ -1,15 +1,19 @@
 """`Mover`: one move of a model's tables, after all ranks have agreed on it.
 
-    hear facts ──► order and budget ──► per batch of tables: allocate, move, vote, switch ──► new exchanges and plans
+    prepare   hear facts ──► order and budget
+    run       per batch of tables: allocate ──► vote ──► move ──► vote ──► switch;  the last one switches exchanges and
+              plans, too
 
-A batch is as many tables as the memory allows, at least one. Its tables switch on all ranks or on none: every rank
-votes after its part is done. What has switched stays; a model of which some tables have moved is under a mixed plan.
+A batch is as many tables as the memory allows, at least one. Its tables switch on all ranks or on none: whatever can
+fail on a rank comes before its vote, and after the vote there are assignments only. What has switched stays; a model of
+which some tables have moved is under a mixed plan.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -18,6 +22,7 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
+from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.move_order import order_of
 from tilerec.parallel.move_progress import MoveProgress, ProgressOption
 from tilerec.parallel.plan_of import keep_plan, kept_plans
@@ -28,7 +33,9 @@ from tilerec.sharding.embedding import Exchange, ShardedCollection
 from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.retile import new_peers, places_of
 from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.update import Peers
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
@@ -73,12 +80,22 @@ class Ready(NamedTuple):
     steppers: Steppers
 
 
+class Ending(NamedTuple):
+    """What tables, collections and modules have under the plan that a move ends with."""
+
+    peers: list[tuple[ShardedTable, list[Peers]]]
+    exchanges: dict[str, Exchange]
+    plan: ShardingPlan
+
+
 class Mover:
     """One move.
 
     Args:
         group: the ranks over which the tables lie.
         voters: all who must agree that a batch has arrived: these, and those that hold copies elsewhere.
+        interrupts: whether the user has had enough.
+        earlier: moves that have been made in the same call.
     """
 
     def __init__(
@@ -91,54 +108,58 @@ class Mover:
         budget: int | None,
         progress: ProgressOption,
         begun: float,
+        interrupts: Interrupts,
+        earlier: Sequence[TableMove] = (),
     ) -> None:
         self._model, self._collections, self._group, self._voters = model, collections, group, voters
         self.moved: list[TableMove] = []
+        self._strays: Exception | None = None
         self._ready, self._budget, self._begun = ready, budget, begun
+        self._interrupts, self._earlier = interrupts, earlier
         self.moves = ready.moves
         self.done = False
         self._option = progress
 
+    def prepare(self) -> None:
+        """Plan the move with all ranks; nothing moves.
+
+        Raises:
+            ConfigError: something beside the tables cannot move, or the budget is less than a move needs.
+        """
+        ready, own = self._ready, list[Facts | None]()
+        with told_to_all(self._voters):
+            own = [move.facts() for move in self.moves]
+            self._interrupts.check()
+        said = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        with told_to_all(self._voters):
+            for i, move in enumerate(self.moves):
+                move.settle([facts[i] for facts in said])
+            self._most, self._batches, self._extra = self._schedule()
+            self._progress = self._made_progress()
+            topology = next(iter(self._collections.values())).exchange.topology
+            self.done = not self.moves and ready.plan == ready.present and ready.topology is topology
+
     def run(self) -> Resharded:
-        ready = self._ready
-        topology = next(iter(self._collections.values())).exchange.topology
-        if not self.moves and ready.plan == ready.present and ready.topology is topology:
-            self.done = True
-            return self._report(0)
-        self._hear()
-        most, batches, extra = self._schedule()
-        progress = self._progress()
-        moved = self.moved
-        try:
-            for batch in batches:
-                own = [self.moves[t] for t in batch]
-                self._move(own, most, moved, progress)
-                moved += own
-            self.done = True
-        finally:
-            progress.close()
-            self._settle(moved)
-        return self._report(extra)
+        """Move, after `prepare`.
+
+        Raises:
+            ReshardError: a rank could not do its part.
+        """
+        if not self.done:
+            batches: Sequence[Sequence[int]] = self._batches or [()]
+            try:
+                for i, batch in enumerate(batches):
+                    self._move([self.moves[t] for t in batch], last=i == len(batches) - 1)
+            except BaseException:
+                if self.moved and not self.done:
+                    ready, topology = self._ready, next(iter(self._collections.values())).exchange.topology
+                    self._end(self._ending(_mixed(ready, self.moved), topology, self.moved))
+                raise
+            finally:
+                self._progress.close()
+        return self._report(self._extra)
 
     # ------------------------------------------------------------------------------------------------------ before
-
-    def _hear(self) -> None:
-        """Everybody's facts about what is to move."""
-        own: list[Facts | None] = []
-        trouble = None
-        try:
-            own = [move.facts() for move in self.moves]
-        except Exception as error:
-            trouble = error
-        texts = cast("list[str]", self._voters.all_gather_object(str(trouble or "")))
-        if trouble is not None:
-            raise trouble
-        for rank, text in enumerate(texts):
-            if text:
-                raise ConfigError(f"Rank {rank}: {text}")
-        said = cast("list[list[Facts | None]]", self._group.all_gather_object(own))
-        for i, move in enumerate(self.moves):
-            move.settle([facts[i] for facts in said])
 
     def _schedule(self) -> tuple[int, Sequence[Sequence[int]], int]:
         """(bytes of a message, batches, extra memory of a rank).
@@ -180,7 +201,7 @@ class Mover:
                 split.append([t for t in batch if kinds[t] == kind])
         return split
 
-    def _progress(self) -> MoveProgress:
+    def _made_progress(self) -> MoveProgress:
         me, loads = self._group.rank, [move.load for move in self.moves]
         out, into, _ = sent_by_rank(loads, self._group.size)
         self._own_bytes = out[me] + into[me]
@@ -189,53 +210,71 @@ class Mover:
 
     # ---------------------------------------------------------------------------------------------------- one batch
 
-    def _move(
-        self, own: Sequence[TableMove], most: int, moved: Sequence[TableMove], progress: MoveProgress
-    ) -> None:
-        """Move some tables; all of them on all ranks, or none.
+    def _move(self, own: Sequence[TableMove], last: bool) -> None:
+        """Move some tables; all of them on all ranks, or none. With the last ones, all that belongs to the plan.
 
         Raises:
             ReshardError: a rank could not.
         """
         names = tuple(move.key for move in own)
-        failure: Exception | None = None
         transit: Transit | None = None
+        ending: Ending | None = None
+        failure: BaseException | None = None
         loads = [move.load for move in own]
         try:
-            for move in own:
-                move.allocate()
-            transit = Transit(self._group, loads, most, own[0].table.weight.device)
-        except Exception as error:
-            failure = error
-        try:
-            rounds = self._vote(failure, "memory", names, moved, transit.rounds if transit is not None else 0)
-            assert transit is not None
-            out, into, _ = sent_by_rank(loads, self._group.size)
-            size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
-            failure = transit.run(
-                rounds, lambda k: progress.tell(len(moved), begun + size * k // rounds, names)
-            )
-            self._vote(failure, "the move", names, moved)
-            self._done_bytes = begun + size
+            try:
+                self._interrupts.check()
+                for move in own:
+                    move.allocate()
+                if own:
+                    transit = Transit(self._group, loads, self._most, own[0].table.weight.device)
+                out, into, _ = sent_by_rank(loads, self._group.size)
+                size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
+            except BaseException as error:
+                failure = error
+            rounds = self._vote(failure, "memory", names, transit.rounds if transit is not None else 0)
+
+            def after_round(k: int) -> None:
+                self._interrupts.check()
+                self._progress.tell(len(self.moved), begun + size * k // rounds, names)
+
+            failure = transit.run(rounds, after_round) if transit is not None else None
+            if failure is None:
+                try:
+                    for move in own:
+                        move.make_ready()
+                    if last:
+                        ready = self._ready
+                        ending = self._ending(ready.plan, ready.topology, self.moves)
+                    self._interrupts.check()
+                except BaseException as error:
+                    failure = error
+            self._vote(failure, "the move", names)
         except BaseException:
             for move in own:
                 move.drop()
             raise
+        # From here on there are assignments only: the others do the same.
+        self._done_bytes = begun + size
         for move in own:
-            move.switch()
+            self._strays = move.switch() or self._strays
+            self.moved.append(move)
+        if ending is not None:
+            self._end(ending)
+            self.done = True
+            self._vote(self._strays, "what follows the tables", ())
 
     def _vote(
         self,
-        failure: Exception | None,
+        failure: BaseException | None,
         what: str,
         names: Sequence[str],
-        moved: Sequence[TableMove] = (),
         number: int = 0,
     ) -> int:
         """Return the largest of all ranks' numbers, if no rank has failed.
 
         Raises:
-            ReshardError: one has; on every rank.
+            ReshardError: one has; on every rank. A KeyboardInterrupt is raised as it is where it was.
         """
         group = self._voters
         ones = [1] * group.size
@@ -244,12 +283,17 @@ class Mover:
         heard = group.all_to_all("reshard votes", torch.zeros_like(mine), mine, ones, ones).wait().tolist()
         if min(heard) >= 0:
             return int(max(heard))
-        texts = cast("list[str]", group.all_gather_object("" if failure is None else _said(failure)))
+        texts = cast("list[str]", group.all_gather_object("" if failure is None else said_of(failure)))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         rank = heard.index(-1)
         where = f", on its way {', '.join(names[:4])}{' …' * (len(names) > 4)}" if names else ""
-        done = [move.key for move in moved]
+        done = [move.key for move in (*self._earlier, *self.moved)]
+        some = f"{', '.join(done[:4])}{' …' * (len(done) > 4)}"
         kept = (
-            f"{len(done)} tables have moved ({', '.join(done[:4])}{' …' * (len(done) > 4)}), the others are where they "
+            "all tables have moved, and what follows them on that rank (an optimizer, a RowState) has not"
+            if self.done
+            else f"{len(done)} tables have moved ({some}), the others are where they "
             "were; the model works under this mixed plan"
             if done
             else "nothing has moved, and the model works as before"
@@ -260,24 +304,30 @@ class Mover:
 
     # ------------------------------------------------------------------------------------------------------- after
 
-    def _settle(self, moved: Sequence[TableMove]) -> None:
-        """Exchanges, peers and plans for the tilings that tables have now."""
-        ready = self._ready
-        whole = len(moved) == len(self.moves)
-        if whole:
-            plan, topology = ready.plan, ready.topology
-        else:
-            plan, topology = _mixed(ready, moved), next(iter(self._collections.values())).exchange.topology
-        for part in self._collections.values():
-            for table in part._sharded_tables:
-                places = places_of(table.tiling, self._group.rank)
-                for rows, place in zip(table.tile_rows, places, strict=True):
-                    rows.peers = new_peers(table, table.tiling, place, topology)
+    def _ending(self, plan: ShardingPlan, topology: Topology, moved: Sequence[TableMove]) -> Ending:
+        """What belongs to a plan under which these tables have moved (or will have, in a moment)."""
+        me = self._group.rank
+        new = {name: move.new for move in moved for name in move.names}
+        peers: list[tuple[ShardedTable, list[Peers]]] = []
+        exchanges: dict[str, Exchange] = {}
         for path, part in self._collections.items():
-            part.exchange = _renewed(part.exchange, part, plan.plan[path], topology)
+            tilings = {name: new.get((path, name), table.tiling) for name, table in _tables(part).items()}
+            for name, table in _tables(part).items():
+                places = places_of(tilings[name], me)
+                peers.append((table, [new_peers(table, tilings[name], place, topology) for place in places]))
+            exchanges[path] = _renewed(part.exchange, tilings, plan.plan[path], topology)
+        return Ending(peers, exchanges, plan)
+
+    def _end(self, ending: Ending) -> None:
+        """Exchanges, peers and plans for the tilings that tables have now."""
+        for table, peers in ending.peers:
+            for rows, own in zip(table.tile_rows, peers, strict=True):
+                rows.peers = own
+        for path, part in self._collections.items():
+            part.exchange = ending.exchanges[path]
             part._renew_sinks()
-        ready.steppers.refresh()
-        keep_plans(self._model, plan)
+        self._ready.steppers.refresh()
+        keep_plans(self._model, ending.plan)
 
     def _report(self, extra: int) -> Resharded:
         loads = [move.load for move in self.moves]
@@ -290,6 +340,26 @@ class Mover:
             extra,
             time.monotonic() - self._begun,
         )
+
+
+@contextmanager
+def told_to_all(group: Group) -> Iterator[None]:
+    """Something that every rank does: where it raises on one, it raises on all.
+
+    Raises:
+        ConfigError: it has raised on another rank.
+    """
+    own: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        own = error
+    texts = cast("list[str]", group.all_gather_object("" if own is None else said_of(own)))
+    if own is not None:
+        raise own
+    for rank, text in enumerate(texts):
+        if text:
+            raise ConfigError(f"Rank {rank}: {text}")
 
 
 def joined(path: str, inner: str) -> str:
@@ -306,17 +376,21 @@ def _mixed(ready: Ready, moved: Sequence[TableMove]) -> ShardingPlan:
     return plan
 
 
+def _tables(part: ShardedCollection) -> dict[str, ShardedTable]:
+    return cast("dict[str, ShardedTable]", part._tables)
+
+
 def _renewed(
-    old: Exchange, part: ShardedCollection, plan: EmbeddingModuleShardingPlan, topology: Topology
+    old: Exchange, tilings: Mapping[str, Tiling], plan: EmbeddingModuleShardingPlan, topology: Topology
 ) -> Exchange:
-    """A collection's exchange for the tilings that its tables have now."""
+    """A collection's exchange for these tilings of its tables."""
     each = old.each_id or old.exact
     layouts = []
-    for name, table in part._tables.items():
+    for name, tiling in tilings.items():
         sharding = plan[name]
         known = sharding.ids_per_bag
         fan_in = 1.0 if each else 2.0 if known is None else known
-        layouts.append(TableLayout(name, cast(ShardedTable, table).tiling, fan_in, sharding.wire or Wire()))
+        layouts.append(TableLayout(name, tiling, fan_in, sharding.wire or Wire()))
     return old.over(topology, layouts)
 
 
@@ -329,7 +403,10 @@ def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
         keep_plan(holder, ShardingPlan(parts, plan.world_size, plan.hosts, report=report))
 
 
-def _said(error: BaseException) -> str:
+def said_of(error: BaseException) -> str:
+    """An error, for those who did not see it."""
+    if isinstance(error, ConfigError):
+        return str(error)
     return f"{type(error).__name__}: {str(error) or 'without a message'}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.kernels import gifts_of, with_kernels
 from tilerec.parallel.move_progress import ProgressOption, check_progress
-from tilerec.parallel.mover import Ready, joined
+from tilerec.parallel.mover import Ready, joined, said_of
 from tilerec.parallel.plan_of import kept_plans
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.shard import _check_ties
@@ -80,6 +81,19 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
         )
     topology = next(iter(collections.values())).exchange.topology
     return ShardingPlan({path: known[path] for path in collections}, topology.world_size, topology.host_ranks)
+
+
+def check_moment() -> None:
+    """Refuse to move tables while their gradients are on the way.
+
+    Raises:
+        ConfigError: a backward pass is running.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            "reshard: called inside a backward pass (from a hook of a tensor), whose gradients belong to the tiles as "
+            "they are; call it between two steps."
+        )
 
 
 def check_options(budget: int | None, progress: ProgressOption) -> None:
@@ -197,26 +211,28 @@ def _filled(said: ParameterSharding | None, now: ParameterSharding) -> Parameter
     )
 
 
-def tell_trouble(group: Group, error: Exception) -> None:
-    """Let the others hear of it where they compare: they must not wait for this rank."""
-    with suppress(ConfigError):
-        agree(group, _PLAN, {"checks": str(error)})
-
-
-def agree_to_move(group: Group, ready: Ready, budget: int | None) -> None:
-    """Return if all ranks are ready for the same move.
+@contextmanager
+def agreeing(group: Group) -> Iterator[list[Any]]:
+    """Checks that every rank makes, and what it finds, put into the list: all pass and find the same, or all raise.
 
     Raises:
-        ConfigError: one of them is not, or for another one; says which.
+        ConfigError: a rank has raised, or has found something else; says which.
     """
-    agree(
-        group,
-        _PLAN,
-        {
-            "checks": "passed",
-            "plan": ready.plan.to_json(),
-            "present plan": ready.present.to_json(),
-            "given budget_bytes": budget,
-            "found optimizers": ready.steppers.described(),
-        },
-    )
+    found: list[Any] = []
+    try:
+        yield found
+    except BaseException as error:
+        with suppress(ConfigError):  # the others must not wait for this rank where they compare
+            agree(group, _PLAN, {"checks": said_of(error)})
+        raise
+    agree(group, _PLAN, {"checks": "passed", "found": found})
+
+
+def words_of(ready: Ready, budget: int | None) -> dict[str, Any]:
+    """A move, for ranks to compare."""
+    return {
+        "plan": ready.plan.to_json(),
+        "present plan": ready.present.to_json(),
+        "given budget_bytes": budget,
+        "optimizers": ready.steppers.described(),
+    }

@@ -8,21 +8,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tilerec.errors import ConfigError
+from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.move_progress import ProgressOption
 from tilerec.parallel.mover import Mover, Resharded
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.ready import (
-    agree_to_move,
+    agreeing,
+    check_moment,
     check_options,
     planned,
     present_plan,
     ready_to_move,
     sharded_collections,
-    tell_trouble,
+    words_of,
 )
 from tilerec.parallel.reshard_2d import reshard_2d
 from tilerec.parallel.two_d import TwoD
@@ -65,21 +69,29 @@ def reshard(
         CommsError: a rank is gone.
     """
     begun = time.monotonic()
-    settle_ids(model)
-    two_d = vars(model).get("_two_d")
-    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-    if isinstance(two_d, TwoD):
-        return reshard_2d(model, two_d, plan, budget_bytes, progress, optimizers, begun)
-    collections = sharded_collections(model, "reshard")
-    group = next(iter(collections.values())).exchange.group
-    now = next(iter(collections.values())).exchange.topology
-    try:
-        check_options(budget_bytes, progress)
-        present = present_plan(model, collections, "reshard")
-        whole, topology = planned(present, collections, with_table_paths(plan, model), now)
-        ready = ready_to_move(collections, present, whole, topology, optimizers)
-    except Exception as error:
-        tell_trouble(group, error)
-        raise
-    agree_to_move(group, ready, budget_bytes)
-    return Mover(model, collections, group, group, ready, budget_bytes, progress, begun).run()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"reshard: model is a {type(model).__name__}; wanted the module that was given to shard() or to "
+            "DistributedModelParallel."
+        )
+    # What is made here is trained later, whatever this call's surroundings are.
+    with torch.inference_mode(False), Interrupts() as interrupts:
+        settle_ids(model)
+        two_d = vars(model).get("_two_d")
+        model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
+        if isinstance(two_d, TwoD):
+            return reshard_2d(model, two_d, plan, budget_bytes, progress, optimizers, begun, interrupts)
+        collections = sharded_collections(model, "reshard")
+        group = next(iter(collections.values())).exchange.group
+        now = next(iter(collections.values())).exchange.topology
+        with agreeing(group) as found:
+            check_moment()
+            check_options(budget_bytes, progress)
+            present = present_plan(model, collections, "reshard")
+            whole, topology = planned(present, collections, with_table_paths(plan, model), now)
+            ready = ready_to_move(collections, present, whole, topology, optimizers)
+            found.append(words_of(ready, budget_bytes))
+            mover = Mover(model, collections, group, group, ready, budget_bytes, progress, begun, interrupts)
+            interrupts.check()
+        mover.prepare()
+        return mover.run()

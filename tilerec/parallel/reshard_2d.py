@@ -17,18 +17,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
+from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.move_progress import ProgressOption
 from tilerec.parallel.mover import Mover, Resharded
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.ready import (
-    agree_to_move,
+    agreeing,
+    check_moment,
     check_options,
     planned,
     present_plan,
     ready_to_move,
-    tell_trouble,
+    words_of,
 )
+from tilerec.parallel.table_move import TableMove
 from tilerec.parallel.two_d import Part, TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
@@ -43,49 +46,49 @@ def reshard_2d(
     progress: ProgressOption,
     optimizers: Sequence[Optimizer] | None,
     begun: float,
+    interrupts: Interrupts,
 ) -> Resharded:
     """See `reshard`. `model`: without wrappers."""
     world, exact = two_d.world, two_d.settings.sync == "exact"
     collections = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
     two_d.settle()
-    try:
+    turns = [list(range(len(two_d.parts)))] if exact else [[k] for k in range(len(two_d.parts))]
+    wanted: list[ShardingPlan] = []
+    movers: list[tuple[list[int], Mover]] = []
+    done: list[TableMove] = []
+    with agreeing(world) as found:
+        check_moment()
         check_options(budget, progress)
         plan = with_table_paths(plan, model)
-        wanted = [
-            planned(
-                part.plan.group_plan,
-                {path: collections[path] for path in part.paths},
-                _of_part(plan, part, collections),
-                group_topology(part),
-            )[0]
-            for part in two_d.parts
-        ]
-    except Exception as error:
-        tell_trouble(world, error)
-        raise
-    reports = []
-    turns = [list(range(len(two_d.parts)))] if exact else [[k] for k in range(len(two_d.parts))]
-    for turn in turns:
-        paths = [path for k in turn for path in two_d.parts[k].paths]
-        if not paths:
-            continue
-        own = {path: collections[path] for path in paths}
-        first = next(iter(own.values())).exchange
-        try:
+        for part in two_d.parts:
+            own = {path: collections[path] for path in part.paths}
+            said = _of_part(plan, part, collections)
+            wanted.append(planned(part.plan.group_plan, own, said, group_topology(part))[0])
+        for turn in turns:
+            own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
+            if not own:
+                continue
+            first = next(iter(own.values())).exchange
             if exact:
                 present = present_plan(model, own, "reshard")
                 whole = _of_world([replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present)
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
             ready = ready_to_move(own, present, whole, first.topology, optimizers)
-        except Exception as error:
-            tell_trouble(world, error)
-            raise
-        agree_to_move(world, ready, budget)
-        mover = Mover(model, own, first.group, world, ready, budget, progress, begun)
+            found.append(words_of(ready, budget))
+            mover = Mover(
+                model, own, first.group, world, ready, budget, progress, begun, interrupts, done
+            )  # fmt: skip
+            movers.append((turn, mover))
+        interrupts.check()
+    for _, mover in movers:
+        mover.prepare()
+    reports = []
+    for turn, mover in movers:
         try:
             reports.append(mover.run())
         finally:
+            done += mover.moved
             two_d.parts = tuple(
                 _kept(part, wanted[k], mover) if k in turn else part for k, part in enumerate(two_d.parts)
             )

@@ -63,7 +63,8 @@ def optimizers_with(leaves: Iterable[nn.Parameter]) -> list[Optimizer]:
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, KeyedOptimizer):
         return list(optimizer.params.values())
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    # One that another thread is still making has none yet.
+    return [p for group in vars(optimizer).get("param_groups", ()) for p in group["params"]]
 
 
 def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:

@@ -1,6 +1,6 @@
 """One table on its way from one tiling to another: what it brings along, its new memory, and the switch.
 
-    sources ──► described to all ranks ──► load (what travels) ──► new memory ──► transit ──► switch
+    sources ──► described to all ranks ──► load (what travels) ──► new memory ──► transit ──► ready ──► switch
 
 Until the switch nothing of the table has changed; the switch is assignments only.
 
@@ -24,6 +24,7 @@ from tilerec.parallel.transit import Load, Part
 from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.touched import Touched
+from tilerec.sharding.update import Peers
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
@@ -56,6 +57,15 @@ class Facts(NamedTuple):
     numbers: dict[tuple[Any, ...], Any]
 
 
+class Made(NamedTuple):
+    """What a switch puts in place, one of each per new tile; `steppers` by number."""
+
+    peers: list[Peers]
+    states: list[dict[str, Tensor]]
+    touched: list[Touched | None]
+    steppers: dict[int, list[dict[str, Any]]]
+
+
 class TableMove:
     """A table (under all its names) that is to have another tiling.
 
@@ -74,6 +84,7 @@ class TableMove:
         self._sources: dict[tuple[Any, ...], list[Tensor]] = {}
         self._ready: Facts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._made: Made | None = None
 
     @property
     def key(self) -> str:
@@ -173,12 +184,16 @@ class TableMove:
                     f"rank {rank if has else other}; take a step on all ranks, or call init_state()."
                 )
             for name, kind in facts.kinds.items():
-                if (
-                    kind.cells != kinds[name].cells
-                ):  # a tile of one column: its numbers per row look like cells
-                    kinds[name] = kind if not kind.cells else kinds[name]
-        if ("grad",) in kinds and ("grad",) not in self._sources and self.table.tiles:
-            self._sources[("grad",)] = [torch.zeros_like(leaf) for leaf in self.table.leaves()]
+                known = kinds[name]
+                if kind.dtype != known.dtype or (
+                    kind.cells == known.cells and kind.trailing != known.trailing
+                ):
+                    raise ConfigError(
+                        f"reshard: {self._word(name)} of table {self.key} is {_kind_word(known)} on rank {rank} and "
+                        f"{_kind_word(kind)} on rank {other}; convert the model on all ranks alike."
+                    )
+                if kind.cells != known.cells:  # a tile of one column: its numbers per row look like cells
+                    kinds[name] = kind if not kind.cells else known
         self._ready = Facts(kinds, ready.numbers)
         meta = self.table.weight.is_meta
         parts = [
@@ -197,6 +212,11 @@ class TableMove:
     def allocate(self) -> None:
         """Make the new tiles' memory."""
         assert self._ready is not None
+        if ("grad",) in self._ready.kinds and ("grad",) not in self._sources and self.table.tiles:
+            self._sources[("grad",)] = [torch.zeros_like(leaf) for leaf in self.table.leaves()]
+            for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
+                if name == ("grad",):
+                    part.before = self._sources[name]
         places = places_of(self.new, self.table.tile_rows[0].peers.group.rank)
         device = self.table.weight.device
         for name, kind in self._ready.kinds.items():
@@ -217,15 +237,16 @@ class TableMove:
 
     def drop(self) -> None:
         """Give the new memory back: the table stays where it is."""
-        self._memory = {}
+        self._memory, self._made = {}, None
         for part in self.load.parts:
             part.after = []
 
-    def switch(self) -> None:
-        """The new tiles take the place of the old ones, on this rank."""
+    def make_ready(self) -> None:
+        """Make all that the switch puts in place: what can fail, fails here."""
         assert self._ready is not None
         table, kinds, numbers = self.table, self._ready.kinds, self._ready.numbers
         places = places_of(self.new, table.tile_rows[0].peers.group.rank)
+        count = range(len(places))
         states: list[dict[str, Tensor]] = [
             {
                 slot: self._memory[("slot", slot)][i]
@@ -233,56 +254,82 @@ class TableMove:
                 else numbers[("slot", slot)].clone()
                 for slot in table.rows.state
             }
-            for i in range(len(places))
+            for i in count
         ]
-        grads = self._memory.get(("grad",), [None] * len(places))
-        marks = self._memory.get(("touched",))
-        touched = [rows.touched for rows in table.tile_rows]
+        touched: list[Touched | None] = [None for _ in count]
+        if table.tile_rows[0].touched is not None:
+            marks = self._memory.get(("touched",))
+            touched = [
+                self._touched(place.r1 - place.r0, marks[i] if marks else None)
+                for i, place in enumerate(places)
+            ]
+        steppers = {
+            n: [self._state_of(n, i) for i in count]
+            for n in self._steppers.of(self.key)
+            if any(name[:2] == ("state", n) for name in (*kinds, *numbers))
+        }
+        peers = [new_peers(table, self.new, place, self._topology) for place in places]
+        self._made = Made(peers, states, touched, steppers)
+
+    def _touched(self, rows: int, marks: Tensor | None) -> Touched:
+        assert self._ready is not None
+        numbers = self._ready.numbers
+        made = Touched(0, self.table.weight.device)
+        made.updates = numbers[("updates",)]
+        made.state_updates = numbers[("state updates",)]
+        made.marks = made.marks.new_zeros(rows) if marks is None else marks
+        return made
+
+    def switch(self) -> Exception | None:
+        """The new tiles take the place of the old ones, on this rank: assignments, nothing is computed.
+
+        Returns what others' objects (optimizers, `RowState`s) raised: the table has moved all the same.
+        """
+        assert self._made is not None
+        table, made = self.table, self._made
+        grads = self._memory.get(("grad",), [None] * len(made.peers))
         before = table.leaves()
         after = take_tiles(
             table,
             self.new,
-            [new_peers(table, self.new, place, self._topology) for place in places],
+            made.peers,
             self._memory[("weight",)],
-            states,
+            made.states,
             cast("Sequence[Tensor | None]", grads),
         )
-        for i, rows in enumerate(table.tile_rows):
-            if touched[0] is None:
-                continue
-            rows.touched = Touched(0, rows.leaf.device)
-            rows.touched.updates = numbers[("updates",)]
-            rows.touched.state_updates = numbers[("state updates",)]
-            rows.touched.marks = (
-                marks[i] if marks is not None else rows.touched.marks.new_zeros(len(rows.leaf))
-            )
-        self._steppers.follow(
-            self.key,
-            before,
-            after,
-            {
-                n: [self._state_of(n, i, leaf) for i, leaf in enumerate(after)]
-                for n in self._steppers.of(self.key)
-                if any(name[:2] == ("state", n) for name in (*kinds, *numbers))
-            },
-        )
+        for rows, touched in zip(table.tile_rows, made.touched, strict=True):
+            rows.touched = touched
+        trouble: Exception | None = None
+        try:
+            self._steppers.follow(self.key, before, after, made.steppers)
+        except Exception as error:
+            trouble = error
+        held = bool(self.table.tiles)
         for number, state in enumerate(self._row_states()):
             own = {name[2]: parts for name, parts in self._memory.items() if name[:2] == ("rows", number)}
-            state.take({key: parts if places[0].owners else [] for key, parts in own.items()})
-        self._memory, self._sources = {}, {}
+            try:
+                state.take({key: parts if held else [] for key, parts in own.items()})
+            except Exception as error:
+                trouble = trouble or error
+        self._memory, self._sources, self._made = {}, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
+        return trouble
 
-    def _state_of(self, number: int, i: int, leaf: Tensor) -> dict[str, Any]:
+    def _state_of(self, number: int, i: int) -> dict[str, Any]:
         assert self._ready is not None
         kinds, numbers = self._ready.kinds, self._ready.numbers
         state: dict[str, Any] = {
-            name[2]: number_like(value, leaf)
+            name[2]: number_like(value, self.table.weight)
             for name, value in numbers.items()
             if name[:2] == ("state", number)
         }
         state.update({name[2]: self._memory[name][i] for name in kinds if name[:2] == ("state", number)})
         return state
+
+
+def _kind_word(kind: Kind) -> str:
+    return f"{kind.dtype} {list(kind.trailing)} a row" if kind.trailing else str(kind.dtype)
 
 
 def table_word(name: Name) -> str:

@@ -142,7 +142,7 @@ class Transit:
         self.rounds = max((len(own) for own in every), default=0)
         self.sent = sum(own.bytes for parts in self._sends.values() for m in parts for own in m)
 
-    def run(self, rounds: int, after_round: Callable[[int], None]) -> Exception | None:
+    def run(self, rounds: int, after_round: Callable[[int], None]) -> BaseException | None:
         """Move everything. What fails on this rank is given back, after its peers have got their messages: they wait
         for as many bytes, whatever is in them.
 
@@ -153,11 +153,11 @@ class Transit:
         Raises:
             CommsError: a peer is gone.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             for own in self._kept:
                 self._window(own, True).copy_(self._window(own, False))
-        except Exception as error:
+        except BaseException as error:
             failure = error
         for k in range(rounds):
             sends = {peer: own[k] for peer, own in self._sends.items() if k < len(own)}
@@ -169,7 +169,7 @@ class Transit:
                 if direct is None and failure is None:
                     try:
                         self._pack(message, out[peer])
-                    except Exception as error:
+                    except BaseException as error:
                         failure = error
             into: dict[int, Tensor] = {}
             for peer, message in receives.items():
@@ -185,7 +185,7 @@ class Transit:
                         if self._direct(message, True) is None:
                             self._unpack(message, into[peer])
                     after_round(k + 1)
-                except Exception as error:
+                except BaseException as error:
                     failure = error
         return failure
 
