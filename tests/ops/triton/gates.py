@@ -1,0 +1,138 @@
+"""Kernels compiled for sm_90 (Hopper) on a machine without a GPU, and what came out: what tests hold them to.
+
+A gate says which kernel, with which types and compile-time constants. `compiled(gates)` compiles all of them in one
+process of its own (Triton compiles nothing in a process that interprets) with a cache of its own, and returns what the
+assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction
+stands in the code.
+
+    gate = Gate("row sums", "tilerec.ops.triton.lookup:pooled_kernel", {"base": "*fp32", ...}, {"TILE": 128, ...})
+    assert compiled([gate])["row sums"].count("ld.global.v4.b32") == 8
+
+Types: "*fp32", "*bf16", "*fp16", "*fp8e4nv" (e4m3fn), "*i64", "*i32" of pointers; "i32", "i64", "fp32" of numbers. A
+constant that is a jitted function is written "module:name", with a `:` in it. `aligned`: pointers (and numbers) known to
+be multiples of 16, as Triton finds them to be at a launch; by default every pointer.
+
+As a script, it reads a list of gates from stdin as JSON and prints a list of results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+_INSTRUCTIONS = re.compile(
+    r"\b((?:ld|st)\.(?:global|shared|local)[\w.:]*|atom\.[\w.]*|red\.[\w.]*|shfl[\w.]*|bar\.sync)"
+)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What to compile."""
+
+    name: str
+    kernel: str  # "module:function"
+    signature: Mapping[str, str]  # argument to type, in any order
+    constants: Mapping[str, Any]
+    aligned: Sequence[str] | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 1, "enable_fp_fusion": False})
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out."""
+
+    registers: int
+    spilled: int  # bytes, stores and loads
+    shared: int  # bytes
+    instructions: dict[str, int]
+
+    def count(self, *prefixes: str) -> int:
+        """Instructions that begin with one of these: `count("ld.global.v4")`."""
+        return sum(n for name, n in self.instructions.items() if name.startswith(prefixes))
+
+
+def compiled(gates: Sequence[Gate]) -> dict[str, Compiled]:
+    """Compile them all; raises `CalledProcessError` (with the compiler's words) if one does not compile."""
+    with tempfile.TemporaryDirectory(prefix="tilerec-gates-") as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
+        environment.pop("TRITON_INTERPRET", None)
+        text = json.dumps([dataclasses.asdict(gate) for gate in gates])
+        done = subprocess.run(
+            [sys.executable, __file__], input=text, env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout)
+    return {gate.name: Compiled(**result) for gate, result in zip(gates, results, strict=True)}
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _compile(gate: Gate, folder: Path) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    kernel = _named(gate.kernel)
+    names = list(kernel.arg_names)
+    unknown = set(names) ^ (gate.signature.keys() | gate.constants.keys())
+    assert not unknown, f"{gate.name}: arguments {sorted(unknown)} are missing, or not the kernel's"
+    constants = {
+        name: _named(value) if isinstance(value, str) and ":" in value else value
+        for name, value in gate.constants.items()
+    }
+    aligned = gate.aligned
+    if aligned is None:
+        aligned = [name for name, type_ in gate.signature.items() if type_.startswith("*")]
+    source = ASTSource(
+        kernel,
+        signature={name: gate.signature.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(gate.options))
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(out.asm["ptx"])
+    arch = re.search(r"\.target\s+(\w+)", out.asm["ptx"])
+    assert arch is not None
+    assembled = subprocess.run(
+        [get_ptxas(90).path, "-v", "--gpu-name", arch[1], str(ptx), "-o", str(folder / "kernel.o")],
+        capture_output=True,
+        text=True,
+    )
+    said = assembled.stderr + assembled.stdout
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert registers is not None and spills is not None, said
+    return Compiled(
+        int(registers[1]),
+        int(spills[1]) + int(spills[2]),
+        int(out.metadata.shared),
+        dict(Counter(_INSTRUCTIONS.findall(out.asm["ptx"]))),
+    )
+
+
+def _main() -> None:
+    gates = [Gate(**gate) for gate in json.load(sys.stdin)]
+    with tempfile.TemporaryDirectory(prefix="tilerec-gates-") as folder:
+        results = [dataclasses.asdict(_compile(gate, Path(folder))) for gate in gates]
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()
