@@ -12,15 +12,19 @@ replicas. All "links" are this machine's memory, so only the bytes mean anything
 
 Projected (nothing of it is measured): tables of a large model on 8-GPU hosts, priced by the planner's cost model with
 its default speeds of GPUs (docs/planner-cost.md). One dimension: a plan over all W GPUs. Two: a plan of one sharding
-group, and beside its step the bytes of replicas over the slowest of the links that they cross:
+group, and beside its step the bytes that a rank sends to its replicas, H of them on its host, over the links that they
+cross:
 
-    exact     (R - 1) U(G) (4 D + 4)                     rows touched by a group in a step, from each replica to each
-    average   2 (R - 1) / R U(W N) (4 D + 4) / N         a ring over weights and moment of all rows touched in N steps
+    exact     U(G) (4 D + 4)                       rows touched by a group in a step, from each replica to each:
+              times H - 1 inside the host, times R - H over the network
+    average   2 (R - 1) / R U(W N) (4 D + 4) / N   rings over weights and moment of all rows touched in N steps:
+              inside the host, and one H-th of it over the network, where H rings share the links of H GPUs (as NCCL's)
 
 U(k ranks' ids): distinct rows, ids uniform. Nothing overlaps, which is to the disadvantage of 2D: averaging runs beside
 the next batch's routing here.
 
-Legend: W ranks, G of a sharding group, R replicas, U distinct rows, D columns, N steps from average to average.
+Legend: W ranks, G of a sharding group, R replicas, H of them on a host, U distinct rows, D columns, N steps from
+average to average.
 """
 
 from __future__ import annotations
@@ -242,17 +246,20 @@ def replica_seconds(
     if replicas == 1:
         return 0.0
     topology = Topology(group * replicas, "cuda", local_world_size=HOST)
-    bandwidth = 1000.0 * (topology.intra_host_bw if replicas <= HOST else topology.inter_host_bw)
-    sent = 0.0
+    inside, outside = 1000.0 * topology.intra_host_bw, 1000.0 * topology.inter_host_bw
+    here = min(replicas, HOST)  # replicas are neighbours
+    touched = 0.0
     for config, each in zip(configs, ids, strict=True):
         row = 4 * config.embedding_dim + 4
         steps = every or 1
         ranks = group if every is None else group * replicas
         drawn = each * BATCH * ranks * steps
         distinct = config.num_embeddings * -math.expm1(-drawn / config.num_embeddings)
-        share = distinct / group  # of one rank, rows being spread over the group
-        sent += share * row * ((replicas - 1) if every is None else 2 * (replicas - 1) / replicas / steps)
-    return sent / bandwidth
+        touched += distinct / group * row / steps  # of one rank, rows being spread over the group
+    if every is None:
+        return touched * ((here - 1) / inside + (replicas - here) / outside)
+    ring = 2 * (replicas - 1) / replicas * touched
+    return ring / inside + (ring / here / outside if replicas > here else 0.0)
 
 
 def print_projection() -> None:
@@ -287,7 +294,7 @@ def print_projection() -> None:
         print("".join(f"{cell:>10}" for cell in line), flush=True)
     print(
         '\nThe paper (abstract of arXiv 2508.03854) says "nearly linear training speed scaling up to 4K GPUs": of '
-        "whole models, with their dense parts and overlap, on its machines. No figure of its body was at hand."
+        "whole models, with their dense parts and overlap, on its machines. What else is published: docs/two-d.md."
     )
 
 

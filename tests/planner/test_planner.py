@@ -331,6 +331,19 @@ def test_a_topology_of_another_world_is_refused() -> None:
         run_virtual_ranks(2, plan)
 
 
+def test_the_topology_of_one_sharding_group_gives_a_plan_of_it_on_all_ranks() -> None:
+    def plan(group: Group, size: int) -> ShardingPlan:
+        return EmbeddingShardingPlanner(on_cpu(size)).collective_plan(model(), pg=group)
+
+    plans = run_virtual_ranks(4, plan, 2)
+    assert all(made == plans[0] for made in plans)
+    assert plans[0].world_size == 2
+    with pytest.raises(
+        ConfigError, match="or of one sharding group of DMPCollection, whose size divides that"
+    ):
+        run_virtual_ranks(4, plan, 3)
+
+
 def test_a_rank_that_cannot_plan_makes_all_of_them_fail() -> None:
     def plan(group: Group) -> ShardingPlan:
         limits = {"usr" if group.rank else "user": ParameterConstraints()}
