@@ -64,6 +64,18 @@ def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoRetur
     )
 
 
+def check_route(cuts: Sequence[int], ranges: Sequence[int], wire: Sequence[int]) -> None:
+    """Assert that a layout of routes does not contradict itself; arguments as in `route_ids`."""
+    lengths, parts = (sum(ranges) + len(ranges), sum(ranges)), sum(place >= 0 for place in wire)
+    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
+    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
+    at = 0
+    for r, count in enumerate(ranges):
+        own = cuts[at : at + count + 1]
+        at += count + 1
+        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
+
+
 def _check_offsets(
     offsets: Tensor, bounds: Tensor, first: int, bags: int, ids: int, names: str, r: int, key: int
 ) -> None:
@@ -117,9 +129,7 @@ def _route_ids_reference(
     lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
     """
     device, parts = ids.device, sum(place >= 0 for place in wire)
-    lengths = (sum(ranges) + len(ranges), sum(ranges))
-    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
-    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
+    check_route(cuts, ranges, wire)
     first_bags, bags = bag_starts(keys, batches)
     lower: list[int] = []  # first linearised row of every part
     base = at = 0
@@ -127,7 +137,6 @@ def _route_ids_reference(
     for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
         own = cuts[at : at + ranges_r + 1]
         at += ranges_r + 1
-        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
         bounds = offsets[first : first + count + 1]
         _check_offsets(offsets, bounds, first, count, ids.numel(), names, r, keys[r])
         begin, end = int(bounds[0]), int(bounds[-1])
@@ -222,8 +231,9 @@ def _place_rows_reference_(
 ) -> None:
     """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
 
-    Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment that
-    writes names each slot once.
+    Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment
+    names each slot once. Segments whose rows meet have the same width, place and stride, or the same stride and columns
+    that overlap in part: on a GPU others run at once.
 
     Args:
         slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …

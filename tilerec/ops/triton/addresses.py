@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ def constants(values: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(values, device)
 
 
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
+def upload(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """An int64 tensor of these numbers on the device, on its way there without the host waiting for it."""
     host = torch.tensor(values, dtype=torch.int64, device="cpu")
     if device.type == "cpu":

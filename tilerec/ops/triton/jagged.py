@@ -368,11 +368,12 @@ def tiles(width: int, size: int) -> tuple[int, int, int]:
     """Items of a tile and of a group, and columns at a time, for items of `width` numbers of `size` bytes.
 
     Rows are read 16 bytes a lane by one warp, 4 KB at a time: 128 numbers of 4 bytes -> groups of 8 rows, tiles of 64.
+    Of rows that are no multiple of 16 bytes a lane reads 16 numbers at a time.
     """
     if width == 1:
         return _TILE, _TILE, 1
     columns = min(1 << (width - 1).bit_length(), 512 // size)
-    group = max(4096 // size // columns, 1)
+    group = max((512 if width * size % 16 else 4096 // size) // columns, 1)
     return 8 * group, group, columns
 
 
