@@ -382,6 +382,7 @@ def shard_2d(
 
 def _together(plans: Sequence[ShardingPlan]) -> ShardingPlan:
     """The plans of all parts as one: over all ranks, or (average) of sharding groups, whose sizes may differ."""
+    plans = [plan for plan in plans if plan.plan] or plans[:1]
     first = plans[0]
     if len(plans) == 1:
         return first
@@ -433,7 +434,8 @@ def _job(
         group, whole = own.shard, plan.group_plan
         hosts = grid.topology_of(team, topology, plan.group_plan.hosts)
         scale = 1.0 / grid.replicas if settings.moment_scale is None else float(settings.moment_scale)
-        teams = Teams((0,) * own.shard.size, own.axis, (), scale, own.refusals)
+        names = grid.sharding_groups[team]
+        teams = Teams((0,) * own.shard.size, own.axis, (), scale, names, own.refusals)
         assert own.ids is not None
         ids = IdRanks(own.ids, grid.member_of)
     ready = prepare(module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first)

@@ -132,6 +132,7 @@ class Exchange:
                     weighted=self.weighted and not each_id,
                     each_id=each_id,
                     wide=wide,
+                    names=() if self.teams is None else self.teams.names,
                     everyone=None if self.teams is None else self.teams.everyone,
                 ),
                 Combiner(self.layout, self.group, wide, each_id=each_id),

@@ -99,8 +99,10 @@ class Router:
 
     def __init__(
         self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
-        everyone: Group | None = None,
+        names: Sequence[int] = (), everyone: Group | None = None,
     ) -> None:  # fmt: skip
+        """See `Teams` for `names` and `everyone`."""
+        self._ranks = tuple(names) or tuple(range(group.size))
         self.layout, self.group, self.everyone = layout, group, everyone
         self.weighted, self.each_id, self.wide = weighted, each_id, wide
         self.id_dtype = (
@@ -186,8 +188,8 @@ class Router:
         refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
         if refused:
             raise InputError(
-                f"Rank {refused[0]} refused its batch (its own error says why), so no rank routes this step; "
-                "see the error of that rank."
+                f"Rank {self._ranks[refused[0]]} refused its batch (its own error says why), so no rank routes this "
+                "step; see the error of that rank."
             )
         if self.everyone is not None and self._refusals[0]:
             count, ranks = self._refusals
@@ -208,9 +210,10 @@ class Router:
         said = cast("list[bytes]", self.group.all_gather_object(own))
         rank = next(r for r, words in enumerate(said) if words != said[0])
         t = next(t for t, (a, b) in enumerate(zip(said[0], said[rank], strict=True)) if a != b)
+        one, other = self._ranks[0], self._ranks[rank]
         raise InputError(
-            f"Table '{self.layout.tables[t].name}': it {_training(said[0][t])} on rank 0 and "
-            f"{_training(said[rank][t])} on rank {rank}, whose gradients would not meet; freeze tables "
+            f"Table '{self.layout.tables[t].name}': it {_training(said[0][t])} on rank {one} and "
+            f"{_training(said[rank][t])} on rank {other}, whose gradients would not meet; freeze tables "
             "(requires_grad_) and attach optimizers on all ranks alike."
         )
 

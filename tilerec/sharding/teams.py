@@ -31,6 +31,7 @@ class Teams:
         peers: their ranks in the tables' group, ascending; none where that group is one team, and the others are
             outside of it.
         moment_scale: of what a gradient adds to the moment of row-wise Adagrad, where teams train apart.
+        names: what errors call the ranks of the tables' group; none: by their numbers in it.
         everyone: a channel over the ranks of all teams, where a batch that one refuses is to be refused by all.
     """
 
@@ -38,6 +39,7 @@ class Teams:
     axis: Group
     peers: tuple[int, ...]
     moment_scale: float = 1.0
+    names: tuple[int, ...] = ()
     everyone: Group | None = None
 
     @property
