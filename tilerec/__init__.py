@@ -6,6 +6,9 @@ from tilerec.errors import ConfigError as ConfigError
 from tilerec.errors import InputError as InputError
 from tilerec.errors import ReshardError as ReshardError
 from tilerec.errors import TilerecError as TilerecError
+from tilerec.modules.cached_tables import cache_tables as cache_tables
+from tilerec.modules.cached_tables import flush_caches as flush_caches
+from tilerec.modules.cached_tables import uncache_tables as uncache_tables
 from tilerec.modules.embedding import EmbeddingCollection as EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection as EmbeddingBagCollection
 from tilerec.modules.managed_collection import ManagedCollisionCollection as ManagedCollisionCollection
@@ -29,6 +32,8 @@ from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardin
 from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor as KeyedTensor
+from tilerec.spec.cache import CacheAlgorithm as CacheAlgorithm
+from tilerec.spec.cache import CacheParams as CacheParams
 from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
 from tilerec.spec.plan import ShardingPlan as ShardingPlan
 from tilerec.spec.plan import ShardingType as ShardingType

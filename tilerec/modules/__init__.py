@@ -1,6 +1,9 @@
 """Single-process modules: embedding collections, feature processors, dense layers, interactions."""
 
 from tilerec.modules.activation import SwishLayerNorm as SwishLayerNorm
+from tilerec.modules.cached_tables import cache_tables as cache_tables
+from tilerec.modules.cached_tables import flush_caches as flush_caches
+from tilerec.modules.cached_tables import uncache_tables as uncache_tables
 from tilerec.modules.crossnet import CrossNet as CrossNet
 from tilerec.modules.crossnet import LowRankCrossNet as LowRankCrossNet
 from tilerec.modules.crossnet import LowRankMixtureCrossNet as LowRankMixtureCrossNet

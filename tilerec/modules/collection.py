@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
+from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat import flat_memory, lay_flat
+from tilerec.storage.table_rows import stats_of
 
 OnBadId = Literal["error", "clamp"]
 
@@ -52,6 +55,7 @@ class Lookup:
     means: tuple[int, ...]
     names: str  # "feature@table" per slot, for messages
     attached: bool
+    cached: bool  # whether one of the tables has a cache
     size: int  # position among the clamped ids (`_checked`); 0 where nothing is clamped
 
 
@@ -64,6 +68,7 @@ class Operands(NamedTuple):
 
     leaves: list[Tensor]
     attached: tuple[bool, ...]  # per table: this forward's gradients leave through its sink
+    cached: tuple[bool, ...]  # per table: its rows are read in the lines of its cache
     sinks: Tensor
     no_sinks: Tensor
 
@@ -166,8 +171,9 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
-        return next(iter(self.parameters())).device
+        """Where the tables are; a cached one is where its cache is."""
+        rows = next(iter(self._tables.values())).rows
+        return rows.leaf.device if rows.cache is None or rows.cache.device is None else rows.cache.device
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -191,7 +197,7 @@ class TableCollection(nn.Module):
         return functools.reduce(torch.promote_types, {leaf.dtype: None for leaf in leaves})
 
     def _route(
-        self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]
+        self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
     ) -> tuple[Lookup, ...]:
         """The lookups for a batch with these keys; `split` gives slots that must not share one a different mark."""
         position = {key: k for k, key in enumerate(keys)}
@@ -204,9 +210,10 @@ class TableCollection(nn.Module):
                     "batch, whose keys "
                     f"are {list(keys)[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
                 )
-            groups.setdefault((attached[order[slot.table]], self._sizes[s], split[s]), []).append(s)
+            t = order[slot.table]
+            groups.setdefault((attached[t], cached[t], self._sizes[s], split[s]), []).append(s)
         lookups = []
-        for (is_attached, size, _), members in groups.items():
+        for (is_attached, is_cached, size, _), members in groups.items():
             slots = [self._slots[s] for s in members]
             lookups.append(
                 Lookup(
@@ -216,6 +223,7 @@ class TableCollection(nn.Module):
                     tuple(int(slot.mean) for slot in slots),
                     ",".join(f"{slot.feature}@{slot.table}" for slot in slots),
                     is_attached,
+                    is_cached,
                     size,
                 )
             )
@@ -242,19 +250,66 @@ class TableCollection(nn.Module):
                     f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it."
                 )
             self._renew_sinks()
-        return Operands(leaves, attached, self._sinks, self._no_sinks)
+        # A leaf that torch.func.functional_call put here is read where it is.
+        cached = tuple([r.cache is not None and r.leaf is w for r, w in zip(rows, leaves, strict=True)])
+        return Operands(leaves, attached, cached, self._sinks, self._no_sinks)
 
     def _lookups(
-        self, keys: Sequence[str], attached: tuple[bool, ...], split: Sequence[Any]
+        self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
     ) -> tuple[Lookup, ...]:
         if torch.compiler.is_compiling():  # traced once: nothing to remember
-            return self._route(keys, attached, split)
-        mark = (tuple(keys), attached)
+            return self._route(keys, attached, cached, split)
+        mark = (tuple(keys), attached, cached)
         if mark not in self._routes:
             if len(self._routes) > 64:  # key lists that change all the time
                 self._routes.clear()
-            self._routes[mark] = self._route(keys, attached, split)
+            self._routes[mark] = self._route(keys, attached, cached, split)
         return self._routes[mark]
+
+    def _cached_batch(
+        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
+    ) -> CachedBatch:
+        """A batch as a lookup of cached tables takes it; pooled collections add offsets and weights."""
+        rows = [table.rows for table in self._tables.values()]
+        segments = key_segments(features.length_per_key(), lookup.keys)
+        means = (0,) * len(lookup.keys)
+        return CachedBatch(
+            rows, ids, None, None, lookup.tables, lookup.keys, means, [], segments, dtype, lookup.names
+        )
+
+    @torch.compiler.disable
+    def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Bring the rows of a batch to come into the caches of cached tables.
+
+        Call it once per batch, in the order of the batches, any time before the batch's forward; results are the same
+        bits whether it is called or not. Rows stay until the batch's backward, so every batch ahead takes its room.
+
+        Returns:
+            `features`, to be given to the forward: the same object, or its rows are asked for again.
+
+        Raises:
+            InputError: what the forward would raise for this batch.
+        """
+        ids = self._checked(features)
+        leaves, attached, cached, _, _ = self._operands()
+        if any(cached):
+            dtype = self._dtype(leaves)
+            for lookup in self._lookups(features.keys(), attached, cached, self._split()):
+                if lookup.cached:
+                    self._cached_batch(features, lookup, ids[lookup.size], dtype).prefetch()
+        return features
+
+    def _split(self) -> Sequence[Any]:
+        """Per slot, a mark: slots of different marks need lookups of their own."""
+        return (0,) * len(self._slots)
+
+    def cache_stats(self, reset: bool = False) -> dict[str, CacheStats]:
+        """Hits, misses and traffic of each cached table, on this rank, since it was cached or last reset."""
+        return {
+            name: stats_of(table._all_rows(), reset)
+            for name, table in self._tables.items()
+            if any(rows.cache is not None for rows in table._all_rows())
+        }
 
     def _renew_sinks(self) -> None:
         self._handles = [table.rows.handle for table in self._tables.values()]

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from tilerec.modules.collection import OnBadId, TableCollection, key_starts
+from tilerec.modules.cached_lookup import cached_lookup
+from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -63,39 +65,48 @@ class EmbeddingCollection(TableCollection):
             InputError: a missing feature, an id outside its table, ids that are not integers.
         """
         ids = self._checked(features)
-        leaves, attached, sinks, no_sinks = self._operands()
+        leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)
         keys = features.keys()
         starts = key_starts(features)
         sizes = features.length_per_key()
         results: dict[str, JaggedTensor] = {}
-        for lookup in self._lookups(keys, attached, self._dims):
-            own_ids, own_starts, own_sizes = ids[lookup.size], starts, sizes
+        for lookup in self._lookups(keys, attached, cached, self._split()):
+            own_ids, own_starts, own_sizes = ids[lookup.size], starts, [sizes[k] for k in lookup.keys]
+            own_sinks = sinks if lookup.attached else no_sinks
+            if lookup.cached:
+                batch = self._cached_batch(features, lookup, own_ids, dtype)
+                self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
+                continue
             if lookup.keys != tuple(range(len(keys))):
-                own_sizes = [sizes[k] for k in lookup.keys]
                 order = torch.tensor(lookup.keys, device=own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(
                     own_ids, starts, order, own_starts, sum(own_sizes)
                 )
             out, _ = torch.ops.tilerec.sequence_lookup(
-                leaves,
-                sinks if lookup.attached else no_sinks,
-                own_ids,
-                own_starts,
-                lookup.tables,
-                dtype,
-                lookup.names,
+                leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
             )
-            for s, k, rows in zip(lookup.slots, lookup.keys, out.split(own_sizes), strict=True):
-                feature = features[keys[k]]
-                results[self._slots[s].name] = JaggedTensor(
-                    rows,
-                    feature.values() if self._need_indices else None,
-                    feature.lengths(),
-                    feature.offsets(),
-                )
+            self._collect(results, features, lookup, out, own_sizes)
         return {slot.name: results[slot.name] for slot in self._slots}
+
+    def _collect(
+        self, results: dict[str, JaggedTensor], features: KeyedJaggedTensor, lookup: Lookup, out: Tensor,
+        sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Put a lookup's rows into the results, slot by slot."""
+        keys = features.keys()
+        for s, k, rows in zip(lookup.slots, lookup.keys, out.split(sizes), strict=True):
+            feature = features[keys[k]]
+            results[self._slots[s].name] = JaggedTensor(
+                rows,
+                feature.values() if self._need_indices else None,
+                feature.lengths(),
+                feature.offsets(),
+            )
+
+    def _split(self) -> Sequence[int]:
+        return self._dims
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The table configs, as given."""

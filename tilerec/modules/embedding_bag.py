@@ -8,11 +8,13 @@ This single-process module is the specification: every sharding of it gives the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.modules.cached_lookup import CachedBatch, cached_lookup
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.table import Tables
 from tilerec.sparse.columns import Columns
@@ -56,7 +58,6 @@ class EmbeddingBagCollection(TableCollection):
         self._is_weighted = is_weighted
         self._dims = [slot.dim for slot in self._slots]
         self._columns = Columns([slot.name for slot in self._slots], self._dims)
-        self._together = (0,) * len(self._slots)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool.
@@ -76,15 +77,20 @@ class EmbeddingBagCollection(TableCollection):
         weights = features.weights() if self._is_weighted else None
         variable = features.variable_stride_per_key()
         batches = features.stride_per_key() if variable else [features.stride()]
-        leaves, attached, sinks, no_sinks = self._operands()
+        leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)
-        lookups = self._lookups(features.keys(), attached, self._together)
+        lookups = self._lookups(features.keys(), attached, cached, self._split())
         blocks: list[Tensor | None] = [None] * len(self._slots)
         for lookup in lookups:
-            out, _ = torch.ops.tilerec.pooled_lookup(
-                leaves, sinks if lookup.attached else no_sinks, ids[lookup.size], offsets, weights, lookup.tables,
-                lookup.keys, lookup.means, batches, dtype, lookup.names,
-            )  # fmt: skip
+            own_sinks = sinks if lookup.attached else no_sinks
+            if lookup.cached:
+                batch = self._cached_batch(features, lookup, ids[lookup.size], dtype)
+                out = cached_lookup(batch, own_sinks, leaves)
+            else:
+                out, _ = torch.ops.tilerec.pooled_lookup(
+                    leaves, own_sinks, ids[lookup.size], offsets, weights, lookup.tables, lookup.keys, lookup.means,
+                    batches, dtype, lookup.names,
+                )  # fmt: skip
             if len(lookups) == 1 and not variable:
                 return KeyedTensor.from_columns(self._columns, out)
             dims = [self._dims[s] for s in lookup.slots]
@@ -95,6 +101,18 @@ class EmbeddingBagCollection(TableCollection):
                 blocks[s] = part
         pooled = torch.cat([block for block in blocks if block is not None], dim=1)
         return KeyedTensor.from_columns(self._columns, pooled)
+
+    def _cached_batch(
+        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
+    ) -> CachedBatch:
+        variable = features.variable_stride_per_key()
+        return replace(
+            super()._cached_batch(features, lookup, ids, dtype),
+            offsets=features.offsets(),
+            sample_weights=features.weights() if self._is_weighted else None,
+            means=lookup.means,
+            batches=features.stride_per_key() if variable else [features.stride()],
+        )
 
     def _expanded(
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]

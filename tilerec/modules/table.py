@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
@@ -83,14 +84,62 @@ class Table(nn.Module):
             holder._parameters["weight"] = weight
         self.rows.bind(weight)
 
+    def _all_rows(self) -> list[TableRows]:
+        """Rows of every leaf."""
+        return [self.rows]
+
+    def settle(self) -> None:
+        """Have what is on its way to the weight, or in a cache, in the weight and its optimizer's state."""
+        for rows in self._all_rows():
+            rows.settle()
+
+    def __getattr__(self, name: str) -> Any:
+        # nn.Module finds parameters here. Whoever reads a cached weight by its name gets the rows as they are.
+        if name.startswith("weight"):
+            for rows in self._all_rows():
+                if rows.cache is not None:
+                    rows.settle()
+        return super().__getattr__(name)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
-        super()._apply(fn, recurse)
+        if not self._move_cache(fn):
+            super()._apply(fn, recurse)
         self._bind()
         return self
 
+    def _move_cache(self, fn: Any) -> bool:
+        """`.to(device)` of a cached table moves its cache: rows stay in host memory. False: `fn` is for the leaves."""
+        cached = [rows for rows in self._all_rows() if rows.cache is not None]
+        if not cached:
+            return False
+        for rows in cached:
+            cache, leaf = rows.cache, rows.leaf
+            assert cache is not None
+            rows.settle()
+            sample = fn(torch.empty(0, dtype=leaf.dtype, device=cache.device or leaf.device))
+            if sample.device.type in ("cpu", "meta"):
+                cache.device = None
+                return False
+            cache.drop()
+            cache.device = sample.device
+            if leaf.is_meta:
+                leaf.data = torch.empty(leaf.shape, dtype=sample.dtype, device="cpu")
+            elif leaf.dtype != sample.dtype or leaf.device.type != "cpu":
+                leaf.data = leaf.data.to(device="cpu", dtype=sample.dtype)
+        return True
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
         super()._load_from_state_dict(*args, **kwargs)
         self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -18,6 +18,33 @@ def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
         rows = rows_of(parameter)
         if rows is not None and rows.spec is not None:
             yield name, rows
+
+
+@final
+class CachedState(MutableMapping[str, Any]):
+    """The state of a cached table: slots are read and written where they are at home, with the newest rows."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.rows.state[name]
+        if value.dim():
+            self.rows.settle()
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.rows.settle()
+        self.rows.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(f"Table '{self.rows.name}': its state '{name}' belongs to the attached optimizer.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows.state)
+
+    def __len__(self) -> int:
+        return len(self.rows.state)
 
 
 @final
@@ -71,9 +98,23 @@ class FusedOptimizer(KeyedOptimizer):
             groups[id(own.group)] = own.group
             members.setdefault(id(own.group), []).append(own.leaf)
             params[name] = own.leaf
-            state[own.leaf] = own.state
+            state[own.leaf] = own.state if own.cache is None else CachedState(own)
         super().__init__(params, state, [FaceGroup(group, members[mark]) for mark, group in groups.items()])
         self.defaults = dict(next(iter(groups.values()), {}))
+        self._rows = list(rows.values())
+
+    def _settle(self) -> None:
+        """Tables may have got a cache since this face was made."""
+        for rows in self._rows:
+            rows.settle()
+
+    def _state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return super()._state_dict()
+
+    def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
+        self._settle()
+        super()._plan_load(given, plan)
 
     def add_param_group(self, param_group: Any) -> None:
         """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""

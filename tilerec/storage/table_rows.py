@@ -4,6 +4,7 @@ Nouns
   leaf      the `nn.Parameter` that holds the rows (or a tile's part of them)
   place     where the leaf lies in the whole table, and the table's random key: what makes random bits
             independent of the plan
+  cache     lines of device memory in which rows are, with their slots, while batches use them (`cached.py`)
   group     the optimizer numbers shared by the tables that were attached together: a written `lr` holds from
             the next backward
 
@@ -14,10 +15,11 @@ its sink's number: it pickles as any parameter does, nothing points back, and me
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -25,7 +27,11 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
+from tilerec.ops.update_checks import raise_bad_row
 from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.storage.cache_stats import CacheStats
+from tilerec.storage.cached import RowCache
+from tilerec.storage.placed import per_table, place
 
 
 @dataclass(frozen=True)
@@ -103,10 +109,13 @@ class TableRows(GradientSink):
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
         self._counter = "step"  # name of the update count in `state`
         self._warned = False
+        self.cache: RowCache | None = None  # None: rows are read and updated where they are
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and bring the slots to its device and precision."""
+        if self.cache is not None and getattr(self, "leaf", None) is not leaf:
+            self.cache.drop()
         self.leaf = leaf
         cast(Any, leaf)._tilerec_sink = self.handle
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
@@ -122,6 +131,8 @@ class TableRows(GradientSink):
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
         leaf = self.leaf
+        if self.cache is not None:
+            self.cache.drop()
         wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
         self.spec, self.group, self.takes_gradients = spec, group, True
@@ -145,6 +156,16 @@ class TableRows(GradientSink):
 
     def settle(self) -> None:
         """Called before rows or slots are read or written from elsewhere: what is on its way to them comes first."""
+        self.arrive()
+        if self.cache is not None:
+            self.cache.settle()
+
+    def arrive(self) -> None:
+        """Called before a batch reads or updates rows: what other ranks have sent to them comes first."""
+
+    def host(self) -> list[Tensor]:
+        """The rows and their slots, where they are at home."""
+        return [self.leaf.detach(), *self.slots]
 
     @property
     def updates(self) -> int:
@@ -167,6 +188,9 @@ class TableRows(GradientSink):
         spec = self.rule()
         tables = cast("Sequence[TableRows]", sinks)
         position = {table.handle: t for t, table in enumerate(tables)}
+        if any(table.cache is not None for table in tables):
+            self._take_placed(tables, record)
+            return
         leaves, slots, seeds, row_offsets, column_offsets = [], [], [], [], []  # type: ignore[var-annotated]
         names = [slot.name for slot in spec.slots]
         hyper = spec.hyper()
@@ -188,6 +212,41 @@ class TableRows(GradientSink):
         )  # fmt: skip
         # An op that raised has updated nothing.
         count_updates(tables, spec)
+        skipped, t, row = result.tolist()
+        if skipped:
+            tables[t].report_skipped(spec, skipped, row)
+
+    def _take_placed(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
+        """`take` where some of the tables are cached."""
+        spec, position = self.rule(), {table.handle: t for t, table in enumerate(tables)}
+        of_feature = [position[handle] for handle in record.sinks]
+        hyper = spec.hyper()
+        hyper[1] *= self.divisor
+
+        def refuse(f: int, at: int, id_: int) -> None:
+            raise_bad_row("update_rows_", id_, f, at, tables[of_feature[f]].leaf.shape[0], of_feature[f])
+
+        for table in tables:
+            table.arrive()
+        placed = place(
+            tables, of_feature, record.ids, record.offsets, record.sample_weights, record.starts, record.bags, refuse
+        )  # fmt: skip
+        places = [table.place for table in tables]
+        starts = placed.starts
+        if placed.offsets is not None:
+            starts = list(itertools.accumulate(record.bags, initial=0))[:-1]
+        result = torch.ops.tilerec.update_rows_(
+            placed.weights, [slot for own in placed.tensors for slot in own[1:]], record.grad, placed.ids,
+            placed.offsets, placed.sample_weights, of_feature, starts, record.bags, record.grad_starts,
+            record.grad_strides, record.means, spec.rule, hyper, [table.updates + 1 for table in tables],
+            [word for own in places for word in own.key], [own.row_offset for own in places],
+            [own.column_offset for own in places], placed.names,
+        )  # fmt: skip
+        count_updates(tables, spec)
+        for t, _, segments in per_table(tables, of_feature, placed.segments):
+            cache = tables[t].cache
+            assert cache is not None
+            cache.updated(record.ids, segments)
         skipped, t, row = result.tolist()
         if skipped:
             tables[t].report_skipped(spec, skipped, row)
@@ -226,6 +285,8 @@ class TableRows(GradientSink):
 
     # Copies and pickles take everything but what ties rows to this process: the table binds its copy anew.
     def __getstate__(self) -> dict[str, Any]:
+        if self.cache is not None:
+            self.settle()
         own = ("handle", "leaf", "holders")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -255,3 +316,15 @@ def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
     for table in tables:
         if not table._warned and table.leaf.grad is not None:
             table._warn_dense_grad(spec)
+
+
+def stats_of(several: Sequence[TableRows], reset: bool) -> CacheStats:
+    """What the caches of a table's rows were asked for, added up."""
+    total = CacheStats()
+    for rows in several:
+        if rows.cache is not None:
+            for field in fields(total):
+                setattr(total, field.name, getattr(total, field.name) + getattr(rows.cache.stats, field.name))
+            if reset:
+                rows.cache.stats = CacheStats()
+    return total

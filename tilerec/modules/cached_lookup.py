@@ -1,0 +1,195 @@
+"""Lookups of cached tables: forward reads their lines, backward names their rows.
+
+The gradient record has the batch's own ids, so what is done with it (sums over ranks, marks of touched rows) does not
+know of caches; the update asks anew where the rows are.
+
+Legend: T tables, F features, N ids, B samples, D columns of a table, C = sum of D over features.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilerec.errors import ConfigError
+from tilerec.ops.gradient import _add, bag_starts, pooled_blocks
+from tilerec.ops.lookup import _reach, raise_bad_id
+from tilerec.storage.placed import Placed, per_table, place
+from tilerec.storage.table_rows import TableRows
+
+_NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """What a lookup op takes, of tables some of which are cached.
+
+    `offsets` None: every id is its own bag. `segments`: where each feature's ids lie.
+    """
+
+    rows: list[TableRows]
+    ids: Tensor
+    offsets: Tensor | None
+    sample_weights: Tensor | None
+    tables: tuple[int, ...]
+    keys: tuple[int, ...]
+    means: tuple[int, ...]
+    batches: list[int]
+    segments: list[tuple[int, int]]
+    dtype: torch.dtype
+    names: str
+
+    @property
+    def bags(self) -> list[int]:
+        """Per feature."""
+        if self.offsets is None:
+            return [end - begin for begin, end in self.segments]
+        return bag_starts(self.keys, self.batches)[1]
+
+    @property
+    def starts(self) -> list[int]:
+        """Per feature its first bag, or its first id."""
+        if self.offsets is None:
+            return [begin for begin, _ in self.segments]
+        return bag_starts(self.keys, self.batches)[0]
+
+    def refuse(self, feature: int, position: int, id_: int) -> None:
+        """Raise for a bad id."""
+        raise_bad_id(self.names, feature, position, id_, self.rows[self.tables[feature]].leaf.shape[0])
+
+    def place(self) -> Placed:
+        """Where its rows are now."""
+        for t in dict.fromkeys(self.tables):
+            self.rows[t].arrive()
+        return place(
+            self.rows, self.tables, self.ids, self.offsets, self.sample_weights, self.starts, self.bags, self.refuse,
+            self.segments,
+        )  # fmt: skip
+
+    def prefetch(self) -> None:
+        """Bring its rows."""
+        for t, features, segments in per_table(self.rows, self.tables, self.segments):
+            rows = self.rows[t]
+            assert rows.cache is not None
+            rows.arrive()
+
+            def refuse(segment: int, at: int, id_: int, features: list[int] = features) -> None:
+                self.refuse(features[segment], at, id_)
+
+            rows.cache.prefetch(rows.host(), self.ids, segments, refuse)
+
+    def looked_up(self, updates: bool) -> None:
+        """It has been looked up."""
+        for t, _, segments in per_table(self.rows, self.tables, self.segments):
+            cache = self.rows[t].cache
+            assert cache is not None
+            cache.looked_up(self.ids, segments, updates=updates)
+
+
+class _CachedLookup(torch.autograd.Function):
+    """Pooled, or one row per id, by whether the batch has offsets. Leaves are the last arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: CachedBatch, sinks: Tensor, *args: Any) -> Tensor:
+        sample_weights, leaves = args[0], args[1:]
+        placed = batch.place()
+        features = list(range(len(batch.tables)))
+        if placed.offsets is None:
+            starts = torch.tensor([*placed.starts, placed.ids.numel()], device="cpu").to(placed.ids.device)
+            out, ticket = torch.ops.tilerec.sequence_lookup(
+                placed.weights, _NO_SINKS, placed.ids, starts, batch.tables, batch.dtype, batch.names
+            )
+        else:
+            uniform = len(batch.batches) == 1
+            out, ticket = torch.ops.tilerec.pooled_lookup(
+                placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, batch.tables, features,
+                batch.means, batch.batches if uniform else batch.bags, batch.dtype, batch.names,
+            )  # fmt: skip
+            out = out if uniform else out.reshape(-1)  # of one feature, the op saw a batch like any other
+        batch.looked_up(sinks.numel() > 0)
+        ctx.save_for_backward(batch.ids, batch.offsets, sample_weights)
+        ctx.batch, ctx.sinks, ctx.ticket, ctx.leaves = batch, sinks, ticket, leaves
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        batch: CachedBatch = ctx.batch
+        ids, offsets, sample_weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        sample_grad = None
+        if sample_weights is not None and ctx.needs_input_grad[2]:
+            sample_grad = _sample_weight_grad(batch, grad).to(sample_weights.dtype)
+        used = set(batch.tables)
+        wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[3:])]
+        if any(wanted) and ctx.sinks.numel():
+            reach = _reach(ctx, grad, ctx.sinks, wanted)
+            if any(reach.captured):
+                raise RuntimeError(
+                    f"Table '{batch.rows[reach.captured.index(True)].name}': torch.autograd.grad was asked for the "
+                    "gradient of a cached table, which takes it at the end of the backward pass; call "
+                    "loss.backward()."
+                )
+            if reach.submits:
+                dims = [leaf.shape[1] for leaf in ctx.leaves]
+                own = [dims[t] for t in batch.tables]
+                uniform = offsets is not None and len(batch.batches) == 1
+                places, strides = pooled_blocks(own, batch.bags, uniform)
+                taken = None if sample_weights is None else sample_weights.detach()
+                _add(
+                    reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
+                    places, strides, batch.means,
+                )  # fmt: skip
+        return (None, None, sample_grad, *[None] * len(ctx.leaves))
+
+
+def _sample_weight_grad(batch: CachedBatch, grad: Tensor) -> Tensor:
+    placed = batch.place()
+    assert placed.offsets is not None
+    uniform = len(batch.batches) == 1
+    own = torch.ops.tilerec.sample_weight_grad(
+        placed.weights, placed.ids, placed.offsets, grad, batch.tables, list(range(len(batch.tables))), batch.means,
+        batch.batches if uniform else batch.bags,
+    )  # fmt: skip
+    return placed.back(own, batch.ids.numel())
+
+
+def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
+    """Refuse to train a cached table that has no attached optimizer.
+
+    Raises:
+        ConfigError: a dense `.grad` is of the whole table, which is what a cache is there to avoid.
+    """
+    for t in dict.fromkeys(tables):
+        if rows[t].leaf.requires_grad and rows[t].spec is None:
+            raise ConfigError(
+                f"Table '{rows[t].name}' is cached and has no attached optimizer, so its gradient would be a dense "
+                ".grad of the whole table; attach one with apply_optimizer_in_backward, freeze the table "
+                "(requires_grad_(False)), or look it up under torch.no_grad()."
+            )
+
+
+@torch.compiler.disable
+def cached_lookup(batch: CachedBatch, sinks: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    """The output of `pooled_lookup`, or of `sequence_lookup`, of tables some of which are cached.
+
+    Args:
+        sinks: as the ops take them; empty: nothing is trained.
+        leaves: of all tables.
+    """
+    if torch.is_grad_enabled():
+        check_trained(batch.rows, batch.tables)
+    out: Tensor = _CachedLookup.apply(batch, sinks, batch.sample_weights, *leaves)
+    return out
+
+
+def key_segments(sizes: Sequence[int], keys: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the ids of keys lie. Example: sizes (2, 0, 3), keys (2, 0) -> (2, 5), (0, 2)."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [(ends[k], ends[k + 1]) for k in keys]

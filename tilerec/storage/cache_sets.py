@@ -1,0 +1,170 @@
+"""`CacheSets`: which row is in which line of a set-associative cache. Numbers only, no rows.
+
+Nouns
+  line    room for one row and its optimizer's state; lines are numbered, and index a cache's tensors
+  set     `ways` lines; row r can have a line of set `r % sets` only. Neighbours are in different sets, and a cache of
+          as many lines as the table has rows never has two rows at odds
+  spare   lines behind those of the sets: for rows whose set has no line to give. They are given back when no batch
+          in flight names their row
+  serial  number of a request
+  held    a line whose row a batch in flight names. It is not given away: `oldest` is the serial of the oldest batch
+          in flight, and a row that was named since then is held
+
+  LRU    of a set's lines that are not held, those that were named longest ago go first
+  LFU    those whose rows the fewest requests have named (of equals, the longest ago); counts are kept of all rows of
+         the table, and a row comes in if it was named as often as the one that goes
+
+Everything is a tensor on the cache's device: a table of a billion rows costs 4 bytes per row there (8 with LFU).
+
+Example: 2 sets of 2 ways, rows 4, 6, 1 in lines 0, 1, 2. Request (6, 8), LRU: 6 is in line 1; 8 is of set 0, whose line
+0 was named longest ago, so 4 leaves and 8 has line 0.
+
+Legend: E rows, L lines, U distinct rows of a request, M rows without a line of their set, S sets, W ways.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from tilerec.spec.cache import CacheAlgorithm
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+class Moves(NamedTuple):
+    """What a request moves, in this order; rows and lines are int64 and parallel."""
+
+    leaving_rows: Tensor  # they go back to the table
+    leaving_lines: Tensor
+    old_lines: Tensor  # spare lines whose rows have got a line of their set:
+    new_lines: Tensor  # these
+    loaded_rows: Tensor  # they come from the table
+    loaded_lines: Tensor
+    evictions: int  # of the leaving: those that lost a line of their set
+    conflicts: int  # of the loaded: those that got a spare line
+
+
+class NoSpare(NamedTuple):
+    """A request that changed nothing: so many spare lines would have been needed."""
+
+    lines: int
+
+
+@final
+class CacheSets:
+    """Args:
+    rows: of the table.
+    sets, ways, spare: how many; lines of sets come first.
+    """
+
+    def __init__(
+        self, rows: int, sets: int, ways: int, spare: int, algorithm: CacheAlgorithm, device: torch.device
+    ) -> None:
+        self.sets, self.ways, self.spare = sets, ways, spare
+        self.first_spare = sets * ways
+        self.line_of_E = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.row_in_L = torch.full((self.first_spare + spare,), -1, dtype=torch.int64, device=device)
+        self._named_L = torch.zeros_like(self.row_in_L)  # serial of the last request that named the row
+        lfu = algorithm is CacheAlgorithm.LFU
+        self._count_E = torch.zeros(rows if lfu else 0, dtype=torch.int32, device=device)
+        self._lfu = lfu
+
+    def forget(self) -> None:
+        """No row has a line any more; counts stay."""
+        self.line_of_E.fill_(-1)
+        self.row_in_L.fill_(-1)
+
+    def grow(self, spare: int) -> None:
+        """Have so many spare lines, not fewer than before."""
+        more = spare - self.spare
+        self.row_in_L = torch.cat((self.row_in_L, self.row_in_L.new_full((more,), -1)))
+        self._named_L = torch.cat((self._named_L, self._named_L.new_zeros(more)))
+        self.spare = spare
+
+    def request(self, rows_U: Tensor, serial: int, oldest: int) -> Moves | NoSpare:
+        """Give each of these rows a line.
+
+        Args:
+            rows_U: distinct, ascending.
+            oldest: at most `serial`.
+        """
+        line_U = self.line_of_E[rows_U].long()
+        self._named_L[line_U[line_U >= 0]] = serial
+        spare_rows = self.row_in_L[self.first_spare :]
+        taken = spare_rows >= 0
+        idle = taken & (self._named_L[self.first_spare :] < oldest)
+        released = idle.nonzero()[:, 0] + self.first_spare
+        homeless = (line_U < 0) | (line_U >= self.first_spare)
+        rows_M, line_M = rows_U[homeless], line_U[homeless]
+        given_M = self._lines_given(rows_M, oldest)
+        # Rows that get no line of their set: those that have a spare line keep it.
+        wants_spare = (given_M < 0) & (line_M < 0)
+        free = (~taken | idle).nonzero()[:, 0] + self.first_spare
+        wanted = int(wants_spare.sum())
+        if wanted > free.numel():
+            return NoSpare(self.spare - free.numel() + wanted)
+        given_M[wants_spare] = free[:wanted]
+
+        evicted = given_M[(given_M >= 0) & (given_M < self.first_spare)]
+        evicted = evicted[self.row_in_L[evicted] >= 0]
+        leaving_lines = torch.cat((evicted, released))
+        leaving_rows = self.row_in_L[leaving_lines]
+        moves, loads = (given_M >= 0) & (line_M >= 0), line_M < 0
+        old_lines, loaded_rows = line_M[moves], rows_M[loads]
+        self.line_of_E[leaving_rows] = -1
+        self.row_in_L[leaving_lines] = -1
+        self.row_in_L[old_lines] = -1
+        seated = given_M >= 0
+        rows, lines = rows_M[seated], given_M[seated]
+        self.line_of_E[rows] = lines.int()
+        self.row_in_L[lines] = rows
+        self._named_L[lines] = serial
+        if self._lfu:
+            self._count_E[rows_U] += 1
+        return Moves(
+            leaving_rows, leaving_lines, old_lines, given_M[moves], loaded_rows, given_M[loads], evicted.numel(), wanted
+        )  # fmt: skip
+
+    def _lines_given(self, rows_M: Tensor, oldest: int) -> Tensor:
+        """For each row the line of its set that it gets, -1 for none.
+
+        The k-th row of a set that wants one gets the k-th line to go, if there are so many. Rows come by number, with
+        LFU the most frequent first.
+        """
+        if not self.sets or not rows_M.numel():
+            return torch.full_like(rows_M, -1)
+        set_M = rows_M % self.sets
+        order = torch.arange(rows_M.numel(), device=rows_M.device)
+        if self._lfu:
+            order = torch.argsort(self._count_E[rows_M], descending=True, stable=True)
+        order = order[torch.argsort(set_M[order], stable=True)]
+        set_S, inverse_M, count_S = torch.unique_consecutive(
+            set_M[order], return_inverse=True, return_counts=True
+        )
+        rank_M = torch.arange(rows_M.numel(), device=rows_M.device) - (count_S.cumsum(0) - count_S)[inverse_M]
+        lines_SW = set_S[:, None] * self.ways + torch.arange(self.ways, device=rows_M.device)
+        row_SW, named_SW = self.row_in_L[lines_SW], self._named_L[lines_SW]
+        empty_SW = row_SW < 0
+        held_SW = ~empty_SW & (named_SW >= oldest)
+        by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
+        first_SW = torch.argsort(by_age, dim=1, stable=True)
+        if self._lfu:
+            count_SW = self._count_E[row_SW.clamp(min=0)].long()
+            count_SW = count_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
+            by_age = count_SW.gather(1, first_SW)
+            again_SW = torch.argsort(by_age, dim=1, stable=True)
+            by_age, first_SW = by_age.gather(1, again_SW), first_SW.gather(1, again_SW)
+        else:
+            by_age = by_age.gather(1, first_SW)
+        way_M = rank_M.clamp(max=self.ways - 1)
+        value_M = by_age[inverse_M, way_M]
+        gets = (rank_M < self.ways) & (value_M != _NEVER)
+        if self._lfu:
+            gets &= self._count_E[rows_M[order]] + 1 >= value_M
+        line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
+        given_M = torch.empty_like(rows_M)
+        given_M[order] = line_M
+        return given_M

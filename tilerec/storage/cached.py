@@ -1,0 +1,362 @@
+"""`RowCache`: rows of a host table, with their optimizer's state, in lines of device memory.
+
+Nouns (more in `cache_sets.py`)
+  host    the table and the optimizer's slots, tensors `[rows, ...]` in host memory
+  lines   the same tensors `[lines, ...]` on the cache's device: line l holds one row and all of its state
+  dirty   a line that was updated since its row was read or written back
+  batch   ids of one lookup: in flight from the request that brings its rows until its update (or, without one, its
+          lookup)
+
+    prefetch (batch i + 1) ─► rows it names get lines          any time before its lookup
+    lookup   (batch i)     ─► ids become line numbers          now, and again at the update
+    update   (batch i)     ─► lines are changed, and dirty
+
+A row is in one place at a time: in its line, or else in the table. Nobody keeps a line number: lookup and update each
+ask for it when they run, and rows that meanwhile left (another batch needed the line, the cache was flushed) come back
+first. So an update can never go to a row that is not there any more, whatever was prefetched or skipped in between;
+batches in flight hold their lines only so that nothing moves twice.
+
+`settle` writes every dirty row back and forgets all lines: the table is the truth, and may be read and written.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.spec.cache import CacheParams
+from tilerec.storage.cache_sets import CacheSets, NoSpare
+from tilerec.storage.cache_stats import CacheStats
+from tilerec.storage.host_rows import HostRows
+
+WAYS = 32
+"""Lines of a set."""
+
+MOST_IN_FLIGHT = 16
+"""Batches whose rows keep their lines; where more are prefetched, or looked up and not updated, the oldest lets go."""
+
+Segments = tuple[tuple[int, int], ...]
+"""Ranges of a batch's ids that read one table."""
+
+Refuse = Callable[[int, int, int], None]
+"""Raises for a bad id: number of its segment, position among the batch's ids, the id."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch in flight. It keeps its ids alive: another batch cannot have their memory."""
+
+    ids: Tensor
+    version: int
+    segments: Segments
+    serial: int
+    looked: bool = False  # it was looked up, and its update is to come
+
+    def is_of(self, ids: Tensor, segments: Segments) -> bool:
+        return (
+            self.segments == segments
+            and self.ids.data_ptr() == ids.data_ptr()
+            and self.ids.shape == ids.shape
+            and self.version == _version(ids)
+        )
+
+
+class _Made(NamedTuple):
+    """A cache over the host tensors as they are."""
+
+    host: list[HostRows]
+    marks: tuple[Any, ...]
+    lines: list[Tensor]
+    dirty_L: Tensor
+    sets: CacheSets
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _marks(host: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What tells host tensors from others."""
+    return tuple((t.data_ptr(), tuple(t.shape), t.dtype) for t in host)
+
+
+@final
+class RowCache:
+    """The cache of one table (or of one tile of it).
+
+    Args:
+        name: the table's, for messages.
+        params: how many lines there are, and which go first; None: no lines but spare ones, so that rows are on the
+            device as long as their batch is in flight.
+        device: where lines are; None: where the table is (a simulation: it costs time and saves nothing).
+    """
+
+    def __init__(self, name: str, params: CacheParams | None, device: torch.device | None = None) -> None:
+        self.name, self.params, self.device = name, params, device
+        self.stats = CacheStats()
+        self._made: _Made | None = None
+        self._flight: list[_Batch] = []
+        self._serial = 0
+        self._dirty = False  # whether any line may be
+        self._stream: Any = None  # of the last call
+
+    # ------------------------------------------------------------------------------------------------ per batch
+
+    def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
+        """Bring the rows that a batch names; they stay until its update, or its lookup without one.
+
+        Args:
+            host: the table, then its optimizer's slots.
+            ids: of a batch, on the cache's device; `segments` of them are rows of this table.
+            refuse: called for the first id that is no row; nothing has changed then.
+        """
+        made = self._over(host)
+        if self._batch(ids, segments) is None:
+            self._request(made, ids, segments, refuse)
+
+    def lines_of(
+        self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse
+    ) -> list[Tensor]:
+        """Line numbers of each segment's ids (int32), as they are now: valid until the next call of any method."""
+        self.prefetch(host, ids, segments, refuse)
+        made = self._made
+        assert made is not None
+        return [made.sets.line_of_E[ids[begin:end].long()] for begin, end in segments]
+
+    def lines_of_rows(self, rows_U: Tensor) -> Tensor:
+        """Line numbers of rows that have a line."""
+        assert self._made is not None
+        return self._made.sets.line_of_E[rows_U].long()
+
+    def looked_up(self, ids: Tensor, segments: Segments, *, updates: bool) -> None:
+        """A batch was looked up. `updates`: its update is to come."""
+        batch = self._batch(ids, segments)
+        if batch is None:
+            return
+        if updates:
+            batch.looked = True
+        else:
+            self._flight.remove(batch)
+
+    def updated(self, ids: Tensor, segments: Segments) -> None:
+        """Lines of a batch's rows were changed. It lands, with those that were looked up before it."""
+        assert self._made is not None
+        batch = self._batch(ids, segments)
+        for begin, end in segments:
+            self._made.dirty_L[self._made.sets.line_of_E[ids[begin:end].long()].long()] = True
+        self._dirty = True
+        last = self._serial if batch is None else batch.serial
+        self._flight = [
+            other
+            for other in self._flight
+            if other is not batch and not (other.looked and other.serial <= last)
+        ]
+
+    @property
+    def lines(self) -> list[Tensor]:
+        """The rows, and every slot of the optimizer, by line."""
+        assert self._made is not None
+        return self._made.lines
+
+    @property
+    def names(self) -> Tensor:
+        """The row in each line, int64."""
+        assert self._made is not None
+        return self._made.sets.row_in_L
+
+    def known_segments(self, ids: Tensor, count: int) -> Segments | None:
+        """The segments of a batch in flight with these ids and so many segments."""
+        for batch in reversed(self._flight):
+            if len(batch.segments) == count and batch.is_of(ids, batch.segments):
+                return batch.segments
+        return None
+
+    # ------------------------------------------------------------------------------------------------ whole
+
+    def settle(self) -> None:
+        """Write dirty rows back and forget all lines. The host tensors may be read and written until the next batch."""
+        self._flush()
+        if self._made is not None:
+            self._made.sets.forget()
+        self._flight.clear()
+
+    def drop(self) -> None:
+        """`settle`, and give the memory back: the table is going to be another one."""
+        self.settle()
+        self._made = None
+
+    def _flush(self) -> None:
+        made = self._made
+        if made is None or not self._dirty:
+            return
+        self._wait_for_other_stream()
+        lines = made.dirty_L.nonzero()[:, 0]
+        self._write_back(made, made.sets.row_in_L[lines], lines)
+        self._dirty = False
+        if made.lines[0].device.type == "cuda":
+            torch.cuda.current_stream(made.lines[0].device).synchronize()  # the host reads it next
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _over(self, host: Sequence[Tensor]) -> _Made:
+        """The cache over these tensors: made anew where they are not those of the last call."""
+        self._wait_for_other_stream()
+        made = self._made
+        if made is not None and made.marks == _marks(host) and self._on(host) == made.lines[0].device:
+            return made
+        self.drop()
+        self._made = self._make(host, 0)
+        return self._made
+
+    def _on(self, host: Sequence[Tensor]) -> torch.device:
+        device = host[0].device if self.device is None else self.device
+        here = torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device()) if device == here else device
+
+    def _make(self, host: Sequence[Tensor], spare: int) -> _Made:
+        rows, device = host[0].shape[0], self._on(host)
+        each = sum(t.element_size() * t[:1].numel() for t in host)
+        sets = 0
+        if self.params is not None and rows:
+            sets = -(-max(1, round(self.params.load_factor * rows)) // WAYS)
+            sets = self._within_reserve(sets, each, device)
+        count = sets * WAYS + spare
+        try:
+            lines = [torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
+            dirty_L = torch.zeros(count, dtype=torch.bool, device=device)
+            algorithm = (self.params or CacheParams()).algorithm
+            made = CacheSets(rows, sets, WAYS, spare, algorithm, device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"Table '{self.name}': no memory on {device} for {count} cache lines of {each} bytes (and 4 to 8 "
+                f"bytes for each of {rows} rows); lower the load_factor, or give the table to more ranks."
+            ) from error
+        return _Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made)
+
+    def _within_reserve(self, sets: int, each: int, device: torch.device) -> int:
+        """Sets that leave the reserved memory free."""
+        if self.params is None or not self.params.reserved_memory or device.type != "cuda":
+            return sets
+        free, _ = torch.cuda.mem_get_info(device)
+        fit = max(0, int((free - self.params.reserved_memory) // (each * WAYS)))
+        if fit < sets:
+            warnings.warn(
+                f"Table '{self.name}': its cache gets {fit * WAYS} lines of the {sets * WAYS} that load_factor "
+                f"{self.params.load_factor} wants, as reserved_memory leaves no room for more.",
+                stacklevel=2,
+            )
+        return min(sets, fit)
+
+    def _batch(self, ids: Tensor, segments: Segments) -> _Batch | None:
+        return next((batch for batch in self._flight if batch.is_of(ids, segments)), None)
+
+    def _request(self, made: _Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
+        """Bring a batch's rows, and let it fly."""
+        rows_U, count = self._distinct(made, ids, segments, refuse)
+        if len(self._flight) >= MOST_IN_FLIGHT:
+            del self._flight[0]
+        self._serial += 1
+        batch = _Batch(ids, _version(ids), segments, self._serial)
+        while True:
+            oldest = min([other.serial for other in self._flight], default=self._serial)
+            moves = made.sets.request(rows_U, self._serial, oldest)
+            if not isinstance(moves, NoSpare):
+                break
+            made = self._with_spare(made, moves.lines)
+        self._flight.append(batch)
+        self._write_back(made, moves.leaving_rows, moves.leaving_lines)
+        for tensor in made.lines if moves.old_lines.numel() else ():
+            tensor.index_copy_(0, moves.new_lines, tensor.index_select(0, moves.old_lines))
+        made.dirty_L[moves.new_lines] = made.dirty_L[moves.old_lines]
+        made.dirty_L[moves.old_lines] = False
+        if moves.loaded_rows.numel():
+            for lines, host in zip(made.lines, made.host, strict=True):
+                host.read_into(lines, moves.loaded_lines, moves.loaded_rows)
+        stats, misses = self.stats, moves.loaded_rows.numel()
+        stats.requests += 1
+        stats.ids += count
+        stats.rows += rows_U.numel()
+        stats.hits += rows_U.numel() - misses
+        stats.misses += misses
+        stats.conflict_misses += moves.conflicts
+        stats.evictions += moves.evictions
+
+    def _distinct(self, made: _Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
+        """The rows that a batch names, ascending, and how many ids it has."""
+        parts = [ids[begin:end] for begin, end in segments]
+        rows_N = torch.cat(parts).long() if parts else ids[:0].long()
+        rows_U = torch.unique(rows_N)
+        rows = made.sets.line_of_E.shape[0]
+        if rows_U.numel() and (int(rows_U[0]) < 0 or int(rows_U[-1]) >= rows):
+            for s, (part, (begin, _)) in enumerate(zip(parts, segments, strict=True)):
+                bad = ((part < 0) | (part >= rows)).nonzero()
+                if bad.numel():
+                    refuse(s, begin + int(bad[0]), int(part[int(bad[0])]))
+        return rows_U, rows_N.numel()
+
+    def _with_spare(self, made: _Made, lines: int) -> _Made:
+        """The cache with at least so many spare lines.
+
+        Where there is no memory for a tensor beside the longer one, the cache is emptied; batches in flight then ask
+        for their rows again.
+        """
+        spare = max(lines, 2 * made.sets.spare, WAYS)
+        more = spare - made.sets.spare
+        like = made.lines[0]
+        try:
+            for k, tensor in enumerate(made.lines):
+                made.lines[k] = torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
+            dirty_L = torch.cat((made.dirty_L, made.dirty_L.new_zeros(more)))
+            made.sets.grow(spare)
+            self._made = made._replace(dirty_L=dirty_L)
+            return self._made
+        except (RuntimeError, MemoryError):
+            self.drop()
+        host = [rows.tensor for rows in made.host]
+        try:
+            self._made = self._make(host, spare)
+        except ConfigError as error:
+            raise ConfigError(
+                f"Table '{self.name}': no memory on {like.device} for {spare} spare cache lines, which a batch needs "
+                "whose rows find no room in their sets; lower the batch size or the load_factor."
+            ) from error
+        return self._made
+
+    def _write_back(self, made: _Made, rows: Tensor, lines: Tensor) -> None:
+        """Lines that are dirty are written to the table, and are so no more."""
+        if not self._dirty or not rows.numel():
+            return
+        dirty = made.dirty_L[lines]
+        rows, lines = rows[dirty], lines[dirty]
+        if not rows.numel():
+            return
+        for tensor, host in zip(made.lines, made.host, strict=True):
+            host.write_from(tensor, lines, rows)
+        made.dirty_L[lines] = False
+        self.stats.write_backs += rows.numel()
+
+    def _wait_for_other_stream(self) -> None:
+        """What another stream was told of this cache comes first."""
+        made = self._made
+        if made is None or made.lines[0].device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(made.lines[0].device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert not self._dirty, "settled before it is copied"
+        return {"name": self.name, "params": self.params, "device": self.device, "stats": replace(self.stats)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RowCache.__init__(self, state["name"], state["params"], state["device"])
+        self.stats = state["stats"]

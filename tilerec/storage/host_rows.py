@@ -1,0 +1,107 @@
+"""`HostRows`: the rows of one host tensor, read and written from a device.
+
+On a GPU the tensor's memory is pinned, and a second tensor over the same bytes, which says that it is on the device,
+is read and written by the device's own kernels: rows travel as they are asked for, and the host is not waited for.
+Where the driver refuses to pin (a limit on locked memory), rows are gathered on the host and copied, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from typing import final
+
+import torch
+from torch import Tensor
+
+_PINNED: Counter[int] = Counter()
+"""How many `HostRows` need the storage at this address pinned."""
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same bytes in a type that every kernel moves."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+@final
+class HostRows:
+    """Args:
+    tensor: `[rows, D]` or `[rows]`, contiguous, in host memory (or where the device is).
+    """
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self.tensor = tensor
+        self.device = device
+        self._here: Tensor | None = _plain(tensor)
+        if tensor.device.type != device.type:
+            self._here = _over_pinned(tensor, device, self)
+
+    def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
+        """`lines[at] = rows of the table`."""
+        if self._here is not None:
+            _plain(lines).index_copy_(0, at, self._here.index_select(0, rows))
+        else:
+            found = _plain(self.tensor).index_select(0, rows.cpu()).pin_memory()
+            _plain(lines).index_copy_(0, at, found.to(self.device, non_blocking=True))
+
+    def write_from(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
+        """`rows of the table = lines[at]`."""
+        values = _plain(lines).index_select(0, at)
+        if self._here is not None:
+            self._here.index_copy_(0, rows, values)
+        else:
+            _plain(self.tensor).index_copy_(0, rows.cpu(), values.cpu())
+
+
+class _DeviceView:
+    """Memory of the host as CUDA sees it (`__cuda_array_interface__`)."""
+
+    def __init__(self, tensor: Tensor, width: int) -> None:
+        count = tensor.nbytes // tensor.shape[0] // width
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.shape[0], count),
+            "typestr": f"<i{width}" if width > 1 else "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+        }
+        self.keeps = tensor
+
+
+def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor | None:
+    """The tensor's memory as a tensor on the device, pinned as long as `user` lives; None if it cannot be."""
+    if not tensor.numel():
+        return torch.empty_like(_plain(tensor), device=device)
+    try:
+        _pin(tensor, user)
+        row = tensor.nbytes // tensor.shape[0]
+        width = next(w for w in (8, 4, 2, 1) if row % w == 0 and tensor.data_ptr() % w == 0)
+        view: Tensor = torch.as_tensor(_DeviceView(tensor, width), device=device)
+        return view.view(tensor.dtype if tensor.dtype.itemsize > 1 else torch.uint8).view(tensor.shape)
+    except RuntimeError as error:
+        warnings.warn(
+            f"cached rows: {tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}), so rows are "
+            "gathered by the host's cores; raise the limit on locked memory (ulimit -l).",
+            stacklevel=2,
+        )
+        return None
+
+
+def _pin(tensor: Tensor, user: HostRows) -> None:
+    if tensor.is_pinned() and not _PINNED[tensor.untyped_storage().data_ptr()]:
+        return  # its owner pinned it
+    storage, runtime = tensor.untyped_storage(), torch.cuda.cudart()
+    assert runtime is not None
+    address = storage.data_ptr()
+    if not _PINNED[address]:
+        torch.cuda.check_error(runtime.cudaHostRegister(address, storage.nbytes(), 0))
+    _PINNED[address] += 1
+
+    def unpin() -> None:
+        _PINNED[address] -= 1
+        if not _PINNED[address]:
+            torch.cuda.synchronize()
+            runtime.cudaHostUnregister(address)
+
+    weakref.finalize(user, unpin)  # before the tensor's memory goes: the user holds it

@@ -1,0 +1,160 @@
+"""A batch as it reads cached tables: every feature has its own ids, which are line numbers.
+
+Nouns
+  holder  of a table: its rows, and their cache if they have one
+  placed  a batch, feature by feature: the ids of cached tables are line numbers, those of others what they were
+
+Ids of one key may read several tables, in which they have different lines; so features do not share ids here.
+
+Example: a key with ids (7, 2) read by table a, whose rows 7 and 2 are in lines 0 and 5, and by b, which is not cached:
+ids (0, 5, 7, 2), and features that begin at 0 and at 2.
+
+Legend: F features, N ids, B bags.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilerec.storage.cached import RowCache, Segments
+
+
+class Holder(Protocol):
+    """What has a table."""
+
+    cache: RowCache | None
+
+    def host(self) -> list[Tensor]:
+        """The table, and its optimizer's slots."""
+
+
+Refuse = Callable[[int, int, int], None]
+"""Raises for a bad id: number of its feature, position among the batch's ids, the id."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A batch for the lookup and update ops."""
+
+    tensors: list[list[Tensor]]  # per table: what holds its rows, then its slots
+    names: list[Tensor]  # per table: the row in each line, or nothing
+    ids: Tensor
+    offsets: Tensor | None  # as many bags per feature as before
+    sample_weights: Tensor | None
+    segments: list[tuple[int, int]]  # per feature, where its ids were
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What holds the rows."""
+        return [own[0] for own in self.tensors]
+
+    @property
+    def starts(self) -> list[int]:
+        """Per feature, where its ids begin."""
+        return list(itertools.accumulate([end - begin for begin, end in self.segments], initial=0))[:-1]
+
+    def back(self, values_n: Tensor, count: int) -> Tensor:
+        """Values of ids, added up per id of the batch `[count]`."""
+        out = values_n.new_zeros(count)
+        sizes = [end - begin for begin, end in self.segments]
+        for (begin, end), own in zip(self.segments, values_n.split(sizes), strict=True):
+            out[begin:end] += own
+        return out
+
+
+def segments_of(
+    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None, starts: Sequence[int],
+    bags: Sequence[int],
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Where the ids of each feature lie. On a GPU waits for the offsets, unless a batch in flight says it."""
+    if offsets is None:
+        return [(start, start + count) for start, count in zip(starts, bags, strict=True)]
+    if offsets.device.type != "cpu":
+        known = _in_flight(holders, tables, ids)
+        if known is not None:
+            return known
+    # Features without bags may begin anywhere.
+    first = [start if count else 0 for start, count in zip(starts, bags, strict=True)]
+    edges = torch.tensor([*first, *[s + b for s, b in zip(first, bags, strict=True)]], dtype=torch.int64)
+    bounds = offsets[edges.to(offsets.device)].tolist()
+    return list(zip(bounds[: len(starts)], bounds[len(starts) :], strict=True))
+
+
+def _in_flight(holders: Sequence[Holder], tables: Sequence[int], ids: Tensor) -> list[tuple[int, int]] | None:
+    found: list[tuple[int, int]] = [(0, 0)] * len(tables)
+    for t, holder in enumerate(holders):
+        features = [f for f, table in enumerate(tables) if table == t]
+        if not features:
+            continue
+        known = None if holder.cache is None else holder.cache.known_segments(ids, len(features))
+        if known is None:
+            return None
+        for f, segment in zip(features, known, strict=True):
+            found[f] = segment
+    return found
+
+
+def per_table(
+    holders: Sequence[Holder], tables: Sequence[int], segments: Sequence[tuple[int, int]]
+) -> list[tuple[int, list[int], Segments]]:
+    """Of each cached table that a feature reads: its number, these features, and their segments."""
+    out = []
+    for t, holder in enumerate(holders):
+        features = [f for f, table in enumerate(tables) if table == t]
+        if holder.cache is not None and features:
+            out.append((t, features, tuple([segments[f] for f in features])))
+    return out
+
+
+def place(
+    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None,
+    sample_weights: Tensor | None, starts: Sequence[int], bags: Sequence[int], refuse: Refuse,
+    segments: list[tuple[int, int]] | None = None,
+) -> Placed:  # fmt: skip
+    """Bring what a batch reads of cached tables, and say where it is: until the next batch of any of them.
+
+    Args:
+        tables: per feature, its table among the holders.
+        ids, offsets, starts, bags: as `update_rows_` takes them.
+        segments: where each feature's ids lie, if known.
+    """
+    if segments is None:
+        segments = segments_of(holders, tables, ids, offsets, starts, bags)
+    pieces = [ids[begin:end] for begin, end in segments]
+    for t, features, own in per_table(holders, tables, segments):
+        cache = holders[t].cache
+        assert cache is not None
+
+        def of_feature(segment: int, position: int, id_: int, features: list[int] = features) -> None:
+            refuse(features[segment], position, id_)
+
+        lines = cache.lines_of(holders[t].host(), ids, own, of_feature)
+        for f, lines_n in zip(features, lines, strict=True):
+            pieces[f] = lines_n
+    placed_offsets = None
+    if offsets is not None:
+        base, parts = 0, [offsets.new_zeros(1)]
+        for start, count, (begin, end) in zip(starts, bags, segments, strict=True):
+            parts.append(offsets[start + 1 : start + count + 1] + (base - begin))
+            base += end - begin
+        placed_offsets = torch.cat(parts)
+    weights = sample_weights
+    if weights is not None:
+        weights = torch.cat([weights[begin:end] for begin, end in segments]) if segments else weights[:0]
+    used = set(tables)
+    nameless = ids.new_empty(0, dtype=torch.int64)
+    live = [holder.cache is not None and t in used for t, holder in enumerate(holders)]
+    return Placed(
+        [h.cache.lines if on and h.cache is not None else h.host() for h, on in zip(holders, live, strict=True)],
+        [h.cache.names if on and h.cache is not None else nameless for h, on in zip(holders, live, strict=True)],
+        torch.cat(pieces) if pieces else ids[:0],
+        placed_offsets,
+        weights,
+        segments,
+    )  # fmt: skip
