@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -23,6 +24,7 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
+from tilerec.ops.upload import constant, upload
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -340,7 +342,8 @@ class TableCollection(nn.Module):
             for size in range(max(map(len, self._readers.values()), default=1))
         ]
         bad = (every[0] != ids).sum()
-        self._clamped = self._clamped + bad.cpu()
+        # Counted where the ids are: nobody waits for a number that may never be asked for.
+        self._clamped = self._clamped.to(bad.device, non_blocking=True) + bad
         if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
             warnings.warn(
                 f"{type(self).__name__}: {int(bad)} ids of this batch lay outside their tables and were clamped "
@@ -372,8 +375,8 @@ class TableCollection(nn.Module):
             self._readers[k][min(size, len(self._readers[k]) - 1)] if k in self._readers else None
             for k in keys
         ]
-        last_K = torch.tensor([info.max if n is None else n - 1 for n in rows], device=ids.device)
-        first_K = torch.tensor([info.min if n is None else 0 for n in rows], device=ids.device)
+        last_K = constant([info.max if n is None else n - 1 for n in rows], ids.device)
+        first_K = constant([info.min if n is None else 0 for n in rows], ids.device)
         return torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:
@@ -382,7 +385,7 @@ class TableCollection(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_routes": {}}
+        return {**self.__dict__, "_routes": {}, "_clamped": self._clamped.cpu()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -403,7 +406,7 @@ def key_starts(features: KeyedJaggedTensor) -> Tensor:
     """Where each key's values begin, with the end of the last: int64 [K + 1]."""
     offsets = features.offsets()
     if features.variable_stride_per_key():
-        bags = torch.tensor([0, *features.stride_per_key()], device=offsets.device).cumsum(0)
+        bags = upload(list(accumulate(features.stride_per_key(), initial=0)), offsets.device)
     else:
         bags = torch.arange(len(features.keys()) + 1, device=offsets.device) * features.stride()
     return offsets[bags]

@@ -6,6 +6,7 @@ out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths()
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import cached_lookup
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
+from tilerec.ops.upload import constant
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
@@ -79,11 +81,14 @@ class EmbeddingCollection(TableCollection):
                 self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
                 continue
             if lookup.keys != tuple(range(len(keys))):
-                order = torch.tensor(lookup.keys, device=own_ids.device)
+                order = constant(lookup.keys, own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(
                     own_ids, starts, order, own_starts, sum(own_sizes)
                 )
+            if not torch.compiler.is_compiling():
+                # The host knows them: where they are on a GPU, the backward would wait for it to read them.
+                own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
             out, _ = torch.ops.tilerec.sequence_lookup(
                 leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
             )
