@@ -29,14 +29,13 @@ def reset_rows(table: Table, rows_M: Tensor) -> None:
         rows_M: int64, of the whole table; any device.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
-        rows.settle()
         leaf, place = rows.leaf, rows.place
         own_M = rows_M.to(leaf.device)
         own_M = own_M[(own_M >= place.row_offset) & (own_M < place.row_offset + leaf.shape[0])]
         if not own_M.numel() or leaf.is_meta:
             continue
-        rows.settle()
         local_M = own_M - place.row_offset
+        rows.leave(local_M)
         leaf.index_copy_(0, local_M, initial_values(table, rows, own_M))
         for slot in rows.spec.slots if rows.spec is not None else ():
             rows.state[slot.name].index_fill_(0, local_M, slot.init)

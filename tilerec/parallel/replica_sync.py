@@ -107,6 +107,8 @@ class ReplicaSync:
         """
         self.settle()
         rows = self.rows()
+        for own in rows:
+            own.settle()
         done = WEIGHTS | SLOTS if state else WEIGHTS
         if self.axis.size == 1 or not rows:
             _agreed(rows, done)

@@ -13,7 +13,7 @@ Legend: W ranks, B samples, C columns of the output, P present bags of a part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,9 +23,12 @@ from torch import Tensor
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient import GradientRecord, next_serial
+from tilerec.ops.lookup import raise_bad_id
 from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
+from tilerec.storage.cached import Segments as Segments_
+from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -173,11 +176,22 @@ class Combiner:
     # ------------------------------------------------------------------------------------------------ forward
 
     @torch.no_grad()
-    def lookup(self, routed: Routed, leaves: Sequence[Tensor]) -> Looked:
-        """Read the rows that other ranks' (and my own) bags ask for, and send them home."""
+    def lookup(self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[Holder] = ()) -> Looked:
+        """Read the rows that other ranks' (and my own) bags ask for, and send them home.
+
+        Args:
+            holders: of the leaves, if some of them are cached.
+        """
         routed.wait()
         layout = self.layout
-        if self._looked_up:
+        if self._looked_up and holders:
+            placed = self._placed(routed, holders)
+            features = list(range(len(self._looked_up)))
+            rows, _ = torch.ops.tilerec.pooled_lookup(
+                placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables, features,
+                [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
+            )  # fmt: skip
+        elif self._looked_up:
             rows, _ = torch.ops.tilerec.pooled_lookup(
                 list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
                 self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
@@ -194,6 +208,55 @@ class Combiner:
             "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
         )
         return Looked(routed, handle, local)
+
+    def _bags(self, routed: Routed) -> list[int]:
+        """Of each part that I look up."""
+        return [routed.present[key] for key in self._keys]
+
+    def _starts(self, routed: Routed) -> list[int]:
+        """The first bag of each part that I look up."""
+        first = list(itertools.accumulate(routed.present, initial=0))
+        return [first[key] for key in self._keys]
+
+    def _placed(self, routed: Routed, holders: Sequence[Holder]) -> Placed:
+        """The ids with line numbers in place of cached rows."""
+        return place(
+            holders, self._tables, routed.ids, routed.offsets, routed.sample_weights, self._starts(routed),
+            self._bags(routed), self._refuse(holders),
+        )  # fmt: skip
+
+    def _refuse(self, holders: Sequence[Holder]) -> Callable[[int, int, int], None]:
+        def refuse(feature: int, position: int, id_: int) -> None:
+            rows = holders[self._tables[feature]].host()[0].shape[0]
+            raise_bad_id(self._names, feature, position, id_, rows)
+
+        return refuse
+
+    def _cached(self, routed: Routed, holders: Sequence[Holder]) -> list[tuple[int, list[int], Segments_]]:
+        segments = segments_of(
+            holders, self._tables, routed.ids, routed.offsets, self._starts(routed), self._bags(routed)
+        )
+        return per_table(holders, self._tables, segments)
+
+    def prefetch(self, routed: Routed, holders: Sequence[Holder]) -> None:
+        """Bring the rows that a batch asks for into the caches of these tables."""
+        routed.wait()
+        refuse = self._refuse(holders)
+        for t, features, own in self._cached(routed, holders):
+            cache = holders[t].cache
+            assert cache is not None
+
+            def of_feature(s: int, position: int, id_: int, features: list[int] = features) -> None:
+                refuse(features[s], position, id_)
+
+            cache.prefetch(holders[t].host(), routed.ids, own, of_feature)
+
+    def looked_up(self, routed: Routed, holders: Sequence[Holder], *, updates: bool) -> None:
+        """A batch was looked up; `updates`: its update is to come."""
+        for t, _, own in self._cached(routed, holders):
+            cache = holders[t].cache
+            assert cache is not None
+            cache.looked_up(routed.ids, own, updates=updates)
 
     def _kept(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
         """Rows that stay here, as they would have arrived: no value depends on where its table lies."""
@@ -395,10 +458,18 @@ class Combiner:
         )
 
     def sample_weight_grads(
-        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int
-    ) -> Tensor:
+        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, holders: Sequence[Holder] = ()
+    ) -> Tensor:  # fmt: skip
         """Gradients of my batch's sample weights `[count]`; a collective of its own."""
-        if self._looked_up:
+        if self._looked_up and holders:
+            placed = self._placed(routed, holders)
+            features = list(range(len(self._looked_up)))
+            values = torch.ops.tilerec.sample_weight_grad(
+                placed.weights, placed.ids, placed.offsets, grads, self._tables, features, [0] * len(features),
+                [*self._bags(routed), 0],
+            )  # fmt: skip
+            own = placed.back(values, routed.ids.numel())
+        elif self._looked_up:
             own = torch.ops.tilerec.sample_weight_grad(
                 list(leaves), routed.ids, routed.offsets, grads, self._tables, self._keys, [0] * len(self._keys),
                 [*routed.present, 0],

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilerec.comms.codec import codec
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -44,6 +45,7 @@ from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
+from tilerec.storage.table_rows import TableRows
 
 APART_FROM = 1 << 20
 """Bytes of a rank's tiles of a table from which they have a storage of their own."""
@@ -259,8 +261,37 @@ class ShardedCollection(TableCollection):
             routed = self.route(routed.wait().features)
         if self.exchange.teams is not None and self.exchange.teams.apart:
             for rows in self._rows():
-                rows.settle()
-        return LookedUp(routed, routed.stages.combiner.lookup(routed.routed, self._leaves()))
+                rows.arrive()
+        combiner, holders = routed.stages.combiner, self._holders()
+        if holders and torch.is_grad_enabled():
+            check_trained(self._rows(), range(len(holders)))
+        looked = combiner.lookup(routed.routed, self._leaves(), holders)
+        if holders:
+            combiner.looked_up(routed.routed, holders, updates=torch.is_grad_enabled())
+        return LookedUp(routed, looked)
+
+    @_eager
+    def prefetch(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:  # type: ignore[override]
+        """Send a batch's ids to their rows' owners, and bring these rows into the caches of cached tables there.
+
+        All ranks call it, once per batch, in the order of the batches, any time before the batch's forward; results are
+        the same bits whether it is called or not.
+
+        Returns:
+            The routed batch, to be given to the forward.
+        """
+        routed = features if isinstance(features, RoutedFeatures) else self.route(features)
+        holders = self._holders()
+        if holders and self.exchange.made(routed.stages):
+            for rows in self._rows():
+                rows.arrive()
+            routed.stages.combiner.prefetch(routed.routed, holders)
+        return routed
+
+    def _holders(self) -> list[TableRows]:
+        """Of the leaves, if some of them are cached."""
+        rows: list[TableRows] = self._rows()
+        return rows if any(own.cache is not None for own in rows) else []
 
     def _leaves(self) -> list[nn.Parameter]:
         """Leaves in the order of the layout's rectangles that this rank holds."""
@@ -329,6 +360,7 @@ class ShardedCollection(TableCollection):
             attached,
             guarded,
             functools.partial(self._dense_grads, combiner, leaves, sinks),
+            list(self._holders()),
         )
 
     def _dense_grads(

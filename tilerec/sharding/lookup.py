@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilerec.ops.gradient import submit
 from tilerec.sharding.combine import Combiner, Looked, Place
+from tilerec.storage.placed import Holder
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Gradients:
     # Slots whose rows' owners each see some columns, and skip rows that are not finite; and their type on the wire.
     guarded: list[tuple[int, torch.dtype]]
     dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
+    holders: list[Holder]  # of the leaves, if some of them are cached
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
         """The bare leaves, each with its table."""
@@ -151,7 +153,9 @@ class _Combine(torch.autograd.Function):
         sample_grad = None
         if routed.weights_need_grad:  # of any rank: a collective
             count, dtype = ctx.weights
-            sample_grad = combiner.sample_weight_grads(routed, rows, gradients.leaves, count)
+            sample_grad = combiner.sample_weight_grads(
+                routed, rows, gradients.leaves, count, gradients.holders
+            )
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
         sinks = [
             sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)

@@ -23,6 +23,7 @@ from tilerec.sharding.table import ShardedTable, leaf_name, peers_of
 from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
+from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.table_rows import Place
 
 
@@ -126,6 +127,8 @@ def _like(
     }
     rows.__setstate__({**own, "skipped_rows": 0} if fresh else own)
     rows.bind(leaf)
+    if fresh and rows.cache is not None:
+        rows.cache.stats = CacheStats()
     return rows
 
 

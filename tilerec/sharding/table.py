@@ -48,8 +48,12 @@ class ShardedTable(Table, TiledTable):
         """The rectangle of leaf i; of no rows for the empty leaf."""
         return self.tiles[i] if self.tiles else Tile(0, 0, 0, self.tiling.dim, ())
 
+    def _all_rows(self) -> list[TableRows]:
+        return list(self.tile_rows)
+
     def reset_parameters(self) -> None:
         """Write the initial values: those that the whole table would have here."""
+        self.settle()
         for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
             if not leaf.is_meta:
                 fill_initial(leaf, self.config, self.rows.place.key, tile.r0, tile.c0)
@@ -100,7 +104,8 @@ class ShardedTable(Table, TiledTable):
             for i, rows in enumerate(self.tile_rows):
                 self._parameters[leaf_name(i)] = rows.leaf  # a table tied to this one was converted before it
             return self
-        nn.Module._apply(self, fn, recurse)
+        if not self._move_cache(fn):
+            nn.Module._apply(self, fn, recurse)
         self._bind()
         return self
 
@@ -233,6 +238,7 @@ class ShardedTable(Table, TiledTable):
             load(self.weight_of(), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
+        self.settle()
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin

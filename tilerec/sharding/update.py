@@ -93,7 +93,7 @@ class TileRows(TableRows):
             self._scaled = (spec, with_moment_scale(spec, teams.moment_scale))
         return self._scaled[1]
 
-    def settle(self) -> None:
+    def arrive(self) -> None:
         if self.touched is not None:
             self.touched.settle()
 
@@ -157,7 +157,7 @@ class TileRows(TableRows):
         split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
         for table in tables:
-            table.settle()
+            table.arrive()
             if table.touched is not None:
                 table.touched.count()
         specs = {id(table.group): table.rule() for table in tables if table.group is not None}
@@ -247,7 +247,7 @@ class _SplitRows:
 
     def __init__(self, tiles: Sequence[tuple[TileRows, RowSums]]) -> None:
         self.tiles = [tile for tile, _ in tiles]  # left to right
-        self.rows_U = tiles[0][1][0]
+        self.rows_U = self.named_U = tiles[0][1][0]
         self.grads = [grads_UD for _, (_, grads_UD) in tiles]
         assert all(len(grads_UD) == len(self.rows_U) for grads_UD in self.grads), (
             "column blocks of a row get the same ids"
@@ -282,7 +282,9 @@ class _PhasedUpdate:
         self.hyper = [*self.spec.hyper()]
         self.hyper[1] *= first.divisor
         self.tiles = [tile for own in rows for tile in own.tiles]
-        self.slots = [slot for tile in self.tiles for slot in tile.slots]
+        held = [tile.held(own.rows_U) for own in rows for tile in own.tiles]
+        self.leaves = [tensors[0] for tensors in held]
+        self.slots = [slot for tensors in held for slot in tensors[1:]]
         self.dims = [tile.dim for tile in self.tiles]
         self.steps = [tile.updates + 1 for tile in self.tiles]
         self.columns = [tile.place.column_offset for tile in self.tiles]
@@ -294,7 +296,7 @@ class _PhasedUpdate:
         """Rows, gradients and scalars of each tile."""
         scalars = self.scalars_PU.split([own.rows_U.numel() for own in self.rows], dim=1)
         return (
-            [own.rows_U for own in self.rows for _ in own.tiles],
+            [tile.places(own.rows_U) for own in self.rows for tile in own.tiles],
             [grads_UD for own in self.rows for grads_UD in own.grads],
             [part_PU for own, part_PU in zip(self.rows, scalars, strict=True) for _ in own.tiles],
         )
@@ -306,8 +308,7 @@ class _PhasedUpdate:
         one sum more: in every unit 1 if the row's gradient is finite there, else 0.
         """
         rows, grads, scalars = self._per_tile()
-        leaves: list[Tensor] = [tile.leaf for tile in self.tiles]
-        slots, columns = self.slots, self.columns
+        leaves, slots, columns = self.leaves, self.slots, self.columns
         widths = [grads_UD.shape[1] for grads_UD in grads]
         if self.unit == 1:
             # Each element as a row of one column, so the very kernel that sums also gives the terms.
@@ -336,12 +337,13 @@ class _PhasedUpdate:
     def _elements(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and slots of the rows, element by element."""
         leaves, slots = [], []
-        for tile, rows_U in zip(self.tiles, rows, strict=True):
-            width = tile.leaf.shape[1]
-            leaves.append(tile.leaf.detach()[rows_U].reshape(-1, 1))
+        each = len(self.slots) // len(self.leaves)
+        for t, (leaf, rows_U) in enumerate(zip(self.leaves, rows, strict=True)):
+            width = leaf.shape[1]
+            leaves.append(leaf[rows_U].reshape(-1, 1))
             slots += [
                 slot[rows_U].reshape(-1, 1) if slot.dim() == 2 else slot[rows_U].repeat_interleave(width)
-                for slot in tile.slots
+                for slot in self.slots[t * each : (t + 1) * each]
             ]
         return leaves, slots
 
@@ -374,11 +376,21 @@ class _PhasedUpdate:
         """Write rows and slots."""
         places = [tile.place for tile in self.tiles]
         torch.ops.tilerec.rule_apply_to_tables_(
-            [tile.leaf for tile in self.tiles], self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper,
-            self.steps, [word for place in places for word in place.key], [place.row_offset for place in places],
-            self.columns,
+            self.leaves, self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper, self.steps,
+            [word for place in places for word in place.key], [place.row_offset for place in places], self.columns,
+            self._names(),
         )  # fmt: skip
         count_updates(self.tiles, self.spec)
+        for own in self.rows:
+            for tile in own.tiles:
+                tile.wrote(own.named_U)
+
+    def _names(self) -> list[Tensor] | None:
+        """Rows of cached tiles are told by their numbers."""
+        if all(tile.cache is None for tile in self.tiles):
+            return None
+        nothing = self.leaves[0].new_empty(0, dtype=torch.int64)
+        return [nothing if tile.cache is None else tile.cache.names for tile in self.tiles]
 
 
 def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) -> list[NonFiniteGradientError]:

@@ -77,6 +77,11 @@ class CacheSets:
         self.line_of_E.fill_(-1)
         self.row_in_L.fill_(-1)
 
+    def empty(self, lines: Tensor) -> None:
+        """The rows in these lines have none any more."""
+        self.line_of_E[self.row_in_L[lines]] = -1
+        self.row_in_L[lines] = -1
+
     def grow(self, spare: int) -> None:
         """Have so many spare lines, not fewer than before."""
         more = spare - self.spare

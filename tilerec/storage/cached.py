@@ -44,6 +44,9 @@ MOST_IN_FLIGHT = 16
 Segments = tuple[tuple[int, int], ...]
 """Ranges of a batch's ids that read one table."""
 
+Bags = tuple[tuple[int, int, int, int], ...]
+"""Per range: its first bag, how many bags, where it begins and ends."""
+
 Refuse = Callable[[int, int, int], None]
 """Raises for a bad id: number of its segment, position among the batch's ids, the id."""
 
@@ -57,11 +60,14 @@ class _Batch:
     segments: Segments
     serial: int
     looked: bool = False  # it was looked up, and its update is to come
+    bags: Bags = ()  # per segment, if known
 
     def is_of(self, ids: Tensor, segments: Segments) -> bool:
+        return self.segments == tuple(sorted(segments)) and self.has(ids)
+
+    def has(self, ids: Tensor) -> bool:
         return (
-            self.segments == segments
-            and self.ids.data_ptr() == ids.data_ptr()
+            self.ids.data_ptr() == ids.data_ptr()
             and self.ids.shape == ids.shape
             and self.version == _version(ids)
         )
@@ -121,12 +127,14 @@ class RowCache:
             self._request(made, ids, segments, refuse)
 
     def lines_of(
-        self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse
+        self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse, bags: Bags = ()
     ) -> list[Tensor]:
         """Line numbers of each segment's ids (int32), as they are now: valid until the next call of any method."""
         self.prefetch(host, ids, segments, refuse)
-        made = self._made
+        made, batch = self._made, self._batch(ids, segments)
         assert made is not None
+        assert batch is not None
+        batch.bags = batch.bags or bags
         return [made.sets.line_of_E[ids[begin:end].long()] for begin, end in segments]
 
     def lines_of_rows(self, rows_U: Tensor) -> Tensor:
@@ -170,11 +178,13 @@ class RowCache:
         assert self._made is not None
         return self._made.sets.row_in_L
 
-    def known_segments(self, ids: Tensor, count: int) -> Segments | None:
-        """The segments of a batch in flight with these ids and so many segments."""
-        for batch in reversed(self._flight):
-            if len(batch.segments) == count and batch.is_of(ids, batch.segments):
-                return batch.segments
+    def known_segment(self, ids: Tensor, start: int, count: int) -> tuple[int, int] | None:
+        """Where the ids of some bags lie, if a batch in flight has them: the host need not ask the device."""
+        for batch in self._flight:
+            if batch.has(ids):
+                for first, bags, begin, end in batch.bags:
+                    if (first, bags) == (start, count):
+                        return begin, end
         return None
 
     # ------------------------------------------------------------------------------------------------ whole
@@ -184,6 +194,18 @@ class RowCache:
         self._flush()
         if self._made is not None:
             self._made.sets.forget()
+        self._flight.clear()
+
+    def leave(self, rows_M: Tensor) -> None:
+        """`settle` for some rows (int64, on any device). Batches in flight ask for all of theirs again."""
+        made = self._made
+        if made is None:
+            return
+        self._wait_for_other_stream()
+        lines = made.sets.line_of_E[rows_M.to(made.dirty_L.device)].long()
+        lines = torch.unique(lines[lines >= 0])
+        self._write_back(made, made.sets.row_in_L[lines], lines)
+        made.sets.empty(lines)
         self._flight.clear()
 
     def drop(self) -> None:
@@ -262,7 +284,7 @@ class RowCache:
         if len(self._flight) >= MOST_IN_FLIGHT:
             del self._flight[0]
         self._serial += 1
-        batch = _Batch(ids, _version(ids), segments, self._serial)
+        batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial)
         while True:
             oldest = min([other.serial for other in self._flight], default=self._serial)
             moves = made.sets.request(rows_U, self._serial, oldest)

@@ -76,7 +76,7 @@ def segments_of(
     if offsets is None:
         return [(start, start + count) for start, count in zip(starts, bags, strict=True)]
     if offsets.device.type != "cpu":
-        known = _in_flight(holders, tables, ids)
+        known = _in_flight(holders, tables, ids, starts, bags)
         if known is not None:
             return known
     # Features without bags may begin anywhere.
@@ -86,17 +86,16 @@ def segments_of(
     return list(zip(bounds[: len(starts)], bounds[len(starts) :], strict=True))
 
 
-def _in_flight(holders: Sequence[Holder], tables: Sequence[int], ids: Tensor) -> list[tuple[int, int]] | None:
-    found: list[tuple[int, int]] = [(0, 0)] * len(tables)
-    for t, holder in enumerate(holders):
-        features = [f for f, table in enumerate(tables) if table == t]
-        if not features:
-            continue
-        known = None if holder.cache is None else holder.cache.known_segments(ids, len(features))
+def _in_flight(
+    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, starts: Sequence[int], bags: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    found: list[tuple[int, int]] = []
+    for table, start, count in zip(tables, starts, bags, strict=True):
+        cache = holders[table].cache
+        known = (0, 0) if not count else None if cache is None else cache.known_segment(ids, start, count)
         if known is None:
             return None
-        for f, segment in zip(features, known, strict=True):
-            found[f] = segment
+        found.append(known)
     return found
 
 
@@ -134,7 +133,8 @@ def place(
         def of_feature(segment: int, position: int, id_: int, features: list[int] = features) -> None:
             refuse(features[segment], position, id_)
 
-        lines = cache.lines_of(holders[t].host(), ids, own, of_feature)
+        known = () if offsets is None else tuple([(starts[f], bags[f], *segments[f]) for f in features])
+        lines = cache.lines_of(holders[t].host(), ids, own, of_feature, known)
         for f, lines_n in zip(features, lines, strict=True):
             pieces[f] = lines_n
     placed_offsets = None

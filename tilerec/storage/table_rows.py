@@ -15,6 +15,7 @@ its sink's number: it pickles as any parameter does, nothing points back, and me
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 import weakref
@@ -160,6 +161,12 @@ class TableRows(GradientSink):
         if self.cache is not None:
             self.cache.settle()
 
+    def leave(self, rows_M: Tensor) -> None:
+        """`settle` for some rows (int64, of this leaf)."""
+        self.arrive()
+        if self.cache is not None:
+            self.cache.leave(rows_M)
+
     def arrive(self) -> None:
         """Called before a batch reads or updates rows: what other ranks have sent to them comes first."""
 
@@ -251,6 +258,26 @@ class TableRows(GradientSink):
         if skipped:
             tables[t].report_skipped(spec, skipped, row)
 
+    def held(self, rows_U: Tensor) -> list[Tensor]:
+        """What holds these distinct rows (and their slots): if they are cached, they are brought into lines."""
+        if self.cache is None:
+            return self.host()
+
+        def refuse(f: int, at: int, id_: int) -> None:
+            raise_bad_row("update_rows_", id_, f, at, self.leaf.shape[0], 0)
+
+        self.cache.prefetch(self.host(), rows_U, ((0, rows_U.numel()),), refuse)
+        return self.cache.lines
+
+    def places(self, rows_U: Tensor) -> Tensor:
+        """Where rows lie in what holds them."""
+        return rows_U if self.cache is None else self.cache.lines_of_rows(rows_U)
+
+    def wrote(self, rows_U: Tensor) -> None:
+        """What holds rows was written to; they are those that `held` was asked for."""
+        if self.cache is not None:
+            self.cache.updated(rows_U, ((0, rows_U.numel()),))
+
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         """Rows whose summed gradient was not finite, `row` the first of them, were left alone."""
         self.skipped_rows += skipped
@@ -294,6 +321,8 @@ class TableRows(GradientSink):
         super().__init__()
         self.__dict__.update(state)
         self.holders = weakref.WeakSet()
+        if self.cache is not None:  # what is made of this state may be made of it twice
+            self.cache = copy.copy(self.cache)
 
 
 def rows_of(parameter: Tensor) -> TableRows | None:
