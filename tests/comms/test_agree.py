@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import agree, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
@@ -154,3 +154,31 @@ def test_processes_agree_and_differ_as_threads_do(pool: Callable[[int], Ranks]) 
         ]
         * 3
     )
+
+
+def test_a_block_that_raises_on_one_rank_raises_on_all_when_all_are_done() -> None:
+    def run(group: Group, bad: Sequence[int]) -> tuple[str, str]:
+        done = ""
+        try:
+            with on_all_ranks(group, "the model", "its tiles"):
+                done = "done"
+                if group.rank in bad:
+                    raise KeyError("t")
+        except (KeyError, ConfigError) as error:
+            return done, f"{type(error).__name__}: {error}"
+        return done, ""
+
+    assert run_virtual_ranks(3, run, ()) == [("done", "")] * 3
+    said = run_virtual_ranks(3, run, (0, 2))
+    assert said[0] == said[2] == ("done", "KeyError: 't'")
+    told = "ConfigError: The model: its tiles failed on ranks 0, 2 with KeyError: 't'. No rank goes on; mend it there."
+    assert said[1] == ("done", told)
+    assert run_virtual_ranks(1, run, (0,)) == [("done", "KeyError: 't'")]
+
+
+def test_ranks_have_the_names_that_the_caller_gives_them() -> None:
+    def run(group: Group) -> None:
+        agree(group, "the hook", group.rank == 1, ranks=(4, 6))
+
+    with pytest.raises(ConfigError, match="it is False on rank 4 and True on rank 6"):
+        run_virtual_ranks(2, run)

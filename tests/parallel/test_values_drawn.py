@@ -15,6 +15,10 @@ from tilerec.errors import ConfigError
 from tilerec.modules import initial
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.evict import LRU_EvictionPolicy
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
+from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import (
@@ -209,3 +213,26 @@ def test_a_function_that_fails_on_the_rank_with_the_rows_fails_on_all() -> None:
         "The sharded model: its tables' initial values failed on rank 0 with ConfigError: "
     )
     assert own[10:50] in other
+
+
+def test_a_function_that_fails_on_one_rank_fails_before_ids_are_spread() -> None:
+    """Ids of managed collision travel after the tables are cut: a rank without tables must not wait there."""
+
+    def fn(group: Group) -> str:
+        def init(rows: Tensor) -> None:
+            if group.rank == 1:
+                raise OSError("no such file")
+
+        ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(8, 3, "t", feature_names=["f"], init_fn=init)], device="meta"
+        )
+        ids = MCHManagedCollisionModule(8, "cpu", LRU_EvictionPolicy(), 1, buckets=4)
+        managed = ManagedCollisionCollection({"t": ids}, ebc.embedding_bag_configs())
+        module = ManagedCollisionEmbeddingBagCollection(ebc, managed)
+        with pytest.raises((OSError, ConfigError)) as caught:
+            shard(module, {"t": explicit([(0, 8, 0, 3, [1])])}, mesh=group)
+        return str(caught.value)
+
+    other, own = run_virtual_ranks(2, fn, timeout_s=20)
+    assert own == "no such file"
+    assert "failed on rank 1 with OSError: no such file" in other
