@@ -517,7 +517,7 @@ class Family:
     @property
     def chunk_steps(self) -> int:
         """Positions of a turn over a chunk: so many that its one team reads as much as a program's teams elsewhere."""
-        return min(_STEPS * self.group, 32)
+        return _STEPS * min(self.group, 4)
 
 
 @dataclass(frozen=True)

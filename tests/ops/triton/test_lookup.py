@@ -1,0 +1,585 @@
+"""Lookups in Triton against the reference: types, dims, layouts; long and empty bags; hostile ids and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.lookup import (
+    _pooled_lookup_reference,
+    _sample_weight_grad_reference,
+    _sequence_lookup_reference,
+)
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from tests.ops.triton.gates import Compiled, Gate, compiled
+from tests.ops.triton.interpreter import quick
+from tilerec.ops.triton import library, lookup
+from tilerec.ops.triton.rows import group_rows, tile_width
+
+pytestmark = pytest.mark.skipif(
+    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
+)
+
+NO_SINKS = torch.zeros(0, dtype=torch.int64)
+F32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# The interpreter cuts bfloat16 off where a GPU rounds: a whole step, not half of one.
+UNITS = {F32: 2e-6, BF16: 2**-7, FP16: 2**-9}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turns of 2 positions for 8: the interpreter takes four times as long for those."""
+    monkeypatch.setattr(lookup, "_STEPS", 2)
+    with quick():
+        yield
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 ids in bags of more than 16, for 256 and 512."""
+    monkeypatch.setattr(lookup, "CHUNK", tl.constexpr(8))
+    monkeypatch.setattr(lookup, "LONG", tl.constexpr(16))
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The arguments of a pooled lookup."""
+
+    weights: list[Tensor]
+    ids: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    tables: list[int]
+    keys: list[int]
+    means: list[int]
+    batches: list[int]
+
+    @property
+    def names(self) -> str:
+        return ",".join(f"f{f}@t{t}" for f, t in enumerate(self.tables))
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.tables, self.keys, self.means, self.batches
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.weights, NO_SINKS, self.ids, self.offsets, self.sample_weights, *self.layout
+
+    def run(self, dtype: torch.dtype = F32) -> Tensor:
+        return lookup.pooled_lookup(*self.arguments, dtype, self.names)[0]
+
+    def reference(self, dtype: torch.dtype = F32) -> Tensor:
+        return _pooled_lookup_reference(*self.arguments, dtype, self.names)[0]
+
+    def grads(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the sample weights: Triton's, the reference's."""
+        arguments = (self.weights, self.ids, self.offsets, grad, *self.layout)
+        return lookup.sample_weight_grad(*arguments), _sample_weight_grad_reference(*arguments)
+
+
+def make(
+    dims: list[int],
+    dtypes: list[torch.dtype],
+    keys: list[int],
+    batches: list[int],
+    lengths: list[int],
+    weighted: bool = False,
+    index: torch.dtype = torch.int64,
+    rows: int = 11,
+    means: list[int] | None = None,
+) -> Pooled:
+    """Feature f reads table f % T and key keys[f]; every second feature takes means. `lengths` repeat themselves."""
+    key_count = max(keys, default=-1) + 1 if len(batches) == 1 else len(batches)
+    bags = batches[0] * key_count if len(batches) == 1 else sum(batches)
+    cycle = torch.tensor([lengths[b % len(lengths)] for b in range(bags)], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), cycle.cumsum(0)])
+    count = int(offsets[-1])
+    return Pooled(
+        weights=[torch.randn(rows, d).to(t) for d, t in zip(dims, dtypes, strict=True)],
+        ids=torch.randint(0, rows, (count,)).to(index),
+        offsets=offsets,
+        sample_weights=torch.randn(count) if weighted else None,
+        tables=[f % max(len(dims), 1) for f in range(len(keys))],
+        keys=keys,
+        means=[f % 2 for f in range(len(keys))] if means is None else means,
+        batches=batches,
+    )
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype = F32) -> None:
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=UNITS[dtype], atol=UNITS[dtype])
+
+
+def check(case: Pooled, dtype: torch.dtype = F32) -> None:
+    assert_close(case.run(dtype), case.reference(dtype), dtype)
+
+
+SHORT = [3, 0, 1, 5, 2, 0, 9]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_short_bags_have_the_bits_of_the_reference(index: torch.dtype, weighted: bool) -> None:
+    case = make([4, 8, 3, 130], [F32, BF16, FP16, F32], [0, 1, 2, 1, 0], [5], SHORT, weighted, index)
+    assert torch.equal(case.run(), case.reference())
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 12, 128, 257])
+@pytest.mark.parametrize("dtype", [F32, BF16, FP16, FP8])
+def test_rows_of_any_type_and_dim_are_read(dtype: torch.dtype, dim: int) -> None:
+    case = make([dim, dim], [dtype] * 2, [0, 1], [3], SHORT)
+    assert torch.equal(case.run(), case.reference())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_outputs_are_rounded_once(dtype: torch.dtype) -> None:
+    check(make([6, 20], [F32, BF16], [0, 1, 0], [4], SHORT, weighted=True), dtype)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_batch_sizes_may_differ_by_key(weighted: bool) -> None:
+    check(make([4, 9, 16], [F32, BF16, F32], [2, 0, 1, 2], [3, 1, 6], SHORT, weighted))
+    check(make([4, 9], [F32, BF16], [2, 0], [3, 5, 0], SHORT, weighted))
+
+
+@pytest.mark.parametrize("batches", [[0], [4], [0, 0], [2, 0]])
+@pytest.mark.parametrize("lengths", [[0], [0, 1], [1]])
+def test_empty_batches_bags_and_keys_give_zeros(batches: list[int], lengths: list[int]) -> None:
+    case = make([4, 3], [F32, F32], [0, 1], batches, lengths)
+    assert torch.equal(case.run(), case.reference())
+
+
+def test_no_features_give_no_columns() -> None:
+    for batches in ([3], []):
+        case = make([4], [F32], [], batches, [1])
+        assert case.run().shape == case.reference().shape == ((3, 0) if batches else (0,))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_where_ids_are_few_bags_of_one_id_are_copied_and_longer_ones_summed(
+    dtype: torch.dtype, weighted: bool
+) -> None:
+    for lengths in ([1], [1, 0, 1], [1, 0, 0, 2, 1] + [0] * 20 + [4]):
+        case = make([4, 40], [dtype] * 2, [0, 1, 0], [40], lengths, weighted)
+        assert case.ids.shape[0] < case.offsets.shape[0]
+        assert torch.equal(case.run(), case.reference())
+
+
+def test_minus_zero_is_summed_to_zero_however_it_is_read() -> None:
+    for lengths in ([1], [1, 1, 3]):
+        case = make([4], [F32], [0], [6], lengths)
+        case.weights[0].fill_(-0.0)
+        assert not torch.signbit(case.run()).any()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("batches", [[3], [1, 3, 2]])
+@pytest.mark.usefixtures("small_chunks")
+def test_long_bags_are_summed_in_chunks(batches: list[int], weighted: bool) -> None:
+    lengths = [17, 0, 27, 16, 2, 41]
+    case = make([130, 20, 2], [F32, BF16, F32], [1, 2, 0, 1], batches, lengths, weighted)
+    torch.testing.assert_close(case.run(), case.reference(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_bag_has_the_same_bits_wherever_it_stands() -> None:
+    weight = torch.randn(50, 12)
+    bag = torch.randint(0, 50, (37,))
+    alone = Pooled([weight], bag, torch.tensor([0, 37]), None, [0], [0], [0], [1]).run()
+    for before in (1, 8, 13):
+        ids = torch.cat([torch.randint(0, 50, (before,)), bag, torch.randint(0, 50, (5,))])
+        offsets = torch.tensor([0, before, before, before + 37, before + 37 + 5])
+        assert torch.equal(Pooled([weight], ids, offsets, None, [0], [0], [0], [4]).run()[2], alone[0])
+
+
+def test_a_bag_of_700_ids_and_one_id_1000_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_STEPS", 8)
+    weight = torch.randn(11, 4)
+    ids = torch.cat([torch.randint(0, 11, (700,)), torch.full((1000,), 7)])
+    case = Pooled([weight], ids, torch.tensor([0, 700, 1700]), None, [0], [0], [0], [2])
+    torch.testing.assert_close(case.run(), case.reference(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_every_run_gives_the_same_bits() -> None:
+    case = make([4, 20], [F32, BF16], [0, 1], [2], [27, 1, 0, 19], weighted=True)
+    first = case.run()
+    assert torch.equal(case.run(), first)
+
+
+def test_strided_inputs_are_read_as_they_look() -> None:
+    case = make([4, 8], [F32, BF16], [0, 1], [3], SHORT, weighted=True)
+    assert case.sample_weights is not None
+    spread = replace(
+        case,
+        ids=torch.stack([case.ids, case.ids * 0 + 10**6], 1)[:, 0],
+        offsets=torch.stack([case.offsets, case.offsets], 1)[:, 1],
+        sample_weights=torch.stack([case.sample_weights, case.sample_weights * 0], 1)[:, 0],
+    )
+    assert torch.equal(spread.run(), case.run())
+
+
+def test_rows_that_begin_anywhere_in_memory_are_read() -> None:
+    flat = torch.randn(200)
+    case = make([4, 4], [F32, F32], [0, 1], [3], SHORT)
+    odd = replace(case, weights=[flat[1:45].view(11, 4), flat[90:134].view(11, 4)])
+    assert torch.equal(odd.run(), odd.reference())
+
+
+def test_more_parts_than_a_launch_can_have_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_GRID_Y", 2)
+    case = make([4, 300], [F32, F32], [0, 1, 2, 0, 1], [2], SHORT)
+    assert torch.equal(case.run(), case.reference())
+
+
+def test_fp64_tables_are_served_by_the_reference() -> None:
+    case = make([6, 5], [torch.float64] * 2, [0, 1], [4], SHORT)
+    assert torch.equal(case.run(torch.float64), case.reference(torch.float64))
+
+
+@pytest.mark.parametrize("batches", [[4], [4, 1, 2]])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gradients_of_sample_weights(dtype: torch.dtype, batches: list[int]) -> None:
+    case = make([4, 40, 257], [F32, BF16, F32], [0, 2, 1, 2, 0], batches, SHORT)
+    grad = torch.randn(case.reference().shape).to(dtype)
+    got, want = case.grads(grad)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batches", [[3], [1, 2]])
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_of_sample_weights_in_long_bags(batches: list[int]) -> None:
+    case = make([4, 150], [F32, F32], [1, 0, 1], batches, [20, 0, 17, 3, 33])
+    got, want = case.grads(torch.randn(case.reference().shape))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_of_keys_that_nobody_reads_have_no_gradient() -> None:
+    case = make([4], [F32], [1], [3], [2])
+    case = replace(case, ids=torch.cat([case.ids, case.ids[:6]]), offsets=torch.arange(10) * 2)
+    got, want = case.grads(torch.randn(3, 4))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not got[:6].any()
+    assert not got[12:].any()
+    assert got[6:12].all()
+
+
+# -- sequences
+
+
+def sequence(
+    weights: list[Tensor], ids: Tensor, starts: list[int], tables: list[int], dtype: torch.dtype = F32
+) -> tuple[Any, ...]:
+    names = ",".join(f"f{f}@t{t}" for f, t in enumerate(tables))
+    return weights, NO_SINKS, ids, torch.tensor(starts), tables, dtype, names
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dim", [1, 3, 64, 257])
+def test_rows_of_sequences_are_copied(dim: int, index: torch.dtype) -> None:
+    weights = [torch.randn(11, dim), torch.randn(9, dim).to(BF16), torch.randn(10, dim)]
+    ids = torch.randint(0, 9, (50,)).to(index)
+    case = sequence(weights, ids, [0, 0, 20, 20, 21, 50, 50], [1, 0, 2, 1, 2, 0])
+    assert torch.equal(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rows_of_sequences_are_rounded_once(dtype: torch.dtype) -> None:
+    case = sequence([torch.randn(11, 6)], torch.randint(0, 11, (30,)), [0, 30], [0], dtype)
+    assert_close(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0], dtype)
+
+
+def test_sequences_without_ids_or_features() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    case = sequence([torch.randn(11, 6)], none, [0, 0, 0], [0, 0])
+    assert lookup.sequence_lookup(*case)[0].shape == (0, 6)
+
+
+def test_starts_that_the_host_knows_are_checked_there() -> None:
+    told = lookup._Told("f@t,g@u", (0, 1), (5, 5), 6, pooled=False)
+    cpu = torch.device("cpu")
+    assert lookup._known_starts(torch.tensor([0, 2, 6]), told, cpu).tolist() == [0, 2, 6]
+    for starts, message in WRONG_STARTS.items():
+        with pytest.raises(InputError, match=message):
+            lookup._known_starts(torch.tensor(starts), told, cpu)
+
+
+WRONG_STARTS = {
+    (1, 2, 6): r"'f'.*offsets\[0\] is 1; .* begin at 0",
+    (0, 2, 5): r"'g'.*offsets\[2\] is 5; .* end there",
+    (0, 2, 7): r"'g'.*offsets\[2\] is 7",
+    (0, 7, 6): r"'f'.*offsets\[1\] is 7",
+    (0, -3, 6): r"'f'.*offsets\[1\] is -3",
+}
+
+
+@pytest.mark.parametrize("starts", WRONG_STARTS)
+def test_wrong_starts_are_told_and_never_followed(starts: tuple[int, ...]) -> None:
+    case = sequence([torch.ones(5, 3)] * 2, torch.tensor([1, 2, 3, 4, 0, 1]), list(starts), [0, 1])
+    with pytest.raises(InputError, match=WRONG_STARTS[starts].replace("'g'", "'f1'").replace("'f'", "'f0'")):
+        lookup.sequence_lookup(*case)
+
+
+# -- what a batch may not say
+
+
+def a_batch() -> Pooled:
+    """Keys 0 and 1 of two samples each: ids (1 2 | 3) and (4 | 0 1); dims 3 and 2."""
+    return Pooled(
+        [torch.ones(5, 3), torch.ones(5, 2)], torch.tensor([1, 2, 3, 4, 0, 1]), torch.tensor([0, 2, 3, 4, 6]), None,
+        [0, 1], [0, 1], [0, 1], [2],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [5, -1, 2**31 - 1, -(2**31), 2**40])
+def test_an_id_outside_its_table_is_named(bad: int) -> None:
+    case = a_batch()
+    case.ids[4] = bad
+    message = (
+        rf"Table 't1': id {bad} of feature 'f1' \(position 4 of the batch's values\) is outside \[0, 5\)"
+    )
+    with pytest.raises(InputError, match=message):
+        case.run()
+    with pytest.raises(InputError, match=rf"Table '1': id {bad} of feature '1'"):
+        case.grads(torch.zeros(2, 5))
+    with pytest.raises(InputError, match=message.replace("f1", "f0").replace("t1", "t0")):
+        lookup.sequence_lookup(*sequence([torch.ones(5, 4)], case.ids, [0, 6], [0]))
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 3], [19, 2]])
+@pytest.mark.usefixtures("small_chunks")
+def test_an_id_outside_its_table_counts_as_a_row_of_zeros(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(lookup, "post", lambda report, raise_: told.append(tuple(report.tolist())))
+    case = make([4, 20], [F32, BF16], [0, 1], [2], lengths, means=[0, 0])
+    at = int(case.offsets[2])
+    sound = replace(case, weights=[torch.cat([w, w[:1] * 0]) for w in case.weights], ids=case.ids.clone())
+    case.ids[at], sound.ids[at] = 99, 11
+    assert torch.equal(case.run(), sound.run())
+    assert told == [(1, 2, at, 99), (0, 0, 0, 0)]
+    bad = replace(case, sample_weights=torch.ones(case.ids.shape))
+    assert torch.equal(bad.run(), sound.run())
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "told"),
+    [
+        (0, -1, (0, -1)), (2, 10**9, (2, 10**9)), (3, -5, (3, -5)), (3, 0, (3, 0)), (1, 2**62, (1, 2**62)),
+        (3, -(2**62), (3, -(2**62))), (4, 7, (4, 7)),
+    ],
+)  # fmt: skip
+def test_offsets_that_fall_or_leave_the_ids_are_named_and_never_followed(
+    at: int, value: int, told: tuple[int, int]
+) -> None:
+    case = a_batch()
+    case.offsets[at] = value
+    message = rf"offsets\[{told[0]}\] is {told[1]}; offsets must not fall and must lie in \[0, 6\]"
+    with pytest.raises(InputError, match=message):
+        case.run()
+    with pytest.raises(InputError, match=message):
+        case.grads(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("value", [-7, 38, 10**12])
+@pytest.mark.usefixtures("small_chunks")
+def test_wrong_offsets_of_long_bags_are_named_and_never_followed(at: int, value: int) -> None:
+    case = make([128], [F32], [0, 1], [2], [20, 17, 9, 18])
+    case.offsets[at] = value
+    if bool((case.offsets.diff() >= 0).all()):
+        assert_close(case.run(), case.reference())
+        return
+    with pytest.raises(InputError, match=r"offsets\[\d+\] is -?\d+; offsets must not fall"):
+        case.run()
+    with pytest.raises(InputError, match=r"offsets\[\d+\] is -?\d+; offsets must not fall"):
+        case.grads(torch.zeros(2, 256))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_keys_that_hold_the_same_ids_are_told() -> None:
+    """Offsets that fall in a key that nobody reads: what the chunks of two keys share."""
+    case = make([4], [F32], [0, 2], [1], [20, 0, 20])
+    case = replace(case, offsets=torch.tensor([0, 20, 0, 20]))
+    with pytest.raises(InputError, match="offsets must not fall"):
+        case.run()
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
+    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
+    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags, wanted 5\)"),
+    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; wanted no negative number"),
+    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3 .* sizes for 3 keys"),
+    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes say"),
+    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2, wanted \[0, 2\)"),
+    "poolings too few": ({"means": [0]}, "of 2 features names 2 keys and 1 poolings"),
+    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\], wanted \[rows"),
+    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* outside \[0, 0\)"),
+    "strided table": ({"weights": [torch.ones(5, 3), torch.ones(2, 5).t()]}, "Table 1 .* wanted contiguous rows"),
+    "table elsewhere": ({"weights": [torch.ones(5, 3), torch.ones(5, 2, device="meta")]}, "rows are on meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
+    changed, message = LIES[lie]
+    case = replace(a_batch(), **changed)
+    with pytest.raises(InputError, match=message):
+        case.run()
+    with pytest.raises(InputError, match=message):
+        lookup.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(2, 5), *case.layout)
+
+
+def test_sample_weights_and_gradients_of_another_size_are_refused() -> None:
+    case = a_batch()
+    with pytest.raises(InputError, match="wanted one weight per id"):
+        replace(case, sample_weights=torch.ones(5)).run()
+    with pytest.raises(InputError, match=r"the gradient has shape \[9\], wanted \[2, 5\]"):
+        case.grads(torch.ones(9))
+
+
+def test_sequences_that_contradict_themselves_are_refused() -> None:
+    ids = torch.tensor([1, 2, 3, 4, 0, 1])
+    with pytest.raises(InputError, match=r"of 2 features .* has 2 starts, wanted 3"):
+        lookup.sequence_lookup(*sequence([torch.ones(5, 3)], ids, [0, 6], [0, 0]))
+    with pytest.raises(InputError, match=r"'t1': dim 4, but .* dim 3"):
+        lookup.sequence_lookup(*sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1]))
+
+
+def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
+    case = a_batch()
+    case.weights[1].untyped_storage().resize_(0)
+    with pytest.raises(
+        InputError, match=r"Table 't1': its rows have no memory .*; give it memory with to_empty"
+    ):
+        case.run()
+    assert replace(case, tables=[0], keys=[0], means=[0]).run().shape == (2, 3)
+
+
+# -- what is compiled
+
+
+def test_batch_sizes_and_id_counts_are_not_compiled_into_kernels() -> None:
+    for kernel, sizes in (
+        (lookup.pooled_kernel, {"id_count", "bags", "slots"}),
+        (lookup.chunk_kernel, {"id_count", "bags", "slots", "part_count"}),
+        (lookup.sequence_kernel, {"id_count", "feature_count"}),
+        (lookup.sample_weight_kernel, {"id_count", "bags"}),
+        (lookup.sample_weight_chunk_kernel, {"id_count", "bags", "part_count"}),
+    ):
+        # Interpreted functions do not keep the list; the source of the decorator does.
+        source = Path(lookup.__file__).read_text().partition(f"def {kernel.__name__}(")[0].splitlines()[-1]
+        assert all(f'"{size}"' in source for size in sizes), kernel.__name__
+        assert source.startswith("@triton.jit(do_not_specialize=")
+
+
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+_BATCH = {"ids": "*i64", "offsets": "*i64", "parts": "*i64", "runs": "*i64", "report": "*i64"}
+
+
+def shape_of(row: str, dim: int, out: str) -> dict[str, int]:
+    vec = min(16 // SIZES[row], dim & -dim)
+    tile = tile_width(dim, SIZES[row])
+    out_vec = min(16 // SIZES[out], dim & -dim)
+    return {"GROUP": group_rows(tile, vec), "TILE": tile, "VEC": vec, "OUT_VEC": out_vec, "STEPS": 8}
+
+
+def pooled_gate(name: str, row: str, dim: int, out: str, weighted: bool = False, waves: int = 1) -> Gate:
+    signature = {
+        "base": f"*{row}",
+        "out": f"*{out}",
+        "sample_weights": "*fp32",
+        "chunk_sums": "*fp32",
+        **_BATCH,
+    }
+    constants = {"WEIGHTED": weighted, "VARIABLE": False, "SPLIT": True, "WAVES": waves}
+    sizes = dict.fromkeys(["id_count", "bags", "slots"], "i32")
+    return Gate(
+        name, f"{lookup.__name__}:pooled_kernel", signature | sizes, shape_of(row, dim, out) | constants
+    )
+
+
+def chunk_gate(name: str, row: str, dim: int) -> Gate:
+    signature = {"base": f"*{row}", "sample_weights": "*fp32", "chunk_sums": "*fp32", **_BATCH}
+    shape = shape_of(row, dim, row)
+    constants = {"TILE": shape["TILE"], "VEC": shape["VEC"], "STEPS": min(8 * shape["GROUP"], 32)}
+    sizes = dict.fromkeys(["id_count", "bags", "slots", "part_count"], "i32")
+    rest = {"WEIGHTED": False, "VARIABLE": False}
+    return Gate(name, f"{lookup.__name__}:chunk_kernel", signature | sizes, constants | rest)
+
+
+def sequence_gate(name: str, row: str, dim: int) -> Gate:
+    signature = {"base": f"*{row}", "out": f"*{row}", "ids": "*i64", "starts": "*i64", "features": "*i64"}
+    sizes = {"report": "*i64", "id_count": "i32", "feature_count": "i32"}
+    constants = shape_of(row, dim, row) | {"CHECK": True}
+    return Gate(name, f"{lookup.__name__}:sequence_kernel", signature | sizes, constants)
+
+
+def sample_weight_gate(name: str, row: str, dim: int) -> Gate:
+    signature = {"base": f"*{row}", "out": "*fp32", "grad": f"*{row}", **_BATCH}
+    shape = shape_of(row, dim, row)
+    shape["GRAD_VEC"] = shape.pop("OUT_VEC")
+    constants = {"ONE": True, "ADD": False, "VARIABLE": False, "SPLIT": True}
+    sizes = dict.fromkeys(["id_count", "bags"], "i32")
+    return Gate(name, f"{lookup.__name__}:sample_weight_kernel", signature | sizes, shape | constants)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Compiled]:
+    """docs/gpu.md has the table of these."""
+    return compiled(
+        [
+            pooled_gate("pooled fp32 128", "fp32", 128, "fp32"),
+            pooled_gate("pooled fp32 128, weighted", "fp32", 128, "fp32", weighted=True),
+            pooled_gate("pooled bf16 128", "bf16", 128, "bf16"),
+            pooled_gate("pooled bf16 32", "bf16", 32, "bf16"),
+            pooled_gate("pooled fp32 128, few ids", "fp32", 128, "fp32", waves=4),
+            pooled_gate("pooled bf16 128, few ids", "bf16", 128, "bf16", waves=4),
+            pooled_gate("pooled e4m3 128 to bf16", "fp8e4nv", 128, "bf16"),
+            chunk_gate("chunks fp32 128", "fp32", 128),
+            sequence_gate("sequence fp32 128", "fp32", 128),
+            sequence_gate("sequence bf16 128", "bf16", 128),
+            sample_weight_gate("sample weights fp32 128", "fp32", 128),
+            sample_weight_gate("sample weights bf16 128", "bf16", 128),
+        ]
+    )
+
+
+def test_kernels_read_rows_16_bytes_at_a_time_and_spill_nothing(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        assert kernel.count("ld.global.v4.b32") >= 8, (name, kernel)
+        # Else a row would be read in numbers: one instruction for each column of a lane, or for two.
+        narrow = kernel.count("ld.global.b32", "ld.global.b16", "ld.global.v2")
+        assert narrow <= (8 if "weight" in name else 0), (name, kernel)
+        assert kernel.spilled == 0, (name, kernel)
+
+
+def test_kernels_leave_room_for_twenty_warps_and_share_no_memory(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        assert kernel.registers <= (112 if "e4m3" in name else 96), (name, kernel)
+        assert kernel.shared == 0, (name, kernel)
+        assert kernel.count("st.shared", "ld.shared") == 0, (name, kernel)
+
+
+def test_kernels_write_results_16_bytes_at_a_time(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        if not name.startswith("sample"):
+            assert kernel.count("st.global.v4.b32") >= 1, (name, kernel)
+            assert kernel.count("st.global.b32", "st.global.b16", "st.global.v2") == 0, (name, kernel)
