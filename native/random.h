@@ -13,6 +13,10 @@ enum { TR_UNIFORM = 0, TR_NORMAL = 1 };
 TR_API void tr_random_fill(void* out, int64_t type, int64_t rows, int64_t width, uint32_t key0, uint32_t key1,
                            int64_t row_offset, int64_t column_offset, int64_t kind, float a, float b, int64_t threads);
 
+// The same for rows that lie anywhere: row i of out is row places[i] of the table (>= 0).
+TR_API void tr_random_rows(void* out, int64_t type, const int64_t* places, int64_t rows, int64_t width, uint32_t key0,
+                           uint32_t key1, int64_t column_offset, int64_t kind, float a, float b, int64_t threads);
+
 #if defined(__cplusplus)
 namespace tilerec {
 
@@ -22,6 +26,7 @@ struct RandomFill {
   uint32_t key0, key1;
   int64_t row_offset, column_offset, kind;
   float a, b;
+  const int64_t* places;  // of the rows; null: row_offset and those that follow
 };
 
 }  // namespace tilerec

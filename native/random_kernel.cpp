@@ -123,7 +123,8 @@ void fill_rows(const RandomFill& fill, E* out, int64_t begin, int64_t end) {
     int64_t start_row = row, start_group = group;
     int used = 0;
     for (int i = 0; i < kGroups; i++) {
-      const uint64_t at = (uint64_t)(fill.row_offset + row);
+      // Past the end, whatever: those words are not used.
+      const uint64_t at = (uint64_t)(fill.places ? fill.places[row < end ? row : begin] : fill.row_offset + row);
       words.w[0][i] = (uint32_t)at;
       words.w[1][i] = (uint32_t)(at >> 32);
       words.w[2][i] = (uint32_t)(first + group);

@@ -5,7 +5,14 @@ import torch
 
 from tilerec.errors import ConfigError
 from tilerec.ops import backends  # noqa: F401
-from tilerec.ops.random import philox, random_fill_reference_, random_words, stochastic_round, table_key
+from tilerec.ops.random import (
+    philox,
+    random_fill_reference_,
+    random_rows_reference_,
+    random_words,
+    stochastic_round,
+    table_key,
+)
 
 KEY = [0x1234ABCD, 0xDEADBEEF]
 
@@ -123,3 +130,34 @@ def test_a_tile_that_has_no_place_in_a_table_is_refused(fill, changed, message) 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 def test_a_tile_of_nothing_is_filled(fill, shape, kind) -> None:
     fill(torch.zeros(shape), KEY, 3, 5, kind, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("fill", [random_rows_reference_, torch.ops.tilerec.random_rows_])
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("columns", [(0, 8), (0, 3), (5, 19), (2, 2), (7, 8)])
+def test_rows_anywhere_have_the_bits_of_the_whole_table(fill, kind, dtype, columns) -> None:
+    whole = torch.zeros(40, 19, dtype=dtype)
+    (random_fill_reference_ if fill is random_rows_reference_ else torch.ops.tilerec.random_fill_)(
+        whole, KEY, 0, 0, kind, -0.5, 2.0
+    )
+    rows = torch.tensor([39, 0, 7, 7, 38, *range(20)])
+    tile = torch.zeros(25, columns[1] - columns[0], dtype=dtype)
+    fill(tile, rows, KEY, columns[0], kind, -0.5, 2.0)
+    assert torch.equal(tile, whole[rows, columns[0] : columns[1]])
+
+
+@pytest.mark.parametrize("fill", [random_rows_reference_, torch.ops.tilerec.random_rows_])
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([1]), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[1, 2]])]
+)
+def test_rows_of_other_numbers_than_the_tile_has_are_refused(fill, rows) -> None:
+    tile = torch.zeros(2, 4)
+    with pytest.raises(ConfigError, match=r"wanted int64 \[2\]"):
+        fill(tile, rows, KEY, 0, "uniform", 0.0, 1.0)
+    assert not tile.any()
+
+
+def test_random_rows_pass_opcheck() -> None:
+    arguments = (torch.zeros(3, 5), torch.tensor([4, 1, 4]), KEY, 0, "uniform", 0.0, 1.0)
+    torch.library.opcheck(torch.ops.tilerec.random_rows_, arguments)

@@ -106,9 +106,9 @@ class Buckets:
         above_N = torch.div(places_N, self.slots, rounding_mode="floor") * self.shared
         return torch.where(places_N < 0, places_N, places_N + above_N)
 
-    def shared_rows(self, ids_N: Tensor) -> Tensor:
-        """The row that an id shares while it has none of its own."""
-        rows_N = zch_buckets(ids_N, self.count) * self.size + self.slots
+    def shared_rows(self, ids_N: Tensor, bucket_N: Tensor | None = None) -> Tensor:
+        """The row that an id shares while it has none of its own; `bucket_N` where their buckets are known."""
+        rows_N = (zch_buckets(ids_N, self.count) if bucket_N is None else bucket_N) * self.size + self.slots
         # Other bits than those that chose the bucket.
         return rows_N if self.shared == 1 else rows_N + zch_buckets(ids_N ^ _SALT, self.shared)
 

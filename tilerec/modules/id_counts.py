@@ -124,25 +124,37 @@ class Summary(NamedTuple):
 
 
 def add_counts(
-    counts_BC: Tensor, features: int, bucket_N: Tensor, feature_N: Tensor, outcomes_N: Tensor, probes_N: Tensor,
-    *, shares: bool,
+    counts_BC: Tensor, features: int, bucket_N: Tensor, feature_N: Tensor | None, outcomes_N: Tensor,
+    probes_N: Tensor, *, shares: bool,
 ) -> None:  # fmt: skip
-    """Count what became of ids: `counts_BC[bucket, feature * M + kind]`, buckets counted from the first one here."""
+    """Count what became of ids: `counts_BC[bucket, feature * M + kind]`, buckets counted from the first one here.
+
+    Args:
+        feature_N: None where there is one.
+    """
     if not outcomes_N.numel():
         return
-    kinds = len(KINDS)
-    missed = _COLLISIONS if shares else _REJECTIONS
-    kind_of = outcomes_N.new_tensor([_HITS, _INSERTS, _INSERTS, missed, missed, missed], dtype=torch.int64)
-    base_N = (bucket_N * features + feature_N) * kinds
-    flat = counts_BC.view(-1)
-    chosen_N = outcomes_N.to(torch.int64)
-    one_N = torch.ones_like(base_N)
-    flat.index_add_(0, base_N + kind_of[chosen_N], one_N)
-    flat.index_add_(0, base_N + _PROBES, probes_N.to(torch.int64))
-    for outcome, kind in ((Outcome.EVICTED, _EVICTIONS), (Outcome.NOT_ADMITTED, _NOT_ADMITTED)):
-        those = base_N[chosen_N == outcome]
-        if those.numel():
-            flat.index_add_(0, those + kind, one_N[: those.numel()])
+    held = counts_BC.shape[0]
+    place_N = bucket_N if feature_N is None else bucket_N * features + feature_N
+    became_BFO = _sums(place_N * len(Outcome) + outcomes_N, None, held * features * len(Outcome))
+    became_BFO = became_BFO.view(held, features, len(Outcome))
+    counts_BFM = counts_BC.view(held, features, len(KINDS))
+    counts_BFM[..., _HITS] += became_BFO[..., Outcome.HIT]
+    counts_BFM[..., _INSERTS] += became_BFO[..., Outcome.INSERTED] + became_BFO[..., Outcome.EVICTED]
+    counts_BFM[..., _EVICTIONS] += became_BFO[..., Outcome.EVICTED]
+    counts_BFM[..., _COLLISIONS if shares else _REJECTIONS] += became_BFO[..., Outcome.REJECTED :].sum(-1)
+    counts_BFM[..., _NOT_ADMITTED] += became_BFO[..., Outcome.NOT_ADMITTED]
+    counts_BFM[..., _PROBES] += _sums(place_N, probes_N, held * features).view(held, features)
+
+
+def _sums(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
+    """int64 `[places]`: the sum of the values at each place; of ones without."""
+    if place_N.device.type == "cpu":  # elsewhere it would wait for the device
+        if value_N is None:
+            return torch.bincount(place_N, minlength=places)
+        return torch.bincount(place_N, value_N, minlength=places).to(torch.int64)  # exact below 2^53
+    value_N = torch.ones_like(place_N) if value_N is None else value_N.to(torch.int64)
+    return place_N.new_zeros(places).index_add_(0, place_N, value_N)
 
 
 def stats_of(

@@ -14,17 +14,21 @@ from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
-def with_rows(features: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags."""
+def with_rows(
+    features: KeyedJaggedTensor, rows: Mapping[str, Tensor], drops: bool = True
+) -> KeyedJaggedTensor:
+    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags.
+
+    Args:
+        drops: whether there may be any.
+    """
     sizes = features.length_per_key()
     keys = features.keys()
     own = features.values().split(sizes)
-    values = torch.cat(
-        [rows[key] if key in rows else part.to(torch.int64) for key, part in zip(keys, own, strict=True)]
-    )
+    parts = [rows[key] if key in rows else part.to(torch.int64) for key, part in zip(keys, own, strict=True)]
+    values = torch.cat(parts) if len(parts) != 1 else parts[0]
     weights, lengths = features.weights_or_none(), features.lengths()
-    mapped = torch.cat([rows[key] for key in keys if key in rows]) if rows else values[:0]
-    if bool((mapped < 0).any()):
+    if drops and any(bool((rows[key] < 0).any()) for key in keys if key in rows):
         kept_N = torch.cat(
             [
                 rows[key] >= 0 if key in rows else torch.ones_like(part, dtype=torch.bool)

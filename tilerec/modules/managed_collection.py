@@ -92,7 +92,7 @@ class ManagedCollisionCollection(nn.Module):
             mapped = module.map(batch[table], [batch.sizes[name] for name in names], batch.times[table])
             module.keep_evicted(mapped.evicted_M)
             rows.update(zip(names, mapped.rows_N.split([batch.sizes[name] for name in names]), strict=True))
-        return with_rows(features, rows)
+        return with_rows(features, rows, self._drops)
 
     def begin(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> TableIds:
         """A batch's ids by table, checked."""
@@ -118,6 +118,10 @@ class ManagedCollisionCollection(nn.Module):
             ids[table] = module.hashed(joined) if self._need_preprocess else joined.to(torch.int64)
             ids.times[table] = module.now()
         return ids
+
+    @property
+    def _drops(self) -> bool:
+        return not all(module.shares for module in self.modules_by_table.values())
 
     def evict(self) -> dict[str, Tensor | None]:
         """Per table, rows that lost their id since this was last asked; see `ManagedCollisionModule.evict`."""

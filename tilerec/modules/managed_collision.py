@@ -115,6 +115,11 @@ class ManagedCollisionModule(nn.Module):
         return self._state.ids_E.device
 
     @property
+    def shares(self) -> bool:
+        """Whether ids without a row share one; otherwise they are dropped."""
+        return self._shares
+
+    @property
     def step(self) -> int:
         """Training steps so far."""
         return int(self._step)
@@ -245,36 +250,50 @@ class ManagedCollisionModule(nn.Module):
             )
         if not self.writes:
             return self._read(ids_N, sizes)
-        feature_N = self._feature_of(sizes, ids_N.device)
+        feature_N = self._feature_of(sizes, ids_N.device) if len(self._features) > 1 else None
         self._step += 1
         evicting = self._evicting or Evicting(Policy.LRU)
         ttl: int | Tensor = evicting.ttl
         if evicting.ttl_of:
-            ttl = ids_N.new_tensor(evicting.ttls(self._features))[feature_N]
+            ttls_F = ids_N.new_tensor(evicting.ttls(self._features))
+            ttl = evicting.ttls(self._features)[0] if feature_N is None else ttls_F[feature_N]
         may_insert = None
         if any(feature.endswith(self._suffix) for feature in self._features):
             reading = [not feature.endswith(self._suffix) for feature in self._features]
-            may_insert = torch.tensor(reading, device=ids_N.device)[feature_N]
+            reading_F = torch.tensor(reading, device=ids_N.device)
+            may_insert = (
+                reading_F.expand(ids_N.shape).contiguous() if feature_N is None else reading_F[feature_N]
+            )
         made = zch_assign_(
             ids_N, self._state, self._range, step=self.step, policy=evicting.policy, exponent=evicting.exponent,
             now=now, ttl=ttl, evict=self._evicting is not None and self.step % self._interval == 0,
             threshold=self._threshold, may_insert_N=may_insert,
         )  # fmt: skip
-        bucket_N = zch_buckets(ids_N, self._buckets.count) - self._buckets.first
+        bucket_N = zch_buckets(ids_N, self._buckets.count)
+        here_N = bucket_N - self._buckets.first if self._buckets.first else bucket_N
         add_counts(
-            self.counts, len(self._features), bucket_N, feature_N, made.outcomes_N, made.probes_N, shares=self._shares
+            self.counts, len(self._features), here_N, feature_N, made.outcomes_N, made.probes_N, shares=self._shares
         )  # fmt: skip
-        return Mapped(self._rows(ids_N, made.rows_N), self._buckets.rows_of(made.evicted_rows_M))
+        rows_N = self._rows(ids_N, bucket_N, made.rows_N)
+        return Mapped(rows_N, self._buckets.rows_of(made.evicted_rows_M))
 
     def _read(self, ids_N: Tensor, sizes: Sequence[int]) -> Mapped:
         rows_N = zch_find(ids_N, self._state, self._range).rows_N
         missed = [int((part < 0).sum()) for part in rows_N.split(list(sizes))]
         self._reads_F2 += torch.tensor([[n, m] for n, m in zip(sizes, missed, strict=True)], device="cpu")
-        return Mapped(self._rows(ids_N, rows_N), ids_N.new_empty(0))
+        return Mapped(self._rows(ids_N, zch_buckets(ids_N, self._buckets.count), rows_N), ids_N.new_empty(0))
 
-    def _rows(self, ids_N: Tensor, places_N: Tensor) -> Tensor:
-        rows_N = self._buckets.rows_of(places_N)
-        return torch.where(rows_N < 0, self._buckets.shared_rows(ids_N), rows_N) if self._shares else rows_N
+    def _rows(self, ids_N: Tensor, bucket_N: Tensor, places_N: Tensor) -> Tensor:
+        """Rows of places; of ids that have none, those that they share (-1: none)."""
+        own = self._buckets
+        if not self._shares:
+            return own.rows_of(places_N)
+        # An id's place lies in its own bucket: no need to find out which one that is.
+        rows_N = torch.add(places_N, bucket_N, alpha=own.shared)
+        missed_N = places_N < 0
+        if missed_N.device.type == "cpu" and not bool(missed_N.any()):
+            return rows_N
+        return torch.where(missed_N, own.shared_rows(ids_N, bucket_N), rows_N)
 
     def _feature_of(self, sizes: Sequence[int], device: torch.device) -> Tensor:
         counts = torch.tensor(list(sizes), device=device)

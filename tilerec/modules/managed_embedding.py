@@ -60,6 +60,7 @@ class ManagedCollisionEmbeddings(nn.Module):
         name = "allow_in_place_embed_weight_update"
         warn_without_effect(who, {name: allow_in_place_embed_weight_update}, {name: reason}, 3)
         self._managed_collision_collection = managed_collision_collection
+        vars(embedding_module)["_managed_by"] = type(self)  # what a sharder may speak of
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features
         self.register_load_state_dict_pre_hook(_refuse_cut_short)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tilerec.modules.initial import initial_row
 from tilerec.modules.table import Table
-from tilerec.ops.random import random_rows
 from tilerec.storage.table_rows import TableRows
 
 
@@ -49,7 +48,9 @@ def initial_values(table: Table, rows: TableRows, rows_M: Tensor) -> Tensor:
     width = leaf.shape[1]
     if config.init_fn is None:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
-        return random_rows(rows_M, width, place.key, place.column_offset, "uniform", low, high, leaf.dtype)
+        made = leaf.new_empty(rows_M.numel(), width)
+        torch.ops.tilerec.random_rows_(made, rows_M, place.key, place.column_offset, "uniform", low, high)
+        return made
     columns = slice(place.column_offset, place.column_offset + width)
     return torch.stack([initial_row(config, place.key, row, leaf)[columns] for row in rows_M.tolist()])
 

@@ -150,12 +150,47 @@ def random_rows(
     return (mean + deviation * z).to(dtype)
 
 
+LIBRARY.define(
+    "random_rows_(Tensor(a!) out, Tensor rows_R, int[] key, int column_offset, str kind, float a, float b) -> ()"
+)
+
+
+def check_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str) -> None:
+    """`check_fill` for rows anywhere; that they are no negative numbers is the caller's to know."""
+    check_fill(out, key, 0, column_offset, kind)
+    if rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]:
+        raise ConfigError(
+            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; wanted "
+            f"int64 [{out.shape[0]}], the place of each row in the table."
+        )
+
+
+def random_rows_reference_(
+    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
+) -> None:
+    """Fill `[R, width]` with the values that the whole table has in these rows; see `random_fill_`.
+
+    Example: rows [7, 2] of a table are rows 7 and 2 of what `random_fill_` writes into all of it.
+    """
+    check_rows(out, rows_R, key, column_offset, kind)
+    if out.numel():
+        out.copy_(random_rows(rows_R, out.shape[1], key, column_offset, kind, a, b, out.dtype))
+
+
+LIBRARY.impl("random_rows_", random_rows_reference_, "CompositeExplicitAutograd")
 LIBRARY.impl("random_fill_", random_fill_reference_, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tilerec::random_fill_", lib=LIBRARY)
 def _fake_random_fill(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+) -> None:
+    return None
+
+
+@torch.library.register_fake("tilerec::random_rows_", lib=LIBRARY)
+def _fake_random_rows(
+    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
 ) -> None:
     return None
 

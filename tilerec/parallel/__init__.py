@@ -10,6 +10,15 @@ from tilerec.parallel.join import even_batches as even_batches
 from tilerec.parallel.load import FeatureLoad as FeatureLoad
 from tilerec.parallel.load import Load as Load
 from tilerec.parallel.load import load_of as load_of
+from tilerec.parallel.managed_sharders import (
+    ManagedCollisionCollectionSharder as ManagedCollisionCollectionSharder,
+)
+from tilerec.parallel.managed_sharders import (
+    ManagedCollisionEmbeddingBagCollectionSharder as ManagedCollisionEmbeddingBagCollectionSharder,
+)
+from tilerec.parallel.managed_sharders import (
+    ManagedCollisionEmbeddingCollectionSharder as ManagedCollisionEmbeddingCollectionSharder,
+)
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.mover import Resharded as Resharded
 from tilerec.parallel.plan_of import plan_of as plan_of

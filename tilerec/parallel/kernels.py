@@ -163,7 +163,7 @@ def warn_of_idle(
     giving = {id(sharder) for sharder, _ in gifts}
     for sharder in sharders:
         who, kind = type(sharder).__name__, sharder.module_type.__name__
-        own = [path for path, part in collections.items() if isinstance(part, sharder.module_type)]
+        own = [path for path, part in collections.items() if sharder_of(part, sharders) is sharder]
         says = [
             word
             for word, value in (

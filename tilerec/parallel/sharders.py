@@ -51,12 +51,12 @@ class ModuleSharder(ABC):
 
     @property
     @abstractmethod
-    def module_type(self) -> type[TableCollection]:
+    def module_type(self) -> type[nn.Module]:
         """The kind of collection it speaks of."""
 
     @property
     @abstractmethod
-    def sharded_module_type(self) -> type[TableCollection]:
+    def sharded_module_type(self) -> type[nn.Module]:
         """What `shard` makes of such a collection."""
 
     @property
@@ -81,7 +81,7 @@ class ModuleSharder(ABC):
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Tables of a collection, by name."""
-        if not isinstance(module, self.module_type):
+        if not isinstance(module, self.module_type) or not isinstance(module, TableCollection):
             raise ConfigError(
                 f"{type(self).__name__}: got a {type(module).__name__}, wanted a {self.module_type.__name__}."
             )

@@ -78,5 +78,10 @@ def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
 
 
 def sharder_of(module: nn.Module, sharders: Sequence[_S] | None) -> _S | None:
-    """The sharder that speaks of a collection."""
-    return next((sharder for sharder in sharders or () if isinstance(module, sharder.module_type)), None)
+    """The sharder that speaks of a collection; one of the module with managed collision around it goes before."""
+    around = vars(module).get("_managed_by")
+    for kind in (type(module),) if around is None else (around, type(module)):
+        for sharder in sharders or ():
+            if issubclass(kind, sharder.module_type):
+                return sharder
+    return None

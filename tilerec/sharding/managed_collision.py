@@ -50,7 +50,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         rows, evicted = self.exchange(batch)
         for table, rows_M in evicted.items():
             self.modules_by_table[table].keep_evicted(rows_M)
-        return with_rows(features, rows)
+        return with_rows(features, rows, self._drops)
 
     def stats(self) -> dict[str, IdStats]:
         own = {table: module.summary() for table, module in self.modules_by_table.items()}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tilerec.ops.cpu.records import layout
 
-ABI_VERSION = 3  # TR_ABI_VERSION of native/tilerec.h
+ABI_VERSION = 4  # TR_ABI_VERSION of native/tilerec.h
 _REBUILD = "build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
