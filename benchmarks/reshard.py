@@ -14,6 +14,9 @@ of four models that take turns, step by step, and the move: tables, bytes, predi
 how many steps it has paid. Twice: with whole tables only, and with every sharding type allowed. Before a time is
 printed, weights and optimizer state after the move are compared bit by bit with those before.
 
+Prices. Six moves of other kinds, each in processes of its own: what `rebalance` would price them at, and what
+they take. A pause before, so that memory that other processes have given back is the host's again (virtual machines).
+
 Bandwidth. One table of 512 MiB (64 MiB with --quick), SGD, goes from one tiling to another, back and forth; bytes that
 a rank sends per second of the whole call, checks included. Beside it, in the same run: all-to-alls of 16 MiB between
 the same ranks, and copies of that memory by both ranks at once (bytes copied per second, of one rank).
@@ -42,13 +45,17 @@ from lookup import machine  # noqa: E402
 from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
-from tilerec.parallel.rebalance import rebalance  # noqa: E402
+from tilerec.parallel.move_schedule import schedule, seconds_of  # noqa: E402
+from tilerec.parallel.plan_of import plan_of  # noqa: E402
+from tilerec.parallel.ready import planned  # noqa: E402
+from tilerec.parallel.rebalance import _move_loads, rebalance  # noqa: E402
 from tilerec.parallel.reshard import reshard  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.planner.constraints import ParameterConstraints  # noqa: E402
+from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise  # noqa: E402
 from tilerec.planner.planner import EmbeddingShardingPlanner  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
-from tilerec.spec.optimizer import SGD, RowWiseAdagrad  # noqa: E402
+from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad  # noqa: E402
 from tilerec.spec.table import EmbeddingBagConfig  # noqa: E402
 from tilerec.spec.tile import Tiling  # noqa: E402
 from tilerec.spec.topology import Topology  # noqa: E402
@@ -57,6 +64,7 @@ from tilerec.testing.ranks import Ranks  # noqa: E402
 RANKS = 2
 DIM, BATCH, HOT, COLD = 64, 2048, 20, 1
 BATCHES, WARM = 4, 3
+PRICES, PAUSE = 6, 5.0
 
 
 def names(tables: int) -> list[str]:
@@ -256,13 +264,128 @@ def bandwidth(size: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def small(rows: int) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    module = EmbeddingBagCollection(
+        [EmbeddingBagConfig(rows, 32, f"t{i:02d}", feature_names=[f"t{i:02d}"]) for i in range(64)],
+        device=torch.device("meta"),
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.05), module.parameters())
+    return module
+
+
+def with_adam(tables: int, rows: int) -> EmbeddingBagCollection:
+    module = module_of(tables, rows)
+    apply_optimizer_in_backward(Adam(lr=0.05), module.parameters())
+    return module
+
+
+def price_of(number: int, speeds: dict[str, Any], rows: int) -> tuple[str, float, float, float, int]:
+    """On a rank: one move of a model, its predicted seconds, and those that it took, there and back there again."""
+    torch.set_num_threads(1)
+    group, topology = ProcessGroupComms(), Topology.from_json(speeds)
+
+    def on(rank: int) -> Any:
+        return table_wise(rank=rank)
+
+    everyone = names(16)
+    apart = {name: on(i % 2) for i, name in enumerate(everyone)}
+    few = {name: on(1) for name in everyone[:4]}
+    name, module, first, second = (
+        lambda: ("one whole table", module_of(16, rows), apart, {everyone[0]: on(1)}),
+        lambda: ("five whole tables", module_of(16, rows), apart,
+                 {everyone[i]: on(1 - i % 2) for i in (0, 2, 4, 1, 3)}),
+        lambda: ("rows to columns", module_of(8, rows), row_wise(), column_wise([0, 1])),
+        lambda: ("with Adam's state", with_adam(4, rows), few, {name: on(0) for name in everyone[:2]}),
+        lambda: ("whole to copies", module_of(4, rows), few, {everyone[0]: data_parallel()}),
+        lambda: ("64 small tables", small(rows // 50), row_wise(), column_wise([0, 1])),
+    )[number]()  # fmt: skip
+    shard(module, first, group, topology=topology, device="cpu")
+    collections = {"": module}
+    present = plan_of(module)
+    whole, _ = planned(present, collections, second, module.exchange.topology)
+    loads = _move_loads(
+        collections, [[("", name)] for name in module._tables], present, whole, module.exchange.topology
+    )
+    predicted = seconds_of(loads, schedule(loads, group.size, None), topology, topology.speeds)
+    taken = []
+    time.sleep(PAUSE)
+    for plan in (second, first, second):
+        group.barrier()
+        begun = time.perf_counter()
+        report = reshard(module, plan, progress=False)
+        taken.append(time.perf_counter() - begun)
+    sent = report.bytes_sent
+    close(module)
+    return name, predicted, taken[0], taken[2], sent
+
+
+def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, steps: int) -> None:
+    print(f"\ndrift: {tables} tables of {rows:,} x {DIM}, batch {BATCH}, {HOT} or {COLD} ids per bag")
+    print(
+        f"{'types':>12} | {'A':>7} {'B':>7} {'after':>7} {'best':>7} ms | {'tables':>6} {'MB sent':>8} "
+        f"{'move s':>7} {'predicted':>9} {'pays after':>10}"
+    )
+    for whole in (True, False):
+        told = ranks.run(drift, speeds, tables, rows, steps, whole)
+        ms = {
+            phase: 1e3 * statistics.median(max(step) for step in zip(*(t[phase] for t in told), strict=True))
+            for phase in ("A", "B", "after", "best")
+        }
+        report = told[0]["report"]
+        gain = (ms["B"] - ms["after"]) / 1e3
+        seconds = max(t["report"]["seconds"] for t in told)
+        pays = f"{seconds / gain:,.0f}" if gain > 0 and seconds else "-"
+        print(
+            f"{'whole tables' if whole else 'all':>12} | {ms['A']:>7.2f} {ms['B']:>7.2f} {ms['after']:>7.2f} "
+            f"{ms['best']:>7.2f}    | {report['tables']:>6} {report['sent'] / 1e6:>8.1f} {seconds:>7.3f} "
+            f"{report['move predicted']:>9.3f} {pays:>10}"
+        )
+        print(
+            f"{'':>12}   imbalance {report['imbalance']:.2f}; predicted {1e3 * report['predicted before']:.1f} -> "
+            f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {told[0]['moved in A']}"
+        )
+
+
+def show_prices(speeds: dict[str, Any], rows: int) -> None:
+    print("\nprices: moves of a model that has not moved before, and once more")
+    print(f"{'':>20} {'MB sent':>8} {'predicted s':>11} {'measured s':>10} {'ratio':>6} {'again s':>8}")
+    errors = []
+    for number in range(PRICES):
+        with Ranks(RANKS, timeout_s=600) as own:  # processes that have had no more memory than their tables'
+            told = own.run(price_of, number, speeds, rows)
+        name, predicted, sent = told[0][0], told[0][1], told[0][4]
+        taken, again = max(t[2] for t in told), max(t[3] for t in told)
+        errors.append(abs(predicted / taken - 1))
+        print(
+            f"{name:>20} {sent / 1e6:>8.1f} {predicted:>11.3f} {taken:>10.3f} {predicted / taken:>6.2f} {again:>8.3f}"
+        )
+    print(f"error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+
+
+def show_bandwidth(ranks: Ranks, size: int, rounds: int) -> None:
+    print(f"\nbandwidth: one table of {size >> 20} MiB, best of {rounds}")
+    told = ranks.run(bandwidth, size, rounds)
+    print(f"{'':>34} {'MB in and out':>13} {'ms':>8} {'GB/s':>6}")
+    for name in told[0]:
+        worst = [
+            (max(b for b, _ in call), max(s for _, s in call))
+            for call in zip(*(t[name] for t in told), strict=True)
+        ]
+        count, taken = min(worst, key=lambda call: call[1])
+        rate = f"{count / taken / 1e9:.2f}" if count else "-"
+        print(f"{name:>34} {count / 1e6:>13.1f} {1e3 * taken:>8.1f} {rate:>6}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--topology", type=Path, help="measured by `tilerec calibrate`; None: measure now")
+    parser.add_argument("--only", choices=("drift", "prices", "bandwidth"), help="one of the three parts")
     given = parser.parse_args()
+    parts = ("drift", "prices", "bandwidth") if given.only is None else (given.only,)
     tables, rows, steps = (8, 50_000, 15) if given.quick else (16, 200_000, 40)
     size, rounds = ((64 << 20), 2) if given.quick else ((512 << 20), 3)
     print(
@@ -274,42 +397,12 @@ def main() -> None:
             if given.topology is not None
             else ranks.run(measured_speeds)[0]
         )
-        print(f"\ndrift: {tables} tables of {rows:,} x {DIM}, batch {BATCH}, {HOT} or {COLD} ids per bag")
-        print(
-            f"{'types':>12} | {'A':>7} {'B':>7} {'after':>7} {'best':>7} ms | {'tables':>6} {'MB sent':>8} "
-            f"{'move s':>7} {'predicted':>9} {'pays after':>10}"
-        )
-        for whole in (True, False):
-            told = ranks.run(drift, speeds, tables, rows, steps, whole)
-            ms = {
-                phase: 1e3
-                * statistics.median(max(step) for step in zip(*(t[phase] for t in told), strict=True))
-                for phase in ("A", "B", "after", "best")
-            }
-            report = told[0]["report"]
-            gain = (ms["B"] - ms["after"]) / 1e3
-            seconds = max(t["report"]["seconds"] for t in told)
-            pays = f"{seconds / gain:,.0f}" if gain > 0 and seconds else "-"
-            print(
-                f"{'whole tables' if whole else 'all':>12} | {ms['A']:>7.2f} {ms['B']:>7.2f} {ms['after']:>7.2f} "
-                f"{ms['best']:>7.2f}    | {report['tables']:>6} {report['sent'] / 1e6:>8.1f} {seconds:>7.3f} "
-                f"{report['move predicted']:>9.3f} {pays:>10}"
-            )
-            print(
-                f"{'':>12}   imbalance {report['imbalance']:.2f}; predicted {1e3 * report['predicted before']:.1f} -> "
-                f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {told[0]['moved in A']}"
-            )
-        print(f"\nbandwidth: one table of {size >> 20} MiB, best of {rounds}")
-        told = ranks.run(bandwidth, size, rounds)
-        print(f"{'':>34} {'MB in and out':>13} {'ms':>8} {'GB/s':>6}")
-        for name in told[0]:
-            worst = [
-                (max(b for b, _ in call), max(s for _, s in call))
-                for call in zip(*(t[name] for t in told), strict=True)
-            ]
-            count, taken = min(worst, key=lambda call: call[1])
-            rate = f"{count / taken / 1e9:.2f}" if count else "-"
-            print(f"{name:>34} {count / 1e6:>13.1f} {1e3 * taken:>8.1f} {rate:>6}")
+        if "drift" in parts:
+            show_drift(ranks, speeds, tables, rows, steps)
+        if "bandwidth" in parts:
+            show_bandwidth(ranks, size, rounds)
+    if "prices" in parts:
+        show_prices(speeds, rows)
 
 
 if __name__ == "__main__":

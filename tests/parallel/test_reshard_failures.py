@@ -351,7 +351,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (TableMove, "facts"),
     (TableMove, "settle"),
     (transit, "transfers"),
-    (mover.Mover, "_schedule"),
+    (mover, "schedule"),
     (mover.Mover, "_made_progress"),
     (TableMove, "allocate"),
     (transit.Transit, "__init__"),

@@ -23,12 +23,12 @@ from torch import nn
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.parallel.interrupts import Interrupts
-from tilerec.parallel.move_order import order_of
 from tilerec.parallel.move_progress import MoveProgress, ProgressOption
+from tilerec.parallel.move_schedule import schedule
 from tilerec.parallel.plan_of import keep_plan, kept_plans
 from tilerec.parallel.steppers import Steppers
 from tilerec.parallel.table_move import Facts, TableMove
-from tilerec.parallel.transit import Transit, directions, sent_by_rank
+from tilerec.parallel.transit import Transit, sent_by_rank
 from tilerec.sharding.embedding import Exchange, ShardedCollection
 from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.retile import new_peers, places_of
@@ -37,9 +37,6 @@ from tilerec.sharding.update import Peers
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
-
-LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
-"""Bytes of a rank's messages at a time, unless the budget is less: a quarter of the largest tile, within the two."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,9 @@ class Mover:
         with told_to_all(self._voters):
             for i, move in enumerate(self.moves):
                 move.settle([facts[i] for facts in said])
-            self._most, self._batches, self._extra = self._schedule()
+            plan = schedule([move.load for move in self.moves], self._group.size, self._budget)
+            self._most, self._extra = plan.most, plan.extra
+            self._batches = self._by_device(plan.batches)
             self._progress = self._made_progress()
             topology = next(iter(self._collections.values())).exchange.topology
             self.done = not self.moves and ready.plan == ready.present and ready.topology is topology
@@ -160,37 +159,6 @@ class Mover:
         return self._report(self._extra)
 
     # ------------------------------------------------------------------------------------------------------ before
-
-    def _schedule(self) -> tuple[int, Sequence[Sequence[int]], int]:
-        """(bytes of a message, batches, extra memory of a rank).
-
-        Raises:
-            ConfigError: the budget is less than a move needs.
-        """
-        loads, ranks = [move.load for move in self.moves], self._group.size
-        before = [load.bytes_held(load.old, ranks) for load in loads]
-        after = [load.bytes_held(load.new, ranks) for load in loads]
-        peers = max(1, directions(loads))
-        largest = max((max(own) for own in (*before, *after)), default=0)
-        out, into, _ = sent_by_rank(loads, ranks)
-        busiest = max((a + b for a, b in zip(out, into, strict=True)), default=0)
-        transit = min(MOST_TRANSIT, max(LEAST_TRANSIT, largest // TRANSIT_PART), busiest)
-        # Each message lies in a buffer of its own, and among those of all peers in the call.
-        least = 2 * peers * max((load.row_bytes() for load in loads), default=0) if busiest else 0
-        single = order_of(before, after, None).extra
-        if self._budget is None:
-            budget = max(single, largest) + max(transit, least)
-        else:
-            budget = self._budget
-            if budget < single + least:
-                raise ConfigError(
-                    f"reshard: budget_bytes is {budget:,}, and a rank needs {single + least:,} beside its tables while "
-                    f"they move from this plan to that one (a table's old and new tiles are both there until it has "
-                    f"moved); give at least that, or plan for smaller tiles."
-                )
-        transit = max(least, min(transit, budget - single))
-        order = order_of(before, after, budget - transit)
-        return max(1, transit // (2 * peers)), self._by_device(order.batches), single + transit
 
     def _by_device(self, batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """Batches of tables that are on one kind of device: what moves at once travels in one memory."""

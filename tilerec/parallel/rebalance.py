@@ -22,6 +22,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.least_move import Tilings, renamed, tilings_of, with_what_stays
 from tilerec.parallel.load import FeatureLoad, Load, load_of
 from tilerec.parallel.move_progress import ProgressOption, check_progress
+from tilerec.parallel.move_schedule import schedule, seconds_of
 from tilerec.parallel.mover import Resharded
 from tilerec.parallel.ready import present_plan, sharded_collections
 from tilerec.parallel.reshard import reshard
@@ -154,6 +155,7 @@ def rebalance(
                     horizon,
                     least_gain,
                     step_seconds,
+                    budget_bytes,
                 ),
             )
     except Exception as error:
@@ -227,6 +229,7 @@ def _decided(
     horizon: int,
     least_gain: float,
     step_seconds: float | None,
+    budget: int | None,
 ) -> Rebalanced:
     if planner is None:
         planner = EmbeddingShardingPlanner(own)
@@ -259,7 +262,7 @@ def _decided(
     proposed = with_what_stays(proposed, present, ties, bytes_of_cell, topology, step, most)
     after = step(tilings_of(proposed))
     loads = _move_loads(collections, ties, present, proposed, own)
-    move_s, move_bytes = _price_of_move(loads, topology)
+    move_s, move_bytes = _price_of_move(loads, topology, own, budget)
     found = Rebalanced(
         load,
         scale * before,
@@ -371,24 +374,16 @@ def _move_loads(
     return loads
 
 
-def _price_of_move(loads: Sequence[MoveLoad], topology: Topology) -> tuple[float, int]:
-    """(seconds, bytes that travel).
-
-    Of the busiest rank: its links, the copies at both ends, and the new memory's first touch, which costs a copy more.
-    """
+def _price_of_move(
+    loads: Sequence[MoveLoad], topology: Topology, present: Topology, budget: int | None
+) -> tuple[float, int]:
+    """(seconds, bytes that travel)."""
     speeds, ranks = topology.speeds or default_speeds(topology), topology.world_size
-    seconds = [0.0] * ranks
-    for load in loads:
-        for (source, target), size in load.bytes_between().items():
-            seconds[target] += size * speeds.copy
-            if source == target:
-                seconds[source] += size * speeds.copy
-                continue
-            near = topology.host_of(source) == topology.host_of(target)
-            seconds[source] += size * (speeds.copy + (speeds.link_out if near else speeds.network_out))
-            seconds[target] += size * (speeds.copy + (speeds.link_in if near else speeds.network_in))
-    calls = (speeds.call + speeds.call_peer * ranks) * (2 + 4 * len(loads))
-    return max(seconds) + calls * bool(loads), sum(sent_by_rank(loads, ranks)[0])
+    try:
+        plan = schedule(loads, ranks, budget)
+    except ConfigError:  # `reshard` will say so, with what lies beside the tables
+        plan = schedule(loads, ranks, None)
+    return seconds_of(loads, plan, present, speeds), sum(sent_by_rank(loads, ranks)[0])
 
 
 def _ms(seconds: float) -> str:

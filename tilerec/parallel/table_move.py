@@ -220,16 +220,11 @@ class TableMove:
         places = places_of(self.new, self.table.tile_rows[0].peers.group.rank)
         device = self.table.weight.device
         for name, kind in self._ready.kinds.items():
-            if kind.cells and name == ("weight",):
+            if kind.cells:  # large ones in huge pages: new memory comes several times faster in them
                 shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
                 self._memory[name] = flat_memory(shapes, kind.dtype, device)
                 continue
-            shape = [
-                (place.r1 - place.r0, place.c1 - place.c0)
-                if kind.cells
-                else (place.r1 - place.r0, *kind.trailing)
-                for place in places
-            ]
+            shape = [(place.r1 - place.r0, *kind.trailing) for place in places]
             self._memory[name] = [torch.empty(own, dtype=kind.dtype, device=device) for own in shape]
         held = bool(places[0].owners)
         for part, name in zip(self.load.parts, self._ready.kinds, strict=False):

@@ -83,6 +83,28 @@ class Load:
             found[(transfer.source, transfer.target)] += transfer.rectangle.rows * row_bytes
         return dict(found)
 
+    def packed_between(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """As `bytes_between`: bytes, and how many of them are no one piece at the source, and at the target."""
+        widths = [
+            {(rank, k): tile.c1 - tile.c0 for rank in own for k, tile in enumerate(tiling.tiles_of(rank))}
+            for tiling, own in ((self.old, self._sources()), (self.new, self._targets()))
+        ]
+        found: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for p, transfer, row_bytes in self.transfers():
+            size, cells = transfer.rectangle.rows * row_bytes, self.parts[p].cells
+            total = found[(transfer.source, transfer.target)]
+            total[0] += size
+            width = transfer.rectangle.width
+            total[1] += size * (cells and width < widths[0][(transfer.source, transfer.source_leaf)])
+            total[2] += size * (cells and width < widths[1][(transfer.target, transfer.target_leaf)])
+        return {pair: (a, b, c) for pair, (a, b, c) in found.items()}
+
+    def _sources(self) -> set[int]:
+        return {transfer.source for transfer in self._cells}
+
+    def _targets(self) -> set[int]:
+        return {transfer.target for transfer in self._cells}
+
     def bytes_held(self, tiling: Tiling, ranks: int) -> list[int]:
         """Of each rank, under a tiling."""
         cell = sum(part.unit for part in self.parts if part.cells)

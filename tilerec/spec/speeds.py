@@ -49,6 +49,8 @@ class Speeds:
         row_sum: seconds for each column block of a table whose optimizer needs sums over whole rows.
         cache: bytes of a rank's cache that rows may stay in.
         origin: where the numbers are from.
+        fresh: seconds per byte of memory that a process gets beyond what it has had, the first time it is written. On
+            virtual machines it is many times a copy; None: as a copy.
 
     Raises:
         ConfigError: a number is negative or no number, or rates do not fit the widths.
@@ -78,6 +80,7 @@ class Speeds:
     cache: int
     widths: Sequence[int] = field(default=WIDTHS, kw_only=True)
     origin: str = field(default="", kw_only=True)
+    fresh: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("widths", *PER_WIDTH):
@@ -101,6 +104,8 @@ class Speeds:
             object.__setattr__(self, name, tuple(_number(name, rate) for rate in rates))
         for name in SINGLE:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if self.fresh is not None:
+            object.__setattr__(self, "fresh", _number("fresh", self.fresh))
         if isinstance(self.cache, bool) or not isinstance(self.cache, int) or self.cache < 0:
             raise ConfigError(f"Speeds: cache is {self.cache!r}; it must be a whole number of bytes from 0.")
 

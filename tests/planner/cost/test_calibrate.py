@@ -45,6 +45,8 @@ def test_ranks_measure_together_and_write_what_they_found(tmp_path: Path) -> Non
     measured = first.speeds
     assert measured.origin.startswith("measured, 2 cpu ranks")
     assert all(rate >= 0 for name in PER_WIDTH for rate in getattr(measured, name))
+    assert measured.fresh is not None
+    assert measured.fresh > 0
     assert all(getattr(measured, name) >= 0 for name in SINGLE)
     assert all(rate > 0 for rate in (*measured.lookup_near, *measured.place))
     assert measured.link_in == measured.link_out > 0

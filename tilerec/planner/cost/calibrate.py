@@ -30,9 +30,11 @@ from tilerec.planner.cost.whole_steps import fitted
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.topology import DDR_CAP, Topology
+from tilerec.storage.flat import flat_memory
 
 _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
 _FLUSH = 48 * 2**20
+_FRESH = 64 * 2**20
 _IDS = 20_480
 _LONG = 10  # ids per bag
 _REPEATS, _PASSES = 9, 3
@@ -88,12 +90,14 @@ class _Bench:
         passes = [self._pass(default) for _ in range(_PASSES)]
         # The median of passes: what disturbs one of them is left out. Then the mean over ranks.
         mine = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
+        mine["fresh"] = self._fresh()
         everyone: Any = self.group.all_gather_object(mine)
         mean = {name: sum(found[name] for found in everyone) / len(everyone) for name in mine}
         rates = {name: tuple(mean[f"{name} {dim}"] for dim in WIDTHS) for name in PER_WIDTH}
         numbers = {name: mean[name] for name in SINGLE}
         origin = f"measured, {self.group.size} {self.device.type} ranks, torch {torch.__version__}"
         cache = _cache(self.group.size, default.cache) if self.device.type == "cpu" else default.cache
+        numbers["fresh"] = mean["fresh"]
         alone: Speeds = replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
         return fitted(self.group, self.topology, alone, self.device, _ROUNDS, _STEPS)
 
@@ -240,6 +244,18 @@ class _Bench:
     def _copy(self) -> float:
         source, target = (torch.zeros(2**22, device=self.device) for _ in range(2))
         return self._seconds(lambda: target.copy_(source)) / (4 * source.numel())
+
+    def _fresh(self) -> float:
+        """Of memory beyond what the process has had: taken while all that it had is in use, and kept till the end."""
+        taken, kept = [], []
+        for _ in range(3):
+            self._wait()
+            self.group.barrier()
+            before = time.perf_counter()
+            kept.append(flat_memory([(_FRESH // 256, 64)], torch.float32, self.device)[0].fill_(1.0))
+            self._wait()
+            taken.append(time.perf_counter() - before)
+        return statistics.median(taken) / _FRESH
 
     def _links(self, default: Speeds) -> dict[str, float]:
         size = self.group.size
