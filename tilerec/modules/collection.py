@@ -196,7 +196,9 @@ class TableCollection(nn.Module):
         """`output_dtype`, or the promoted type of the tables as they are now."""
         if self._output_dtype is not None:
             return self._output_dtype
-        return functools.reduce(torch.promote_types, {leaf.dtype: None for leaf in leaves})
+        dtypes = {leaf.dtype: None for leaf in leaves}
+        dtypes.pop(torch.float8_e4m3fn, None)  # which promotes to any other; nothing is computed in it
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def _route(
         self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]

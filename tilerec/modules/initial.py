@@ -27,6 +27,8 @@ from tilerec.spec.table import AnyTableConfig
 INIT_BLOCK = 1 << 20
 """Rows that a user's `init_fn` gets at once: full width, the same blocks under every sharding."""
 
+_FP8 = torch.float8_e4m3fn
+
 # Torch's default generators belong to the process; ranks may be its threads.
 _generators = threading.RLock()
 
@@ -66,8 +68,8 @@ def fill_initial(
             end = min(start + INIT_BLOCK, config.num_embeddings)
             first, last = max(start, row_offset), min(end, stop)
             here = out[first - row_offset : last - row_offset]
-            whole = here.shape == (end - start, config.embedding_dim)
-            block = here if whole else here.new_empty((end - start, config.embedding_dim))
+            whole = here.shape == (end - start, config.embedding_dim) and here.dtype != _FP8
+            block = here if whole else _block(here, end - start, config)
             block.zero_()  # the function may write a part only
             seed(block_seed(key, start // INIT_BLOCK))
             _call(config, block, start)
@@ -81,11 +83,17 @@ def initial_row(config: AnyTableConfig, key: Sequence[int], row: int, like: Tens
 
     Another draw than the row's part of its block: making that again would take the whole block.
     """
-    block = like.new_zeros((1, config.embedding_dim))
+    block = _block(like, 1, config).zero_()
     with _seeding(like.device) as seed:
         seed(block_seed(key, (1 << 31) + row))
         _call(config, block, row)
-    return block[0]
+    return block[0].to(like.dtype)
+
+
+def _block(like: Tensor, rows: int, config: AnyTableConfig) -> Tensor:
+    """Memory for rows of full width. fp8 in fp32: torch draws no fp8, and rounds the numbers when they are copied."""
+    dtype = torch.float32 if like.dtype == _FP8 else like.dtype
+    return like.new_empty((rows, config.embedding_dim), dtype=dtype)
 
 
 def _call(config: AnyTableConfig, block: Tensor, start: int) -> None:

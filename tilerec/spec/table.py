@@ -33,12 +33,17 @@ class PoolingType(Enum):
 
 @unique
 class DataType(Enum):
-    """Element type of a table. The integer types are for serving; training takes the floating ones."""
+    """Element type of a table. The integer types are for serving; training takes the floating ones.
+
+    FP8 is e4m3fn without scales: 3 bits of fraction, from 2⁻⁹ to 448. Smaller numbers round to zero, so give tables of
+    many rows a `weight_init_max`; rows that are updated are rounded at random.
+    """
 
     FP64 = "FP64"
     FP32 = "FP32"
     FP16 = "FP16"
     BF16 = "BF16"
+    FP8 = "FP8"
     INT64 = "INT64"
     INT32 = "INT32"
     INT8 = "INT8"
@@ -50,6 +55,7 @@ _TORCH_DTYPES: dict[DataType, torch.dtype] = {
     DataType.FP32: torch.float32,
     DataType.FP16: torch.float16,
     DataType.BF16: torch.bfloat16,
+    DataType.FP8: torch.float8_e4m3fn,
     DataType.INT64: torch.int64,
     DataType.INT32: torch.int32,
     DataType.INT8: torch.int8,
@@ -86,7 +92,7 @@ _WITHOUT_EFFECT = {
 }
 """Arguments of TorchRec's configs, and why they say nothing here."""
 
-_TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16)
+_TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16, DataType.FP8)
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -160,7 +166,7 @@ class _TableConfig:
             data_type = _data_type(dtype, f"{what}: dtype")
         if data_type not in _TRAINABLE:
             raise ConfigError(
-                f"{what}: data_type {data_type.value} cannot be trained; use FP32, BF16, FP16 or FP64."
+                f"{what}: data_type {data_type.value} cannot be trained; use FP32, BF16, FP16, FP8 or FP64."
             )
         if isinstance(self.feature_names, str):
             raise ConfigError(
