@@ -43,14 +43,17 @@ def bound_of(name: str, flat: Tensor, segments: list[tuple[int, int]]) -> Tensor
         return torch.where(size >= 2**-14, size * 2**-11, 2**-25)
     if name == "bf16":
         return size * 2**-8
-    if name == "int8":
+    if name in ("int8", "fp8"):
         pieces = size.split([count * width for count, width in segments])
-        largest = [
+        each = [
             piece.view(count, width).amax(1, keepdim=True).expand(-1, width).reshape(-1)
             for piece, (count, width) in zip(pieces, segments, strict=True)
             if count
         ]
-        return torch.cat(largest) * (1 / 254 + 1e-6) if largest else size
+        largest = torch.cat(each) if each else size
+        if name == "int8":
+            return largest * (1 / 254 + 1e-6)
+        return torch.where(size >= largest / 28_672, size / 17, largest / 458_752) * (1 + 1e-6)
     return torch.zeros_like(size)
 
 
@@ -93,7 +96,7 @@ def test_any_segments_arrive_in_their_order(segments: list[tuple[int, int]], see
 def test_the_bounds_are_not_wider_than_they_must_be() -> None:
     segments = [(4000, 8)]
     flat = rows_of(segments, spread=2.0)
-    for name in ("fp16", "bf16", "int8"):
+    for name in ("fp16", "bf16", "int8", "fp8"):
         error = (through(codec(name), flat, segments).double() - flat.double()).abs()
         assert (error / bound_of(name, flat, segments)).max() > 0.95
 
@@ -118,9 +121,26 @@ def test_int8_keeps_the_largest_value_of_a_row_and_rows_apart() -> None:
                                rtol=0.0, atol=1 / 253)  # fmt: skip
 
 
-def test_int8_makes_rows_of_tiny_values_zero() -> None:
+def test_fp8_keeps_small_values_beside_large_ones() -> None:
+    """What int8 makes 0: values a thousandth of the row's largest."""
+    flat = torch.tensor([1000.0, 1.0, -0.5, 448.0 / 448])
+    arrived = through(codec("fp8"), flat, [(1, 4)])
+    torch.testing.assert_close(arrived, flat, rtol=1 / 17, atol=0.0)
+    assert through(codec("int8"), flat, [(1, 4)])[1:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_fp8_does_what_its_example_says() -> None:
+    own = codec("fp8")
+    wire = own.encode(torch.tensor([448.0, 1.1, -0.3]), [(1, 3)])
+    assert wire[:4].view(torch.float32).item() == 1.0
+    assert wire[4:].view(torch.float8_e4m3fn).tolist() == [448.0, 1.125, -0.3125]
+    assert own.decode(wire, [(1, 3)]).tolist() == [448.0, 1.125, -0.3125]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_of_tiny_values_become_zero(name: str) -> None:
     flat = torch.tensor([9e-37, -1e-38, 2e-36, -1e-36])
-    arrived = through(codec("int8"), flat, [(2, 2)])
+    arrived = through(codec(name), flat, [(2, 2)])
     assert arrived[:2].tolist() == [0.0, 0.0]
     assert arrived[2].item() == pytest.approx(2e-36)
 
@@ -132,9 +152,10 @@ def test_what_is_not_finite_spoils_its_own_row_only_and_visibly(bad: float) -> N
     for name in ("fp32", "fp16", "bf16"):
         arrived = through(codec(name), flat, segments)
         torch.testing.assert_close(arrived, flat, equal_nan=True)
-    arrived = through(codec("int8"), flat, segments).view(3, 2)
-    assert arrived[1].isnan().all()
-    assert arrived[[0, 2]].isfinite().all()
+    for name in ("int8", "fp8"):
+        arrived = through(codec(name), flat, segments).view(3, 2)
+        assert arrived[1].isnan().all()
+        assert arrived[[0, 2]].isfinite().all()
 
 
 def test_fp16_overflow_is_infinite_and_not_saturated() -> None:
@@ -151,7 +172,7 @@ def test_rows_that_are_not_rounded_are_not_copied_and_keep_their_dtype() -> None
         assert own.row_bytes(3, dtype) == 3 * dtype.itemsize
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "fp8"])
 def test_float64_rows_arrive_as_rounded_float32(name: str) -> None:
     segments = [(3, 5), (1, 1)]
     flat = rows_of(segments, spread=2.0).double() * (1 + 1e-9)
@@ -164,11 +185,14 @@ def test_float64_rows_arrive_as_rounded_float32(name: str) -> None:
 
 @pytest.mark.parametrize("segments", [[(1, 3)], [(1, 3), (1, 1)], [(2, 3), (1, 1)]], ids=str)
 @pytest.mark.parametrize("shift", [1, 2, 3])
-def test_an_int8_wire_may_begin_anywhere_in_memory(shift: int, segments: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_wire_of_bytes_may_begin_anywhere_in_memory(
+    name: str, shift: int, segments: list[tuple[int, int]]
+) -> None:
     flat = rows_of(segments, spread=1.0)
-    wire = codec("int8").encode(flat, segments)
-    moved = torch.cat([torch.zeros(shift, dtype=torch.int8), wire])[shift:]
-    assert torch.equal(codec("int8").decode(moved, segments), codec("int8").decode(wire, segments))
+    wire = codec(name).encode(flat, segments)
+    moved = torch.cat([torch.zeros(shift, dtype=wire.dtype), wire])[shift:]
+    assert torch.equal(codec(name).decode(moved, segments), codec(name).decode(wire, segments))
 
 
 def test_segments_that_do_not_hold_the_rows_are_refused() -> None:
@@ -181,5 +205,5 @@ def test_segments_that_do_not_hold_the_rows_are_refused() -> None:
 def test_codecs_are_those_that_a_plan_may_name() -> None:
     assert list(PLANNED) == NAMES
     assert all(codec(name).name == name for name in NAMES)
-    with pytest.raises(ConfigError, match=r"'fp8' does not exist; use one of fp32, fp16, bf16, int8"):
-        codec("fp8")
+    with pytest.raises(ConfigError, match=r"'mx4' does not exist; use one of fp32, fp16, bf16, int8, fp8"):
+        codec("mx4")

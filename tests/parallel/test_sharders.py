@@ -83,12 +83,12 @@ def test_a_registry_that_cannot_be_read_is_refused(wrong: Any) -> None:
         EmbeddingBagCollectionSharder(qcomm_codecs_registry=wrong)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mx4"])
+@pytest.mark.parametrize("name", ["mx4", "fp4"])
 def test_a_format_that_is_not_here_is_named_with_those_that_are(name: str) -> None:
     class Theirs(Enum):
         FORMAT = name
 
-    here = "the formats here are fp32, fp16, bf16, int8"
+    here = "the formats here are fp32, fp16, bf16, int8, fp8"
     with pytest.raises(ConfigError, match=rf"CommType\('{name}'\) is not here: {here}"):
         CommType(name)
     with pytest.raises(AttributeError, match=rf"CommType.{name.upper()} is not here: {here}"):
@@ -100,7 +100,7 @@ def test_a_format_that_is_not_here_is_named_with_those_that_are(name: str) -> No
 
 
 def test_formats_are_plain_members_of_an_enum() -> None:
-    assert [kind.name for kind in CommType] == ["FP32", "FP16", "BF16", "INT8"]
+    assert [kind.name for kind in CommType] == ["FP32", "FP16", "BF16", "INT8", "FP8"]
     assert CommType["INT8"] is CommType("int8") is CommType.INT8 is pickle.loads(pickle.dumps(CommType.INT8))
     assert CommType.BF16.name == "BF16"
 
@@ -110,10 +110,10 @@ def test_formats_are_plain_members_of_an_enum() -> None:
     [
         ({"forward_loss_scale": 2.0}, "forward_loss_scale .*travel unscaled.*use bf16"),
         ({"backward_loss_scale": 128.0}, "backward_loss_scale .*travel unscaled.*use bf16"),
-        ({"fp8_quantize_dim": 16}, "fp8_quantize_dim .*no fp8"),
-        ({"fp8_quantize_dim_bwd": 16}, "fp8_quantize_dim_bwd .*no fp8"),
-        ({"fp8_bwd_uses_143": True}, "fp8_bwd_uses_143 .*no fp8"),
-        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*no fp8"),
+        ({"fp8_quantize_dim": 16}, "fp8_quantize_dim .*one scale per row"),
+        ({"fp8_quantize_dim_bwd": 16}, "fp8_quantize_dim_bwd .*one scale per row"),
+        ({"fp8_bwd_uses_143": True}, "fp8_bwd_uses_143 .*e4m3"),
+        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*type of the sums"),
         (
             {"mx4_quantize_dim": 32, "mx4_quantize_dim_bwd": 32},
             "mx4_quantize_dim .*mx4_quantize_dim_bwd .*them",

@@ -49,6 +49,7 @@ HOSTILE = [
     [Segment("fp16", 1, 3), Segment("int8", 1, 3), Segment("fp32", 1, 3)],
     [Segment("int8", 1, 1), Segment("fp32", 1, 1), Segment("int8", 0, 7), Segment("bf16", 0, 1), Segment("fp16", 5, 1)],
     [Segment("int8", 2, 3), Segment("int8", 3, 1), Segment("fp32", 2, 257), Segment("int8", 1, 3)],
+    [Segment("fp8", 2, 3), Segment("int8", 3, 1), Segment("fp32", 2, 5), Segment("fp8", 1, 257)],
     [Segment("fp32", 0, 3), Segment("bf16", 0, 1)],
 ]  # fmt: skip
 
@@ -62,6 +63,8 @@ def bound(name: str, rows: Tensor) -> Tensor:
         return size * 2**-8
     if name == "int8":
         return (size.amax(1, keepdim=True) * (1 / 254 + 1e-6)).expand_as(size)
+    if name == "fp8":
+        return torch.maximum(size / 17, size.amax(1, keepdim=True) / 458_752) * (1 + 1e-6)
     return torch.zeros_like(size)
 
 
@@ -141,10 +144,10 @@ def test_one_format_travels_as_its_own_numbers() -> None:
 def test_infinity_and_nan_are_seen_on_the_other_side() -> None:
     bad = torch.tensor([float("nan"), float("inf"), 1.0, 2.0])
     own = RowWire(NAMES, NAMES, torch.float32)
-    counts, widths = [1] * 4, [4] * 4
-    rows = own.decode(own.encode(bad.repeat(4), counts, widths), counts, widths).view(4, 4)
+    counts, widths = [1] * len(NAMES), [4] * len(NAMES)
+    rows = own.decode(own.encode(bad.repeat(len(NAMES)), counts, widths), counts, widths).view(-1, 4)
     for name, row in zip(NAMES, rows, strict=True):
-        assert row.isnan().all() if name == "int8" else torch.equal(row.isfinite(), bad.isfinite())
+        assert row.isnan().all() if name in ("int8", "fp8") else torch.equal(row.isfinite(), bad.isfinite())
 
 
 # -- sharded collections ----------------------------------------------------------------------------------------

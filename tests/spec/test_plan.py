@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tilerec.errors import ConfigError
+from tilerec.spec.cache import CacheAlgorithm, CacheParams
 from tilerec.spec.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -162,8 +163,8 @@ def test_what_a_strategy_made_is_as_if_it_were_checked() -> None:
 
 def test_wires_know_four_formats() -> None:
     assert Wire() == Wire("fp32", "fp32")
-    with pytest.raises(ConfigError, match="Wire: backward is 'fp8'; use one of"):
-        Wire("bf16", "fp8")
+    with pytest.raises(ConfigError, match="Wire: backward is 'mx4'; use one of"):
+        Wire("bf16", "mx4")
 
 
 @pytest.mark.parametrize("ids", [-1, "x"])
@@ -383,7 +384,6 @@ def test_an_unsaid_wire_stays_unsaid_in_a_file_and_fp32_stays_said() -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"cache_params": object()}, "cache_params .*without a cache"),
         ({"stochastic_rounding": False}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
         ({"stochastic_rounding": True}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
         ({"bounds_check_mode": 0}, "bounds_check_mode .*on_bad_id="),
@@ -406,3 +406,23 @@ def test_settings_of_a_sharding_that_hold_anyway_are_taken_in_torchrecs_order() 
     for hbm in (True, False, None):
         sharding = ParameterSharding("row_wise", "fused", [0, 1], None, None, hbm, None, None, None, None)
         assert sharding == ParameterSharding("row_wise", "fused", [0, 1])
+
+
+def test_cache_params_are_kept_with_the_kernel_that_reads_them() -> None:
+    own = CacheParams(CacheAlgorithm.LFU, 0.3, 1e9)
+    sharding = ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=own)
+    assert sharding.cache == own
+    assert sharding.to_json()["cache_params"] == {"algorithm": "lfu", "load_factor": 0.3, "reserved_memory": 1e9}
+    assert ParameterSharding.from_json("t", sharding.to_json()) == sharding
+    assert dataclasses.replace(sharding, ranks=[1, 0]).cache == own
+    words = {"algorithm": "lfu", "load_factor": 0.3, "reserved_memory": 1e9}
+    assert ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=words) == sharding
+    theirs = SimpleNamespace(algorithm=SimpleNamespace(name="LFU"), load_factor=0.3, reserved_memory=1e9, stats=None)
+    assert ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=theirs) == sharding
+    with pytest.warns(UserWarning, match="cache_params have no effect, as compute_kernel is 'fused'; say"):
+        assert ParameterSharding("row_wise", "fused", cache_params=own).cache is None
+    with pytest.warns(UserWarning, match="compute_kernel is not said"):
+        assert ParameterSharding("row_wise", cache_params=own).cache is None
+    for wrong in (object(), {"load": 0.2}, {"load_factor": 2.0}):
+        with pytest.raises(ConfigError, match="cache_params is|load_factor is"):
+            ParameterSharding("row_wise", "fused_uvm_caching", cache_params=wrong)  # type: ignore[arg-type]

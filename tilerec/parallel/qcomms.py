@@ -12,7 +12,7 @@ from tilerec.spec.plan import CODECS, Wire, to_enum
 from tilerec.spec.without_effect import warn_without_effect
 
 _INSTEAD = (
-    f"the formats here are {', '.join(CODECS)}; int8 is as small as fp8 (a byte a number, one scale per row), bf16 has "
+    f"the formats here are {', '.join(CODECS)}; int8 and fp8 take a byte a number and one scale per row, bf16 has "
     "fp32's range"
 )
 
@@ -34,12 +34,13 @@ class _Formats(EnumMeta):
 
 @unique
 class CommType(Enum, metaclass=_Formats):
-    """Number formats that rows and gradients can travel in. TorchRec's FP8 and MX4 are not here."""
+    """Number formats that rows and gradients can travel in. TorchRec's MX4 is not here; FP8 is e4m3 both ways."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
+    FP8 = "fp8"
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -61,10 +62,10 @@ _UNSCALED = (
 _WITHOUT_EFFECT = {
     "forward_loss_scale": _UNSCALED,
     "backward_loss_scale": _UNSCALED,
-    "fp8_quantize_dim": "there is no fp8",
-    "fp8_quantize_dim_bwd": "there is no fp8",
-    "fp8_bwd_uses_143": "there is no fp8",
-    "fp8_output_dtype": "there is no fp8",
+    "fp8_quantize_dim": "fp8 has one scale per row",
+    "fp8_quantize_dim_bwd": "fp8 has one scale per row",
+    "fp8_bwd_uses_143": "fp8 is e4m3 with a scale per row, forward and backward",
+    "fp8_output_dtype": "rows arrive in the type of the sums",
     "mx4_quantize_dim": "there is no mx4",
     "mx4_quantize_dim_bwd": "there is no mx4",
     "mx4_rounding_mode": "there is no mx4",

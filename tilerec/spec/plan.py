@@ -71,7 +71,7 @@ class EmbeddingComputeKernel(str, Enum):
 
 
 KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED)
-CODECS = ("fp32", "fp16", "bf16", "int8")
+CODECS = ("fp32", "fp16", "bf16", "int8", "fp8")
 _WITHOUT_EFFECT = {
     "cache_params": "tables lie in the memory of their rank's device, without a cache",
     "stochastic_rounding": "it is the optimizer's: fused_params['stochastic_rounding'], or the attached optimizer's",
@@ -99,7 +99,7 @@ def to_enum(kind: type[_E], value: object, what: str) -> _E:
 class Wire:
     """Number formats on the wire: `forward` for rows, `backward` for their gradients.
 
-    One of "fp32" (as the sums are: exact), "fp16", "bf16", "int8" (with one scale per row).
+    One of "fp32" (as the sums are: exact), "fp16", "bf16", "int8", "fp8" (these two with one scale per row).
     """
 
     forward: str = "fp32"

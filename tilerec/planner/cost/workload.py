@@ -37,7 +37,7 @@ _LONGEST = 40  # log2 of the steps after which a cache has seen all there is
 LOAD_FACTOR = 0.2
 """The part of a cached table's rows that its device cache has lines for, where nobody says."""
 
-WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4)}
+WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 
 
 @dataclass(frozen=True)
