@@ -27,6 +27,7 @@ from tilerec.ops.hash import (
     empty_state,
     score,
     zch_assign_,
+    zch_assign_each_,
     zch_buckets,
     zch_find,
     zch_resize,
@@ -289,6 +290,26 @@ def test_counters_stop_at_their_limit() -> None:
         zch_assign_(torch.tensor([5]), state, table, step=1, threshold=2, counts_N=most)
         zch_assign_(torch.arange(3), state, table, step=1, threshold=2**31 - 1, counts_N=most.expand(3))
     assert state.counters_BC.tolist() == [[2**31 - 1]]
+
+
+def test_assigning_each_says_whom_each_evicted() -> None:
+    table, one = HashRange(2, 3), empty_state(2, 3)
+    other = HashState(*(values.clone() for values in one))
+    evictions = 0
+    for step in range(1, 4):
+        ids = torch.arange(7 * step, 7 * step + 9)
+        listed = zch_assign_(ids, one, table, step=step)
+        each = zch_assign_each_(ids, other, table, step=step)
+        for mine, expected in zip(each[:3], listed[:3], strict=True):
+            assert torch.equal(mine, expected)
+        evicts = each.outcomes_N == Outcome.EVICTED
+        assert torch.equal(each.rows_N[evicts], listed.evicted_rows_M)
+        assert torch.equal(each.evicted_ids_N[evicts], listed.evicted_ids_M)
+        assert not each.evicted_ids_N[~evicts].any()
+        evictions += int(evicts.sum())
+    assert evictions > 3
+    for mine, expected in zip(other, one, strict=True):
+        assert torch.equal(mine, expected)
 
 
 @st.composite
@@ -662,6 +683,7 @@ def test_ops_are_well_formed(extras: bool) -> None:
     opcheck(
         OPS.zch_assign_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 2 if extras else 1)
     )
+    opcheck(OPS.zch_assign_each_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 1))
     opcheck(OPS.zch_resize.default, (*state[:6], 1, 5, 4, 10, 3, 3, 2, 0, 1.0))
 
 

@@ -35,14 +35,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash_assign import zch_assign_fake, zch_assign_reference
+from tilerec.ops.hash_assign import each_by, zch_assign_each_fake, zch_assign_fake, zch_assign_reference
 from tilerec.ops.hash_checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash_checks import checked
 from tilerec.ops.hash_find import zch_buckets_fake, zch_buckets_reference, zch_find_fake, zch_find_reference
 from tilerec.ops.hash_policy import Outcome as Outcome
 from tilerec.ops.hash_policy import Policy, Score, score_of
 from tilerec.ops.hash_resize import resized_counters, zch_resize_fake, zch_resize_reference
-from tilerec.ops.hash_state import Assigned, Found, HashRange, HashState, Resized
+from tilerec.ops.hash_state import Assigned, AssignedEach, Found, HashRange, HashState, Resized
 from tilerec.ops.hash_state import empty_state as empty_state
 from tilerec.ops.library import LIBRARY
 
@@ -52,6 +52,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "zch_buckets": (zch_buckets_reference, zch_buckets_fake),
     "zch_find": (zch_find_reference, zch_find_fake),
     "zch_assign_": (zch_assign_reference, zch_assign_fake),
+    "zch_assign_each_": (each_by(zch_assign_reference), zch_assign_each_fake),
     "zch_resize": (zch_resize_reference, zch_resize_fake),
 }
 
@@ -63,6 +64,8 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 for _name, (_, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilerec::{_name}", checked(_name, _fake), lib=LIBRARY)
+# A backend that has `zch_assign_` has this too.
+LIBRARY.impl("zch_assign_each_", each_by(_OPS.zch_assign_.default), "CPU")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -107,12 +110,81 @@ def zch_assign_(
         threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.
         counts_N: int64, how many occurrences each id stands for. may_insert_N: bool, False only looks an id up.
     """
-    each = isinstance(ttl, Tensor)
     return Assigned(
         *_OPS.zch_assign_.default(
-            ids_N, counts_N, may_insert_N, ttl if each else None, *state, table.first, table.buckets, table.slots,
-            table.max_probe, step, now, int(policy), exponent, 0 if each else ttl, evict, threshold,
+            *_arguments(
+                ids_N,
+                state,
+                table,
+                step,
+                policy,
+                exponent,
+                now,
+                ttl,
+                evict,
+                threshold,
+                counts_N,
+                may_insert_N,
+            )
         )
+    )
+
+
+def zch_assign_each_(
+    ids_N: Tensor,
+    state: HashState,
+    table: HashRange,
+    *,
+    step: int,
+    policy: Policy = Policy.LRU,
+    exponent: float = 1.0,
+    now: int = 0,
+    ttl: int | Tensor = 0,
+    evict: bool = True,
+    threshold: int = 1,
+    counts_N: Tensor | None = None,
+    may_insert_N: Tensor | None = None,
+) -> AssignedEach:
+    """`zch_assign_` without a list of evictions, whose length a host would have to wait for: all have the batch's."""
+    return AssignedEach(
+        *_OPS.zch_assign_each_.default(
+            *_arguments(
+                ids_N,
+                state,
+                table,
+                step,
+                policy,
+                exponent,
+                now,
+                ttl,
+                evict,
+                threshold,
+                counts_N,
+                may_insert_N,
+            )
+        )
+    )
+
+
+def _arguments(
+    ids_N: Tensor,
+    state: HashState,
+    table: HashRange,
+    step: int,
+    policy: Policy,
+    exponent: float,
+    now: int,
+    ttl: int | Tensor,
+    evict: bool,
+    threshold: int,
+    counts_N: Tensor | None,
+    may_insert_N: Tensor | None,
+) -> tuple[Any, ...]:
+    """What both ops take, in their order."""
+    each = isinstance(ttl, Tensor)
+    return (
+        ids_N, counts_N, may_insert_N, ttl if each else None, *state, table.first, table.buckets, table.slots,
+        table.max_probe, step, now, int(policy), exponent, 0 if each else ttl, evict, threshold,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Giving ids rows, one after the other: `zch_assign_`. Nouns as in `tilerec/ops/hash.py`."""
+"""Giving ids rows, one after the other: `zch_assign_`, `zch_assign_each_`. Nouns as in `tilerec/ops/hash.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from tilerec.ops.hash_place import SECOND, by_bucket, high, local_buckets, low, 
 from tilerec.ops.hash_policy import Outcome, Policy, Score, score_of
 from tilerec.ops.library import LIBRARY
 
-LIBRARY.define(
-    "zch_assign_(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, "
-    "Tensor(b!) used_E, Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, "
-    "Tensor(g!) counters_BC, int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, "
-    "float exponent, SymInt ttl, bool evict, int threshold) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_ARGUMENTS = (
+    "(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, Tensor(b!) used_E, "
+    "Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, Tensor(g!) counters_BC, "
+    "int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, float exponent, "
+    "SymInt ttl, bool evict, int threshold)"
 )
+LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 class Bucket(NamedTuple):
@@ -192,3 +194,28 @@ def zch_assign_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, 
         ids_N.new_empty(evictions),
         ids_N.new_empty(evictions),
     )
+
+
+Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]"
+
+
+def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`zch_assign_each_` by way of `zch_assign_`, which lists the same evictions in the same order."""
+
+    def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`zch_assign_` whose results have the batch's length, so that no device must be waited for.
+
+        Returns rows_N, outcomes_N, probes_N as there, and evicted_ids_N: whom entry n evicted from its row, where its
+        outcome is EVICTED; 0 elsewhere.
+        """
+        rows_N, outcomes_N, probes_N, _, evicted_ids_M = assign(*arguments)
+        evicted_ids_N = torch.zeros_like(rows_N)
+        evicted_ids_N[outcomes_N == Outcome.EVICTED] = evicted_ids_M
+        return rows_N, outcomes_N, probes_N, evicted_ids_N
+
+    return zch_assign_each_
+
+
+def zch_assign_each_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    uint8, int32 = (torch.empty_like(ids_N, dtype=kind) for kind in (torch.uint8, torch.int32))
+    return torch.empty_like(ids_N), uint8, int32, torch.empty_like(ids_N)

@@ -233,6 +233,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "zch_buckets": _zch_buckets,
     "zch_find": _zch_find,
     "zch_assign_": _zch_assign_,
+    "zch_assign_each_": _zch_assign_,
     "zch_resize": _zch_resize,
 }
 """By op name: raises for arguments that do not fit, as the op takes them."""

@@ -49,6 +49,15 @@ class Assigned(NamedTuple):
     evicted_ids_M: Tensor
 
 
+class AssignedEach(NamedTuple):
+    """See `zch_assign_each_`. Where the outcome is EVICTED, entry n took row rows_N[n] of evicted_ids_N[n]."""
+
+    rows_N: Tensor
+    outcomes_N: Tensor
+    probes_N: Tensor
+    evicted_ids_N: Tensor
+
+
 class Resized(NamedTuple):
     """A new state, and the new row of every old one (-1: it was not used, -2: its id was dropped)."""
 

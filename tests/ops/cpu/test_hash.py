@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tests.ops.hash_pair import Pair
 from tilerec.ops.cpu.hash import kernels
 from tilerec.ops.cpu.library import library
-from tilerec.ops.hash import REFERENCE, HashState, Outcome, Policy, empty_state
+from tilerec.ops.hash import REFERENCE, Outcome, Policy, empty_state
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")
@@ -37,54 +37,6 @@ def isa() -> Iterator[Callable[[int], int]]:
     lib.tr_isa_choose(before)
 
 
-def _equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(results, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
-def _copy(state: HashState) -> HashState:
-    return HashState(*(values.clone() for values in state))
-
-
-class _Pair:
-    """One table, kept by the native kernels and by the reference."""
-
-    def __init__(
-        self,
-        native: dict[str, Callable[..., Any]],
-        buckets: int,
-        slots: int,
-        first: int,
-        held: int,
-        **options: Any,
-    ) -> None:
-        self.native, self.place = native, (first, buckets, slots)
-        self.held = held
-        self.mine = empty_state(held, slots, **options)
-        self.theirs = _copy(self.mine)
-
-    def own(self, ids_N: Tensor) -> Tensor:
-        bucket_N = REFERENCE["zch_buckets"](ids_N, self.place[1])
-        assert torch.equal(self.native["zch_buckets"](ids_N, self.place[1]), bucket_N)
-        return ids_N[(bucket_N >= self.place[0]) & (bucket_N < self.place[0] + self.held)]
-
-    def assign(self, entries: Sequence[Tensor | None], max_probe: int, *rest: Any) -> Sequence[Tensor]:
-        tail = (*self.place, max_probe, *rest)
-        result = self.native["zch_assign_"](*entries, *self.mine, *tail)
-        _equal(result, REFERENCE["zch_assign_"](*entries, *self.theirs, *tail))
-        _equal(self.mine, self.theirs)
-        return result  # type: ignore[no-any-return]
-
-    def find(self, ids_N: Tensor, max_probe: int) -> None:
-        arguments = (ids_N, self.mine.ids_E, self.mine.used_E, *self.place, max_probe)
-        _equal(self.native["zch_find"](*arguments), REFERENCE["zch_find"](*arguments))
-
-    def resize(self, *rest: Any) -> None:
-        arguments = (*self.mine[:6], *self.place, *rest)
-        _equal(self.native["zch_resize"](*arguments), REFERENCE["zch_resize"](*arguments))
-
-
 @pytest.mark.parametrize(("threads", "level"), [(1, 0), (2, 1), (5, 2)])
 @pytest.mark.parametrize(("policy", "exponent"), [(0, 1.0), (1, 1.0), (2, 1.0), (2, 0.7), (3, 1.0)])
 def test_native_equals_reference_over_steps_of_thousands_of_ids(
@@ -98,7 +50,7 @@ def test_native_equals_reference_over_steps_of_thousands_of_ids(
     isa(level)
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(policy)
-    pair = _Pair(native, 48, 100, 0, 48, expires=policy == Policy.TTL, counters=16)
+    pair = Pair(native, 48, 100, 0, 48, expires=policy == Policy.TTL, counters=16)
     seen: set[int] = set()
     for step in range(1, 5):
         ids = (torch.rand(9000, generator=generator) ** 6 * 30_000).long() * -7046029254386353131
@@ -124,7 +76,7 @@ SHAPES = [(1, 1), (1, 7), (1, 8), (1, 9), (2, 64), (3, 1), (768, 2), (1500, 3)]
 def test_native_equals_reference_for_hostile_shapes(
     native: dict[str, Callable[..., Any]], buckets: int, slots: int, max_probe: int, evict: bool
 ) -> None:
-    pair = _Pair(native, buckets, slots, 0, buckets)
+    pair = Pair(native, buckets, slots, 0, buckets)
     extremes = torch.tensor([-(2**63), -1, 0, 2**63 - 1, -(2**63), 1])
     same = torch.full((2500,), -1)
     none = torch.empty(0, dtype=torch.int64)
@@ -161,7 +113,7 @@ def test_native_equals_reference_on_random_histories(
     torch.set_num_threads(threads)
     buckets, slots = shape
     begin, end = sorted(round(part * buckets) for part in cut)
-    pair = _Pair(kernels(LIBRARY), buckets, slots, begin, end - begin, expires=True, counters=5)
+    pair = Pair(kernels(LIBRARY), buckets, slots, begin, end - begin, expires=True, counters=5)
     generator = torch.Generator().manual_seed(seed)
     for step, (count, space) in enumerate(batches):
         ids = pair.own(torch.randint(-space, space, (count,), generator=generator))
@@ -174,7 +126,7 @@ def test_native_equals_reference_on_random_histories(
 
 
 def test_ids_may_be_strided(native: dict[str, Callable[..., Any]]) -> None:
-    pair = _Pair(native, 5, 9, 0, 5)
+    pair = Pair(native, 5, 9, 0, 5)
     ids = torch.arange(60).view(20, 3)[:, 1]
     pair.assign((ids, ids + 1, ids % 2 == 0, None), 9, 1, 0, 0, 1.0, 0, True, 1)
     pair.find(ids, 4)
