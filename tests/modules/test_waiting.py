@@ -1,0 +1,132 @@
+"""Forward and backward of local collections never wait for the device that the tables are on.
+
+There is no GPU here, so "meta" stands for the device: reading a number of a tensor there raises, whatever asks for it.
+What goes the other way, too: `torch.tensor(list, device=...)` waits, and so does `.to(device)` unless it says that it
+does not. (That the kernels do not wait either is for `tests/cuda/`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+DEVICE = torch.device("meta")
+aten = torch.ops.aten
+# Ops whose result has as many elements as numbers on the device say.
+SIZED = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where an op would have the host wait for `DEVICE`."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [a.device for a in _pytree.tree_leaves(args) if isinstance(a, Tensor)]
+        made = [a.device for a in _pytree.tree_leaves(out) if isinstance(a, Tensor)]
+        waits = func is aten._to_copy.default and given != made and not (kwargs or {}).get("non_blocking")
+        waits = waits or (func._opname in SIZED and DEVICE in given)
+        waits = waits or (func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size"))
+        assert not waits, f"{func} from {given} to {made}"
+        assert func.namespace == "tilerec" or func is aten._to_copy.default or len(set(given)) < 2, func
+        return out
+
+
+@pytest.fixture(autouse=True)
+def _no_lists_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.tensor(list, device="meta")` shows in no op."""
+    real = torch.tensor
+
+    def tensor(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> Tensor:
+        assert device is None or torch.device(device) != DEVICE, "a list is sent to the device"
+        return real(*args, device=device, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+
+
+def batch(variable: bool, weighted: bool) -> KeyedJaggedTensor:
+    def on_device(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=DEVICE)
+
+    return KeyedJaggedTensor(
+        ["x", "z", "y"], on_device(9), on_device(9, torch.float32) if weighted else None, lengths=on_device(6),
+        stride_per_key_per_rank=[[3], [1], [2]] if variable else None, length_per_key=[4, 0, 5],
+        inverse_indices=(["x", "z", "y"], on_device(12).view(3, 4)) if variable else None,
+    )  # fmt: skip
+
+
+def train(module: nn.Module, features: KeyedJaggedTensor, attached: bool) -> None:
+    if attached:
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    with NoWaiting():
+        out = module(features)
+        values = [jagged.values() for jagged in out.values()] if isinstance(out, dict) else [out.values()]
+        torch.stack([value.sum() for value in values]).sum().backward()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("on_bad_id", ["error", "clamp"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("variable", [False, True])
+def test_pooled_collections_do_not_wait(
+    variable: bool, weighted: bool, on_bad_id: Literal["error", "clamp"], attached: bool
+) -> None:
+    tables = [
+        EmbeddingBagConfig(10, 4, "a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(20, 8, "b", feature_names=["x"], pooling=PoolingType.MEAN, data_type="BF16"),
+    ]
+    module = EmbeddingBagCollection(tables, weighted, DEVICE, on_bad_id=on_bad_id)
+    train(module, batch(variable, weighted), attached)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("on_bad_id", ["error", "clamp"])
+@pytest.mark.parametrize("variable", [False, True])
+def test_sequence_collections_do_not_wait_where_the_host_knows_the_sizes(
+    variable: bool, on_bad_id: Literal["error", "clamp"], attached: bool
+) -> None:
+    tables = [
+        EmbeddingConfig(10, 4, "a", feature_names=["y", "x"]),
+        EmbeddingConfig(20, 8, "b", feature_names=["x"]),
+    ]
+    train(EmbeddingCollection(tables, DEVICE, on_bad_id=on_bad_id), batch(variable, False), attached)
+
+
+def test_permuting_keys_does_not_wait() -> None:
+    for variable in (False, True):
+        features = batch(variable, True)
+        with NoWaiting():
+            assert features.permute([2, 0]).length_per_key() == [5, 4]
+
+
+def test_what_waits_is_noticed() -> None:
+    there = torch.empty(3, device=DEVICE)
+    with NoWaiting():
+        for waits in (
+            lambda: torch.tensor([1, 2], device=DEVICE),
+            lambda: torch.zeros(3).to(DEVICE),
+            lambda: there.sum().item(),
+            lambda: there.tolist(),
+            lambda: there.nonzero(),
+            lambda: there + torch.zeros(3),
+        ):
+            with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+                waits()
