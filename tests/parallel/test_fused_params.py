@@ -87,7 +87,7 @@ def test_what_is_not_known_is_refused(given: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cache_load_factor": 0.2}, "device memory"),
+        ({"prefetch_pipeline": True}, "module.prefetch"),
         ({"optimizer": "exact_sgd", "weight_decay": 0.1}, "no effect with EXACT_SGD"),
     ],
 )

@@ -145,16 +145,16 @@ def test_fused_without_any_optimizer_is_warned_about_by_table() -> None:
     assert all(p.grad is not None for p in dmp.parameters())
 
 
-def test_kernels_with_a_cache_are_fused_in_device_memory_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="'fused_uvm_caching' .* has the effect of 'fused'"):
-        dmp = alone(plan=plan("fused_uvm_caching", "fused"), sharders=[sgd()])
+def test_kernels_that_are_not_in_use_are_fused_in_device_memory_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="'key_value' .* has the effect of 'fused'"):
+        dmp = alone(plan=plan("key_value", "fused"), sharders=[sgd()])
     dmp(batch(0)).backward()
     assert all(p.grad is None for p in dmp.parameters())
     with (
-        pytest.warns(UserWarning, match="'fused_uvm_caching' of table 'a' of module 'ebc', but no optimizer"),
+        pytest.warns(UserWarning, match="'key_value' of table 'a' of module 'ebc', but no optimizer"),
         pytest.warns(UserWarning, match="has the effect of 'fused'"),
     ):
-        alone(plan=plan("fused_uvm_caching", None))
+        alone(plan=plan("key_value", None))
 
 
 class Tied(nn.Module):

@@ -55,6 +55,7 @@ def test_every_sharding_type_is_offered_on_every_device() -> None:
     assert sharder.sharding_types("cpu") == sharder.sharding_types("cuda")
     assert {"row_wise", "grid_shard", "data_parallel"} <= set(sharder.sharding_types("cpu"))
     assert sharder.compute_kernels("row_wise", "cpu") == ["dense", "fused"]
+    assert sharder.compute_kernels("row_wise", "cuda")[2:] == ["fused_uvm", "fused_uvm_caching"]
 
 
 def test_a_sharder_keeps_what_it_was_given_and_what_it_means() -> None:

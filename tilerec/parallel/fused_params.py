@@ -8,6 +8,7 @@ from enum import Enum, unique
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import (
     LAMB,
     SGD,
@@ -76,19 +77,35 @@ _READS[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _READS[EmbOptimType.ROWWISE_ADAGRAD
 
 _WITHOUT_EFFECT = {
     "bounds_check_mode": "ids are checked by the collection (on_bad_id=)",
-    "cache_algorithm": "tables lie in device memory",
-    "cache_load_factor": "tables lie in device memory",
-    "cache_precision": "tables lie in device memory",
-    "cache_reserved_memory": "tables lie in device memory",
-    "cache_sets": "tables lie in device memory",
-    "enforce_hbm": "tables lie in device memory",
-    "gather_uvm_cache_stats": "tables lie in device memory",
-    "prefetch_pipeline": "tables lie in device memory",
-    "record_cache_metrics": "tables lie in device memory",
-    "uvm_host_mapped": "tables lie in device memory",
+    "cache_precision": "lines of a cache have their table's data type",
+    "cache_sets": "load_factor says how many lines a cache has",
+    "enforce_hbm": "the plan's compute_kernel says where a table lies",
+    "gather_uvm_cache_stats": "caches always count: module.cache_stats()",
+    "prefetch_pipeline": "module.prefetch() may be called, or not, with every cache",
+    "record_cache_metrics": "caches always count: module.cache_stats()",
+    "uvm_host_mapped": "host memory of tables is pinned where it is",
     "use_experimental_tbe": "there is one implementation",
 }
 """Keys about how FBGEMM works inside, and why they say nothing here."""
+
+
+def read_cache_params(
+    fused_params: Mapping[str, Any] | None, who: str
+) -> tuple[CacheParams | None, dict[str, Any]]:
+    """The cache that `fused_params` describe, or None; and what they say besides.
+
+    Args:
+        fused_params: of it `cache_algorithm`, `cache_load_factor` and `cache_reserved_memory` (bytes).
+        who: the sharder, for messages.
+    """
+    rest = dict(fused_params or {})
+    given = {key: rest.pop(f"cache_{key}", None) for key in ("algorithm", "load_factor", "reserved_memory")}
+    if all(value is None for value in given.values()):
+        return None, rest
+    try:
+        return CacheParams(**given), rest
+    except ConfigError as error:
+        raise ConfigError(f"{who}: fused_params: {error}") from None
 
 
 def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> OptimizerSpec | None:

@@ -2,6 +2,8 @@
 
 attached     its optimizer stays, whatever sharders give; a plan that says `dense` contradicts it
 `dense`      no optimizer: gradients go to `.grad`, for an optimizer of the user's
+`fused_uvm…` as `fused`, with rows in host memory: behind a cache, or (`fused_uvm`, on a GPU) on the device only while
+             a batch is in flight
 otherwise    the optimizer of the collection's sharder, if it gives one
 """
 
@@ -11,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from tilerec.errors import ConfigError
@@ -20,15 +23,20 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.tables import Name
 from tilerec.planner.sharder import sharder_of
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (
+    HOST_KERNELS,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
     Wire,
 )
+from tilerec.storage.cached import RowCache
+from tilerec.storage.table_rows import TableRows
 
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
+UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 Gifts = list[tuple[ModuleSharder, list[nn.Parameter]]]
 """Each sharder with the tables that it gives its optimizer to."""
@@ -46,8 +54,8 @@ def gifts_of(
         ties: the distinct tables, each under all its names.
 
     Raises:
-        ConfigError: the plan says `dense` of a table with an attached optimizer, or two things of one table; two
-            sharders give two optimizers to one table.
+        ConfigError: the plan says `dense` of a table with an attached optimizer, or two things of one table, as that it
+            lies in different memories; two sharders give two optimizers to one table.
     """
     members: dict[int, list[nn.Parameter]] = {}
     for names in ties:
@@ -57,6 +65,12 @@ def gifts_of(
             raise ConfigError(
                 f"shard: one table has the names {_listed(names)}, and the plan says compute_kernel 'dense' of one of "
                 "them and another kernel of the other; say the same of all of them."
+            )
+        hosted = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
+        if len(hosted) > 1 and any(kernel in HOST_KERNELS for kernel, _ in hosted):
+            raise ConfigError(
+                f"shard: one table has the names {_listed(names)}, and the plan has it in host memory, or behind a "
+                "cache, under one of them and otherwise under the other; say the same of all of them."
             )
         dense, table = any(said.values()), next(iter(names.values()))
         if table.rows.spec is not None:
@@ -95,17 +109,42 @@ def attach(gifts: Gifts) -> None:
             apply_optimizer_in_backward(sharder.optimizer, params)
 
 
-def with_kernels(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
-    """The plan with the kernel of every table: as it came where the plan left it open.
+def with_kernels(
+    plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] = ()
+) -> ShardingPlan:
+    """The plan with the kernel and the cache of every table: as it came where the plan left it open.
 
     Warns of tables that the plan wants updated in the backward pass and that no optimizer is attached to.
+
+    Raises:
+        ConfigError: such a table is to lie in host memory, where a gradient of the whole table is not wanted.
     """
     bare: list[Name] = []
 
+    def cache_of(path: str, sharding: ParameterSharding, rows: TableRows) -> CacheParams:
+        if sharding.cache is not None:
+            return sharding.cache
+        if rows.cache is not None and rows.cache.params is not None:
+            return rows.cache.params
+        sharder = sharder_of(collections[path], sharders)
+        return (None if sharder is None else sharder.cache) or CacheParams()
+
     def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         table = collections[path]._tables[name]
+        rows = table.rows
         if sharding.kernel is None:
-            return replace(sharding, compute_kernel=DENSE if table.rows.spec is None else FUSED)
+            kernel = DENSE if rows.spec is None else FUSED
+            if rows.cache is not None:
+                kernel = UVM if rows.cache.params is None else CACHED
+            sharding = replace(sharding, compute_kernel=kernel)
+        if sharding.kernel in HOST_KERNELS and rows.spec is None and rows.leaf.requires_grad:
+            raise ConfigError(
+                f"shard: table {_listed([(path, name)])} is to lie in host memory (compute_kernel "
+                f"'{sharding.kernel.value}') and has no optimizer, so its gradient would be a dense .grad of the whole "
+                "table; attach one with apply_optimizer_in_backward, give a sharder fused_params, or freeze the table."
+            )
+        if sharding.kernel is CACHED:
+            return replace(sharding, cache_params=cache_of(path, sharding, rows))
         if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
             bare.append((path, name))
         return sharding
@@ -122,6 +161,48 @@ def with_kernels(plan: ShardingPlan, collections: Mapping[str, TableCollection])
             stacklevel=6,
         )
     return whole
+
+
+def caches_of(
+    plan: ShardingPlan, collections: Mapping[str, TableCollection], device: torch.device | None
+) -> dict[Name, RowCache]:
+    """The cache that each tile of a table is to have, of those that lie in host memory.
+
+    Args:
+        plan: with kernels and caches of all tables.
+        device: of the batches; None: where each table is.
+    """
+    caches: dict[Name, RowCache] = {}
+    for path, name, sharding in plan.tables():
+        rows = collections[path]._tables[name].rows
+        where = device if device is not None or rows.leaf.is_meta else rows.leaf.device
+        if where is None and rows.cache is not None:
+            where = rows.cache.device
+        where = None if where is None or where.type == "cpu" else where
+        if sharding.kernel is CACHED:
+            caches[path, name] = RowCache(name, sharding.cache, where)
+        elif sharding.kernel is UVM and where is not None:
+            caches[path, name] = RowCache(name, None, where)
+    return caches
+
+
+def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> None:
+    """Refuse a plan that has tables elsewhere than they are: they move between ranks, not between memories.
+
+    Raises:
+        ConfigError: a table is cached and is not to be, the other way round, or with another cache.
+    """
+    for path, name, sharding in plan.tables():
+        cache = collections[path]._tables[name].rows.cache
+        cached = None if cache is None else cache.params
+        if sharding.kernel is not UVM and (
+            cached != sharding.cache or (cache is not None) != (sharding.kernel is CACHED)
+        ):
+            kernel = "" if sharding.kernel is None else sharding.kernel.value
+            raise ConfigError(
+                f"reshard: the plan has table {_listed([(path, name)])} as '{kernel}' ({sharding.cache or 'no cache'}) "
+                f"and it is {cached or 'not cached'}; leave compute_kernel and cache_params out of the plan."
+            )
 
 
 def with_wires(
@@ -169,6 +250,7 @@ def warn_of_idle(
             for word, value in (
                 ("fused_params", sharder.optimizer),
                 ("qcomm_codecs_registry", None if sharder.wire == Wire() else sharder.wire),
+                ("fused_params about the cache", sharder.cache),
             )
             if value is not None
         ]
@@ -183,6 +265,16 @@ def warn_of_idle(
             warnings.warn(
                 f"{who}: its fused_params have no effect: every table of a {kind} has an optimizer attached, is "
                 "frozen, or is 'dense' in the plan.",
+                stacklevel=6,
+            )
+        if sharder.cache is not None and not any(
+            sharding.kernel is CACHED and sharding.cache is None
+            for path in own
+            for sharding in given.plan[path].values()
+        ):
+            warnings.warn(
+                f"{who}: its fused_params about the cache have no effect: the plan has no table of a {kind} as "
+                "'fused_uvm_caching' without cache_params.",
                 stacklevel=6,
             )
         if "qcomm_codecs_registry" in says and all(

@@ -16,7 +16,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.cuts import without_cuts
-from tilerec.parallel.kernels import gifts_of, with_kernels
+from tilerec.parallel.kernels import check_storage, gifts_of, with_kernels
 from tilerec.parallel.move_progress import ProgressOption, check_progress
 from tilerec.parallel.mover import Ready, joined, said_of
 from tilerec.parallel.plan_of import kept_plans
@@ -55,7 +55,7 @@ def sharded_collections(model: nn.Module, who: str, *, two_d: bool = False) -> d
             "which knows the sharding groups."
         )
     sizes = {path: part.exchange.group.size for path, part in found.items()}
-    if len(set(sizes.values())) > 1:
+    if len(set(sizes.values())) > 1 and not two_d:
         raise ConfigError(
             f"{who}: the collections of {type(model).__name__} lie on groups of different sizes ({sizes}); pass the "
             "parts that share a group one by one."
@@ -195,7 +195,9 @@ def planned(
         for path, part in collections.items()
     }
     whole = ShardingPlan(parts, size, topology.host_ranks, report=given.report)
-    return with_kernels(whole, own), topology
+    whole = with_kernels(whole, own)
+    check_storage(whole, own)
+    return whole, topology
 
 
 def _filled(said: ParameterSharding | None, now: ParameterSharding) -> ParameterSharding:

@@ -24,7 +24,7 @@ from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
-from tilerec.parallel.kernels import attach, gifts_of, warn_of_idle, with_kernels, with_wires
+from tilerec.parallel.kernels import attach, caches_of, gifts_of, warn_of_idle, with_kernels, with_wires
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
@@ -47,6 +47,7 @@ from tilerec.sharding.teams import Teams
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+from tilerec.storage.cached import RowCache
 
 Ranks = ShardingEnv | Group | DeviceMesh | dist.ProcessGroup
 """Whatever says which ranks there are."""
@@ -218,7 +219,10 @@ def cut_all(world: Group, jobs: Sequence[Job]) -> None:
         for job in jobs:
             for path, part in job.ready.collections.items():
                 if any(map(is_drawn, part._tables.values())):
-                    memory[path] = drawn_memory(part, _tilings(job, path), job.rows.rank, job.device, seen)
+                    hosted = set(_caches(job, path))
+                    memory[path] = drawn_memory(
+                        part, _tilings(job, path), job.rows.rank, job.device, seen, hosted
+                    )
                 seen.update(id(table.rows) for table in part._tables.values())
     with on_all_ranks(world, "the sharded model", "its tiles"):
         for job in jobs:
@@ -236,11 +240,18 @@ def cut_all(world: Group, jobs: Sequence[Job]) -> None:
                     wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
                     teams=job.teams,
                     memory=memory.pop(path, None),
+                    caches=_caches(job, path),
                 )
     for job, made in zip(jobs, drawn, strict=True):
         shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
         if made:
             replicas_from_first(job.rows, made)
+
+
+def _caches(job: Job, path: str) -> dict[str, RowCache]:
+    own = {path: job.ready.plan.plan[path]}
+    found = caches_of(replace(job.ready.plan, plan=own), job.ready.collections, job.device)
+    return {name: cache for (_, name), cache in found.items()}
 
 
 def _tilings(job: Job, path: str) -> dict[str, Tiling]:
@@ -287,7 +298,7 @@ def prepare(
     for names in ties:
         for name, table in names.items():
             check_rule(table, tilings[name])
-    whole = with_kernels(with_wires(cut, collections, given_sharders), collections)
+    whole = with_kernels(with_wires(cut, collections, given_sharders), collections, given_sharders)
     whole = replace(whole, report=given.report)
     ids = ids_below(module)
     if only is not None:

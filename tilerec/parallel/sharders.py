@@ -15,11 +15,12 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.parallel.fused_params import read_fused_params
+from tilerec.parallel.fused_params import read_cache_params, read_fused_params
 from tilerec.parallel.qcomms import CommOp
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.spec.plan import KERNELS_IN_USE, ShardingType, Wire
+from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, ShardingType, Wire
 from tilerec.spec.without_effect import warn_without_effect
 
 Registry = Wire | Mapping[str, Any]
@@ -44,7 +45,8 @@ class ModuleSharder(ABC):
         fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Registry | None = None,
     ) -> None:
-        self._spec = read_fused_params(fused_params, type(self).__name__)
+        self._cache, fused = read_cache_params(fused_params, type(self).__name__)
+        self._spec = read_fused_params(fused, type(self).__name__)
         self._wire = _read_registry(qcomm_codecs_registry, type(self)._op, type(self).__name__)
         self._fused_params = dict(fused_params or {})
         self._registry = qcomm_codecs_registry
@@ -75,6 +77,11 @@ class ModuleSharder(ABC):
         return self._spec
 
     @property
+    def cache(self) -> CacheParams | None:
+        """The cache that `fused_params` describe, of tables whose plan says `fused_uvm_caching` and no more."""
+        return self._cache
+
+    @property
     def wire(self) -> Wire | None:
         """The formats that the registry names."""
         return self._wire
@@ -92,8 +99,9 @@ class ModuleSharder(ABC):
         return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """The kernels in use, under every sharding type."""
-        return [kernel.value for kernel in KERNELS_IN_USE]
+        """The kernels in use, under every sharding type; on CPU, where a cache saves nothing, those without one."""
+        on_cpu = compute_device_type == "cpu"
+        return [kernel.value for kernel in KERNELS_IN_USE if not (on_cpu and kernel in HOST_KERNELS)]
 
 
 @final

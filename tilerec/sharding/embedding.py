@@ -10,6 +10,7 @@ Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
+from tilerec.storage.cached import RowCache
 from tilerec.storage.flat import flat_memory
 from tilerec.storage.table_rows import TableRows
 
@@ -271,7 +273,7 @@ class ShardedCollection(TableCollection):
         return LookedUp(routed, looked)
 
     @_eager
-    def prefetch(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:  # type: ignore[override]
+    def prefetch(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Send a batch's ids to their rows' owners, and bring these rows into the caches of cached tables there.
 
         All ranks call it, once per batch, in the order of the batches, any time before the batch's forward; results are
@@ -519,7 +521,7 @@ def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
     wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
-    memory: dict[str, list[Tensor]] | None = None,
+    memory: dict[str, list[Tensor]] | None = None, caches: Mapping[str, RowCache] | None = None,
 ) -> None:  # fmt: skip
     """Make a collection into this rank's part of a sharded one, in place.
 
@@ -533,6 +535,7 @@ def shard_collection(
             host always travel as they are.
         teams: where ranks are several teams, each of which holds every table; None: one.
         memory: as `drawn_memory` has made it.
+        caches: of tables whose tiles lie in host memory, each behind a cache such as this.
 
     Raises:
         ConfigError: `exact` with a wire that rounds.
@@ -558,11 +561,15 @@ def shard_collection(
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
         weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
     )  # fmt: skip
-    places = _memory(module, tilings, group.rank, device) if memory is None else memory
+    caches = caches or {}
+    places = _memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
     for name, table in tables.items():
         if not isinstance(table, ShardedTable):
             written = memory is not None and is_drawn(table)
             shard_table(table, tilings[name], group, topology, places[name], exact, teams, written=written)
+            if name in caches:
+                for rows in cast(ShardedTable, table).tile_rows:
+                    rows.cache = copy.copy(caches[name])
         elif table.tiling != tilings[name]:
             raise ConfigError(
                 f"Table '{name}' is sharded already, with another collection that it is tied to, and another "
@@ -580,14 +587,16 @@ def is_drawn(table: Table) -> bool:
 
 @torch.no_grad()
 def drawn_memory(
-    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int]
+    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int],
+    hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Memory of a rank's tiles of a collection, for `shard_collection`, and in it what users' functions make.
 
     Args:
         seen: by `id`, rows that are tables of an earlier collection, too: they get their memory there.
+        hosted: tables that lie in host memory.
     """
-    memory = _memory(module, tilings, rank, device, seen)
+    memory = _memory(module, tilings, rank, device, seen, hosted)
     for name, table in module._tables.items():
         if is_drawn(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
@@ -599,7 +608,7 @@ def drawn_memory(
 
 def _memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
-    seen: Set[int] = frozenset(),
+    seen: Set[int] = frozenset(), hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Memory of this rank's tiles, side by side in one storage per data type and device.
 
@@ -613,6 +622,8 @@ def _memory(
             continue
         weight, tiling = table.weight, tilings[name]
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
+        if name in hosted:
+            where = torch.device("cpu")
         held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
         own = held or [(0, tiling.dim)]
         apart = sum(rows * width for rows, width in own) * weight.element_size() >= APART_FROM

@@ -3,7 +3,8 @@
 Nouns
   kind        `ShardingType`: the word for how a table is cut; a description, the tiling is what counts
   kernel      `EmbeddingComputeKernel`: `fused` where the table's optimizer is attached and updates in the backward
-              pass, `dense` where none is, whatever sharders say, and gradients go to `.grad`; unsaid: as it comes
+              pass, `fused_uvm_caching` where it does and the rows lie in host memory behind a cache, `dense` where none
+              is, whatever sharders say, and gradients go to `.grad`; unsaid: as it comes
   wire        the number format in which rows and gradients travel; unsaid: a sharder's, else fp32
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
   plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tilerec.errors import ConfigError
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan_table import plan_table
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType, data_type_to_dtype
@@ -51,8 +53,10 @@ class EmbeddingComputeKernel(str, Enum):
     """How a table is updated, and where it is kept.
 
     `DENSE` tables get no optimizer from a sharder: gradients go to `.grad`. All others are updated in the backward pass
-    by the optimizer that is attached or that a sharder gives. `FUSED` is in use; the others are as `FUSED` here, in the
-    memory of their rank's device, and warned about.
+    by the optimizer that is attached or that a sharder gives. `FUSED` tables lie in the memory of their rank's device;
+    `FUSED_UVM_CACHING` ones in host memory, and the rows that batches name in a cache on the device; `FUSED_UVM` ones
+    in host memory, and rows are on the device only while a batch is in flight (on CPU: as `FUSED`). The others are as
+    `FUSED` here, and warned about.
     """
 
     DENSE = "dense"
@@ -70,10 +74,11 @@ class EmbeddingComputeKernel(str, Enum):
     FUSED_TRITON = "fused_triton"
 
 
-KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED)
+HOST_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
+"""Those that keep rows in host memory."""
+KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, *HOST_KERNELS)
 CODECS = ("fp32", "fp16", "bf16", "int8", "fp8")
 _WITHOUT_EFFECT = {
-    "cache_params": "tables lie in the memory of their rank's device, without a cache",
     "stochastic_rounding": "it is the optimizer's: fused_params['stochastic_rounding'], or the attached optimizer's",
     "bounds_check_mode": "ids are checked as the collection's on_bad_id= says",
     "output_dtype": "it is the collection's: EmbeddingBagCollection(output_dtype=...)",
@@ -124,9 +129,11 @@ class ParameterSharding:
             the tiling and not kept up to date.
         tiling: where every cell lives. None until a strategy fills it in from kind and ranks. Sharding refuses one
             that kind and ranks do not give, with pieces of any size.
-        cache_params, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: of TorchRec's; not kept,
-            with a warning that says why.
-        enforce_hbm: taken and not kept: tables always lie in the memory of their rank's device.
+        cache_params: a `CacheParams`, or a dict of its fields: the cache of kernel `fused_uvm_caching`. None: a
+            sharder's, else `CacheParams()`; sharding fills it in.
+        stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: of TorchRec's; not kept, with a warning
+            that says why.
+        enforce_hbm: taken and not kept: the kernel says where the table lies.
         wire: number formats in which its rows travel. None: those of the collection's sharder, else fp32; sharding
             fills it in. `Wire()` is fp32 whatever the sharder says.
         data_type: of the table, for counting bytes; unknown if None.
@@ -141,7 +148,7 @@ class ParameterSharding:
     compute_kernel: EmbeddingComputeKernel | str | None = None
     ranks: Sequence[int] | None = None
     sharding_spec: Any = field(default=None, compare=False, repr=False)
-    cache_params: InitVar[Any] = None
+    cache_params: CacheParams | Mapping[str, Any] | None = None
     enforce_hbm: InitVar[bool | None] = None
     stochastic_rounding: InitVar[bool | None] = None
     bounds_check_mode: InitVar[Any] = None
@@ -154,7 +161,6 @@ class ParameterSharding:
 
     def __post_init__(
         self,
-        cache_params: Any,
         enforce_hbm: bool | None,
         stochastic_rounding: bool | None,
         bounds_check_mode: Any,
@@ -165,7 +171,6 @@ class ParameterSharding:
             object.__setattr__(self, name, value)
 
         given = {
-            "cache_params": cache_params,
             "stochastic_rounding": None if stochastic_rounding is None else str(stochastic_rounding),
             "bounds_check_mode": bounds_check_mode,
             "output_dtype": output_dtype,
@@ -186,6 +191,16 @@ class ParameterSharding:
                     "'fused': the table lies in the memory of its rank's device and is updated as its optimizer says.",
                     stacklevel=3,
                 )
+        if self.cache_params is not None:
+            fill("cache_params", _cache_params(self.cache_params))
+            if self.kernel is not EmbeddingComputeKernel.FUSED_UVM_CACHING:
+                said = "not said" if self.kernel is None else repr(self.kernel.value)
+                warnings.warn(
+                    f"ParameterSharding: cache_params have no effect, as compute_kernel is {said}; say "
+                    "'fused_uvm_caching'.",
+                    stacklevel=3,
+                )
+                fill("cache_params", None)
         if self.ids_per_bag is not None and not (
             isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0
         ):
@@ -227,8 +242,8 @@ class ParameterSharding:
         """
         made = ParameterSharding.__new__(ParameterSharding)
         vars(made).update(
-            sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, tiling=tiling, wire=wire,
-            data_type=data_type, ids_per_bag=ids_per_bag,
+            sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, cache_params=None, tiling=tiling,
+            wire=wire, data_type=data_type, ids_per_bag=ids_per_bag,
         )  # fmt: skip
         return made
 
@@ -245,6 +260,12 @@ class ParameterSharding:
         return self.compute_kernel
 
     @property
+    def cache(self) -> CacheParams | None:
+        """`cache_params`, as they are stored."""
+        assert self.cache_params is None or isinstance(self.cache_params, CacheParams)
+        return self.cache_params
+
+    @property
     def element_bytes(self) -> int | None:
         """Bytes per cell, if the data type is known."""
         return None if self.data_type is None else data_type_to_dtype(self.data_type).itemsize
@@ -254,6 +275,8 @@ class ParameterSharding:
         out: dict[str, Any] = {"sharding_type": self.kind._value_}
         if self.kernel is not None:
             out["compute_kernel"] = self.kernel._value_
+        if self.cache is not None:
+            out["cache_params"] = self.cache.to_json()
         if self.tiling is not None:
             out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
         if self.data_type is not None:
@@ -278,6 +301,7 @@ class ParameterSharding:
         known = {
             "sharding_type",
             "compute_kernel",
+            "cache_params",
             "rows",
             "dim",
             "data_type",
@@ -313,6 +337,7 @@ class ParameterSharding:
                 data["sharding_type"],
                 data.get("compute_kernel"),
                 ranks,
+                cache_params=data.get("cache_params"),
                 tiling=tiling,
                 wire=wire,
                 data_type=data_type,
@@ -320,6 +345,20 @@ class ParameterSharding:
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Table '{name}' in the plan: {error}") from error
+
+
+def _cache_params(given: Any) -> CacheParams:
+    if isinstance(given, CacheParams):
+        return given
+    if isinstance(given, Mapping):
+        return CacheParams.from_json(given)
+    # Another library's record of the same fields.
+    names = ("algorithm", "load_factor", "reserved_memory")
+    if not all(hasattr(given, name) for name in names):
+        raise ConfigError(
+            f"ParameterSharding: cache_params is {given!r:.200}; wanted a CacheParams, or a dict of its fields."
+        )
+    return CacheParams(*(getattr(given, name) for name in names))
 
 
 def _data_type(value: object) -> DataType:
