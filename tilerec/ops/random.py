@@ -205,7 +205,7 @@ def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) ->
     The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 +
     2^-9 lies a quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
 
-    e4m3 has no infinity: what is beyond 448, its largest number, becomes 448, and infinities NaN.
+    e4m3 has no infinity: what is beyond 448, its largest number, becomes that.
     """
     if dtype not in ROUNDED:
         return values_RC.to(dtype)
@@ -224,7 +224,7 @@ def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) ->
     small = torch.copysign(steps * 2.0**step, values)
     rounded = torch.where(magnitude >= 2.0**normal, kept, small)
     if dtype is torch.float8_e4m3fn:
-        return torch.where(finite, rounded.clamp(-448.0, 448.0), math.nan).to(dtype)
+        return torch.where(finite, rounded, values).clamp(-448.0, 448.0).to(dtype)
     return torch.where(finite, rounded, values).to(torch.float16)
 
 

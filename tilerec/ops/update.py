@@ -164,7 +164,7 @@ def _sum_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums of a record that is known to be good."""
     wide = _wide(grad.dtype)
-    flat = grad.reshape(-1)
+    flat = grad.contiguous().view(-1)  # `reshape` may keep a stride
     all_ids, all_rows = [], []
     for first, count, place, stride, mean in zip(starts, bags, grad_starts, grad_strides, means, strict=True):
         if count == 0:  # its places may lie anywhere

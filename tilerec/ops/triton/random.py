@@ -8,13 +8,15 @@ Nouns
 
   bf16   keeps 7 mantissa bits, 16 of fp32's bits fall away
   fp16   keeps 10, 13 fall away; under 2^-14 the steps are 2^-24 apart
-  e4m3   keeps 3, 20 fall away; under 2^-6 the steps are 2^-9 apart; nothing above 448, which larger values become
+  e4m3   keeps 3, 20 fall away; under 2^-6 the steps are 2^-9 apart; larger values than 448 become that
 
 Example: word 0x00008000 rounds 1.0 + 2^-9 (a quarter of a step of bf16 above 1.0) down: 0x4000 + 0x8000 does not carry
 into the bits that stay; 0x0000c000 rounds it up.
 
 Legend: R rows, C columns.
 """
+
+# ruff: noqa: RET505, SIM300 - branches of kernels are taken when they are compiled
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words(rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr):
+def words(
+    rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Words uint32 [R, C] for global rows (int64) and global columns `first + (0 … C - 1)`.
 
     ALIGNED: `first` is a multiple of 4. stream int64, keys int64 that hold 32 bits.
@@ -79,6 +83,17 @@ def words(rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.con
 
 
 @triton.jit
+def _e4m3(values):
+    """The cast, for numbers that e4m3 has; what is beyond 448 becomes that, NaN stays."""
+    within = tl.where(values > 448.0, 448.0, tl.where(values < -448.0, -448.0, values)).to(tl.float8e4nv)
+    if _INTERPRETED:  # its cast does not know NaN
+        bits = tl.where(values == values, within.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+        return bits.to(tl.float8e4nv, bitcast=True)
+    else:
+        return within
+
+
+@triton.jit
 def round_at_random(values, random, TYPE: tl.constexpr):
     """fp32 rounded up or down by 32-bit words, in the row's type: `ops.random.stochastic_round`."""
     bits = values.to(tl.uint32, bitcast=True)
@@ -102,15 +117,14 @@ def round_at_random(values, random, TYPE: tl.constexpr):
         small = steps * 0.001953125
         small = tl.where(values < 0, -small, small)
         kept = tl.where(magnitude >= 0.015625, normal, small)
-        kept = tl.minimum(tl.maximum(kept, -448.0), 448.0)
-        return tl.where(finite, kept, float("nan")).to(tl.float8e4nv)
+        return _e4m3(tl.where(finite, kept, values))
     else:
         return values
 
 
 @triton.jit
 def round_to_nearest(values, TYPE: tl.constexpr):
-    """fp32 in the row's type, as `Tensor.to` rounds it: what e4m3 cannot hold becomes NaN."""
+    """fp32 in the row's type, as `Tensor.to` rounds it; what is beyond e4m3's 448 becomes that."""
     if _INTERPRETED:  # the interpreter's own casts to bf16 and e4m3 do not round to nearest
         bits = values.to(tl.uint32, bitcast=True)
         magnitude = tl.abs(values)
@@ -121,9 +135,9 @@ def round_to_nearest(values, TYPE: tl.constexpr):
             even = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
             small = (values * 512.0 + 12582912.0) - 12582912.0
             even = tl.where(magnitude < 0.015625, small * 0.001953125, even)
-            values = tl.where(magnitude <= 464.0, even, values)
+            values = tl.where(magnitude < 448.0, even, values)
     if TYPE == tl.float8e4nv:
-        return tl.where(tl.abs(values) <= 464.0, values, float("nan")).to(tl.float8e4nv)
+        return _e4m3(values)
     else:
         return values.to(TYPE)
 

@@ -1,0 +1,374 @@
+"""Row rules on the GPU: `tilerec/ops/rules.py`, each as jitted functions handed to one kernel.
+
+Nouns
+  bundle   a rule's two jitted functions, `terms` and `apply`, and how the host reads its numbers
+  numbers  h0 … h7: what a rule computes from `hyper` once per step, in float64, rounded to fp32 as PyTorch rounds a
+           Python number that meets a tensor
+  paces    e0, e1: numbers that depend on a table's update count (bias corrections, decayed learning rate)
+  mode     the rule's variant, known when the kernel is compiled
+
+Every function takes the same arguments, so that the kernel needs to know no rule:
+
+  terms(PHASE, g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (x0, x1)
+      what to sum over the row in this phase; x1 is 0.0 where the phase takes one sum
+  apply(g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (w, s0, s1, s2)
+
+g, w and element slots are fp32 [R, C]; row slots, the sums z and dim are [R, 1]. Slots and sums that a rule does not
+have are 0.0. WD: whether there is a decay. ROW_STEP: rows count their own updates in s2.
+
+The arithmetic is the reference's, operation by operation, rounded each time: division and square root are the exact
+ones, and the kernels are compiled without joining multiply and add. So elementwise results are its very bits, and what
+may differ is the order of row sums. These kernels wait for memory, not for arithmetic.
+
+Example, "sgd" with lr 0.1: g 0.5, w 1 -> 0.95.
+"""
+
+# ruff: noqa: RET505, SIM102 - branches of kernels are taken when they are compiled
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tilerec.ops.rules import Rule, make_rule
+
+
+@triton.jit
+def power(high, low, t_R1):
+    """`(high + low) ** t` in float64 for whole t (fp32) in [0, 2^31), by squaring."""
+    zero = t_R1 * 0.0  # fp32, as are the two numbers
+    base = (zero + high).to(tl.float64) + (zero + low).to(tl.float64)
+    t = t_R1.to(tl.int64)
+    result = (zero + 1.0).to(tl.float64)
+    for bit in tl.static_range(31):
+        result = tl.where(((t >> bit) & 1) != 0, result * base, result)
+        base = base * base
+    return result
+
+
+@triton.jit
+def no_terms(
+    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    return g, 0.0
+
+
+@triton.jit
+def store_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """w = g."""
+    return g, s0, s1, s2
+
+
+@triton.jit
+def sgd_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
+    if WD:
+        g = g + h1 * w
+    if MODE == 0:
+        return w - h0 * g, s0, s1, s2
+    else:
+        m = h2 * s0 + g
+        if MODE == 2:
+            return w - h0 * (g + h2 * m), m, s1, s2
+        else:
+            return w - h0 * m, m, s1, s2
+
+
+@triton.jit
+def adagrad_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h: -, weight decay, eps; e0: the decayed lr."""
+    if WD:
+        g = g + h1 * w
+    s = s0 + g * g
+    return w - e0 * tl.div_rn(g, tl.sqrt_rn(s) + h2), s, s1, s2
+
+
+@triton.jit
+def _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE: tl.constexpr):
+    s = s0 + tl.div_rn(z0, dim)
+    k = tl.div_rn(tl.zeros_like(s) + h0, tl.sqrt_rn(s) + h2)
+    if MODE == 1:
+        w = (1.0 - k * h1) * w
+    elif MODE == 2:
+        w = h3 * w
+    return w - k * g, s
+
+
+@triton.jit
+def row_wise_adagrad_terms(
+    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """Phase 0: g'^2; phase 1 (max_norm): the moved row's squares."""
+    if PHASE == 0:
+        if MODE == 1:
+            g = g + h1 * w
+        return g * g, 0.0
+    else:
+        moved, _ = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+        return moved * moved, 0.0
+
+
+@triton.jit
+def row_wise_adagrad_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h: lr, weight decay, eps, 1 - lr * weight decay. MODE: decay mode."""
+    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+    return moved, s, s1, s2
+
+
+@triton.jit
+def row_wise_adagrad_bounded_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """As above, and h4: the longest a row may be."""
+    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+    norm = tl.sqrt_rn(z1)
+    long = norm > h4
+    factor = tl.div_rn(tl.zeros_like(norm) + h4, tl.where(long, norm, 1.0))
+    return tl.where(long, moved * factor, moved), s, s1, s2
+
+
+@triton.jit
+def adam_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay.
+
+    e: lr / (1 - beta1^t), sqrt(1 - beta2^t); with ROW_STEP what fp32 leaves of beta1 and beta2. MODE 1: AdamW's decay.
+    """
+    if WD:
+        if MODE == 0:
+            g = g + h1 * w
+    m = h3 * s0 + h4 * g
+    v = h5 * s1 + h6 * (g * g)
+    if WD:
+        if MODE == 1:
+            w = w * h7
+    if ROW_STEP:
+        count = s2 + 1.0
+        c1 = (1.0 - power(h3, e0, count)).to(tl.float32)
+        c2 = (1.0 - power(h5, e1, count)).to(tl.float32)
+        rate = tl.div_rn(tl.zeros_like(c1) + h0, c1)
+        root = tl.sqrt_rn(c2)
+        return w - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + h2), m, v, count
+    else:
+        return w - e0 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), e1) + h2), m, v, s2
+
+
+@triton.jit
+def _update_of_moments(
+    g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1,
+    ROW_WISE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """u = m^ / (sqrt(v^) + eps) + wd w, the moments and the row's count."""
+    m = h3 * s0 + h4 * g
+    if ROW_WISE:
+        v = h5 * s1 + h6 * tl.div_rn(z0, dim)
+    else:
+        v = h5 * s1 + h6 * (g * g)
+    if ROW_STEP:
+        s2 = s2 + 1.0
+        c1 = (1.0 - power(h3, e0, s2)).to(tl.float32)
+        c2 = (1.0 - power(h5, e1, s2)).to(tl.float32)
+        u = tl.div_rn(tl.div_rn(m, c1), tl.sqrt_rn(tl.div_rn(v, c2)) + h2)
+    else:
+        u = tl.div_rn(tl.div_rn(m, e0), tl.sqrt_rn(tl.div_rn(v, e1)) + h2)
+    return u + h1 * w, m, v, s2
+
+
+@triton.jit
+def square_terms(
+    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    return g * g, 0.0
+
+
+@triton.jit
+def partial_row_wise_adam_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
+    u, m, v, count = _update_of_moments(
+        g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, True, WD, ROW_STEP
+    )
+    return w - h0 * u, m, v, count
+
+
+@triton.jit
+def lamb_terms(
+    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """MODE 0: w^2 and u^2. MODE 1 (one second moment per row): first g^2, then those."""
+    if MODE == 1 and PHASE == 0:
+        return g * g, 0.0
+    else:
+        u, _, _, _ = _update_of_moments(
+            g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, MODE == 1, WD, ROW_STEP
+        )
+        return w * w, u * u
+
+
+@triton.jit
+def lamb_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    u, m, v, count = _update_of_moments(
+        g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, MODE == 1, WD, ROW_STEP
+    )
+    if MODE == 1:
+        w_norm, u_norm = tl.sqrt_rn(z1), tl.sqrt_rn(z2)
+    else:
+        w_norm, u_norm = tl.sqrt_rn(z0), tl.sqrt_rn(z1)
+    both = (w_norm > 0) & (u_norm > 0)
+    ratio = tl.where(both, tl.div_rn(w_norm, tl.where(both, u_norm, 1.0)), 1.0)
+    return w - (h0 * ratio) * u, m, v, count
+
+
+@triton.jit
+def lars_terms(
+    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    return w * w, g * g
+
+
+@triton.jit
+def lars_apply(
+    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
+    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+):  # fmt: skip
+    """h: lr, weight decay, momentum, lr * trust."""
+    w_norm = tl.sqrt_rn(z0)
+    g_norm = tl.sqrt_rn(z1)
+    both = (w_norm > 0) & (g_norm > 0)
+    local = tl.div_rn(h3 * w_norm, tl.where(both, g_norm + h1 * w_norm, 1.0))
+    a = tl.where(both, local, h0)
+    m = h2 * s0 + a * (g + h1 * w)
+    return w - m, m, s1, s2
+
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A rule of this process: its functions and how its numbers are read off `hyper`."""
+
+    terms: Any
+    apply: Any
+    numbers: Callable[[Numbers], list[float]]
+    mode: Callable[[Numbers], int] = lambda h: 0
+    paces: Callable[[Numbers, int], tuple[float, float]] = lambda h, t: (0.0, 0.0)
+    keeps: bool = True  # rows whose gradient is not finite are left as they are
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rule with the numbers of one step, as kernels take them."""
+
+    bundle: Bundle
+    rule: Rule
+    numbers: tuple[float, ...]  # 8
+    kinds: tuple[int, int, int]  # per slot: 0 none, 1 one number per element, 2 one per row
+    sums: tuple[int, int]  # row sums of the two phases
+    mode: int
+    decays: bool
+    row_step: bool
+
+    def paces(self, t: int) -> tuple[float, float]:
+        """e0 and e1 of a table at update count `t`."""
+        return self.bundle.paces(self.rule.h, t)
+
+
+def ready(name: str, hyper: Sequence[float]) -> Ready:
+    """The bundle of a rule, its numbers read; raises what `make_rule` raises."""
+    rule = make_rule(name, hyper)
+    h, bundle = rule.h, _BUNDLES[name]
+    if name == "rowwise_adagrad" and rule.phases == 2:
+        bundle = _BOUNDED
+    numbers = bundle.numbers(h)
+    kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds]
+    sums = [rule.sums(phase) for phase in range(rule.phases)]
+    return Ready(
+        bundle, rule, (*numbers, *[0.0] * (8 - len(numbers))), (*kinds, *[0] * (3 - len(kinds))),  # type: ignore[arg-type]
+        (*sums, *[0] * (2 - len(sums))), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
+    )  # fmt: skip
+
+
+def _moments(h: Numbers) -> list[float]:
+    b1, b2, wd = h["beta1"], h["beta2"], h["weight_decay"]
+    return [h["lr"], wd, h["eps"], b1, 1 - b1, b2, 1 - b2, 1 - h["lr"] * wd]
+
+
+def _left_by_fp32(x: float) -> float:
+    """What is missing from `x` rounded to fp32."""
+    return x - float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+def _corrected(h: Numbers, t: int) -> tuple[float, float]:
+    if h["row_step"]:
+        return _left_by_fp32(h["beta1"]), _left_by_fp32(h["beta2"])
+    return 1 - h["beta1"] ** t, 1 - h["beta2"] ** t
+
+
+def _adam_paces(h: Numbers, t: int) -> tuple[float, float]:
+    c1, c2 = _corrected(h, t)
+    return (c1, c2) if h["row_step"] else (h["lr"] / c1, math.sqrt(c2))
+
+
+def _row_wise(h: Numbers) -> list[float]:
+    return [h["lr"], h["weight_decay"], h["eps"], 1 - h["lr"] * h["weight_decay"], h["max_norm"]]
+
+
+_ROW_WISE_MODE: Callable[[Numbers], int] = lambda h: int(h["decay_mode"])  # noqa: E731
+_BOUNDED = Bundle(row_wise_adagrad_terms, row_wise_adagrad_bounded_apply, _row_wise, _ROW_WISE_MODE)
+_BUNDLES = {
+    "store": Bundle(no_terms, store_apply, lambda h: [], keeps=False),
+    "sgd": Bundle(
+        no_terms,
+        sgd_apply,
+        lambda h: [h["lr"], h["weight_decay"], h["momentum"]],
+        lambda h: 0 if not h["momentum"] else 2 if h["nesterov"] else 1,
+    ),
+    "adagrad": Bundle(
+        no_terms,
+        adagrad_apply,
+        lambda h: [0.0, h["weight_decay"], h["eps"]],
+        paces=lambda h, t: (h["lr"] / (1 + (t - 1) * h["lr_decay"]), 0.0),
+    ),
+    "rowwise_adagrad": Bundle(row_wise_adagrad_terms, row_wise_adagrad_apply, _row_wise, _ROW_WISE_MODE),
+    "adam": Bundle(no_terms, adam_apply, _moments, lambda h: int(bool(h["decoupled"])), _adam_paces),
+    "partial_rowwise_adam": Bundle(square_terms, partial_row_wise_adam_apply, _moments, paces=_corrected),
+    "lamb": Bundle(lamb_terms, lamb_apply, _moments, paces=_corrected),
+    "partial_rowwise_lamb": Bundle(lamb_terms, lamb_apply, _moments, lambda h: 1, _corrected),
+    "lars_sgd": Bundle(
+        lars_terms,
+        lars_apply,
+        lambda h: [h["lr"], h["weight_decay"], h["momentum"], h["lr"] * h["trust"]],
+    ),
+}

@@ -1,0 +1,361 @@
+"""From ids to runs: every occurrence of a row gets a key, and one stable sort brings each row's together.
+
+Nouns
+  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
+  key          first key of the feature's table + id: all tables' rows in one ascending space, table after table
+  sentinel     the key after the last table's: no occurrence here, or an id that is no row (the lookup has told of it);
+               sorts behind everything
+  place        element at which the occurrence's gradient row begins
+  scale        what that row is multiplied by: sample weight / (mean pooling) length of the bag
+  run          sorted occurrences with one key: one row's gradients, in the order (feature, position)
+  chunk        CHUNK sorted occurrences that begin at a multiple of CHUNK; whole if all of one run
+  super-chunk  CHUNKS chunks, likewise
+
+How many occurrences there are is known on the device only (offsets lie there). The host knows a bound: as many times
+all ids as features read one bag at most, which is N where no two features share a key. Occurrences are packed in
+front, sentinels fill the rest.
+
+Long runs: a row with a million occurrences would be a million steps of one program. Chunks that are whole are summed
+by programs of their own, whole super-chunks from those sums, and the row's program adds the pieces in ascending order.
+There are no atomics, so a row's sum has the same bits every time. What it costs where no run is long: reading two keys
+per chunk.
+
+    keys   5 5 5 5 5 5 5 5 5 5 5 7    chunks of 4: [5 5 5 5] [5 5 5 5] [5 5 5 7]; the first two are whole, and the
+    program of row 5 adds partials[0], partials[1], then three rows
+
+What the sort costs: `torch.sort` is a library radix sort. It takes all bits of the key type, 8 at a time, and carries
+an int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key, where a sort of 24 bits with an int32
+payload would move 2 * 3 * (4 + 4), and one of int64 keys moves 2 * 8 * (8 + 8). Hence the narrowest key type that holds
+the rows. `sort_keys` is told the bits, so that another sort can take its place.
+
+Legend: F features, N occurrences (bound), T tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK, CHUNKS = 128, 64
+PER_FEATURE = 8
+"""Numbers a feature has in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
+bags."""
+PER_TABLE = 16
+"""Numbers a table has in its tensor (`update.py` gives them a meaning); number 0 is its first key, 1 its columns."""
+_POSITIONS = 512
+_INT16, _INT32 = 15, 31
+
+
+def key_type(bits: int) -> torch.dtype:
+    """The narrowest signed type that holds keys of so many bits."""
+    return torch.int16 if bits <= _INT16 else torch.int32 if bits <= _INT32 else torch.int64
+
+
+def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys ascending, and which occurrence each belonged to (int64); equal keys keep their order.
+
+    `bits`: of the largest key; keys have the `key_type` of it.
+    """
+    sorted_N, occurrence_N = torch.sort(keys_N, stable=True)
+    return sorted_N, occurrence_N
+
+
+@triton.jit(do_not_specialize=["features", "ids_count", "total", "sentinel"])
+def occurrence_keys(
+    ids, offsets, sample_weights, meta, keys, places, scales, features, ids_count, total, sentinel,
+    JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (c, f) writes keys, places and scales of feature f's occurrences c * BLOCK …, every so many; f = F writes
+    sentinels behind the last.
+
+    Each program adds up how many occurrences the features before it have: F numbers, read from cache. Every lane finds
+    its bag by bisection in the offsets: log2(bags) reads that neighbours share, whatever the lengths of the bags.
+
+    Example: two features of two bags, offsets (0, 2, 3, 3, 5): feature 1's first occurrence is number 3; position 3
+    lies behind offsets (3, 3) and before 5, so it belongs to the second of its bags.
+    """
+    f = tl.program_id(1)
+    before = tl.zeros((), tl.int64)
+    for first in range(0, f, FEATURES):
+        other = first + tl.arange(0, FEATURES)
+        take = other < f
+        begin = tl.load(meta + other * 8 + 2, mask=take, other=0)
+        count = tl.load(meta + other * 8 + 3, mask=take, other=0)
+        if JAGGED:
+            some = take & (count > 0)
+            last = tl.load(offsets + begin + count, mask=some, other=0).to(tl.int64)
+            start = tl.load(offsets + begin, mask=some, other=0).to(tl.int64)
+            start = tl.minimum(tl.maximum(start, 0), ids_count)
+            last = tl.minimum(tl.maximum(last, start), ids_count)
+            before += tl.sum(last - start, axis=0)
+        else:
+            before += tl.sum(count, axis=0)
+    step = tl.num_programs(0) * BLOCK
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if f == features:
+        for x in range(before, total, step):
+            q = x + lanes
+            tl.store(keys + q, tl.full((BLOCK,), sentinel, keys.dtype.element_ty), mask=q < total)
+    else:
+        first_key = tl.load(meta + f * 8)
+        rows = tl.load(meta + f * 8 + 1)
+        bag0 = tl.load(meta + f * 8 + 2)
+        bags = tl.load(meta + f * 8 + 3)
+        grad0 = tl.load(meta + f * 8 + 4)
+        stride = tl.load(meta + f * 8 + 5)
+        mean = tl.load(meta + f * 8 + 6)
+        bits = tl.load(meta + f * 8 + 7)
+        begin = bag0
+        count = bags
+        if JAGGED:
+            begin = tl.load(offsets + bag0, mask=bags > 0, other=0).to(tl.int64)
+            begin = tl.minimum(tl.maximum(begin, 0), ids_count)
+            last = tl.load(offsets + bag0 + bags, mask=bags > 0, other=0).to(tl.int64)
+            count = tl.minimum(tl.maximum(last, begin), ids_count) - begin
+        count = tl.minimum(count, total - before)
+        for x in range(tl.zeros((), tl.int64), count, step):
+            own = x + lanes
+            inside = own < count
+            p = begin + own
+            if JAGGED:
+                bag = tl.zeros((BLOCK,), tl.int64)
+                jump = tl.full((), 1, tl.int64) << bits
+                for _ in range(bits + 1):
+                    probe = bag + jump
+                    in_bags = inside & (probe < bags)
+                    starts = tl.load(offsets + bag0 + probe, mask=in_bags, other=0).to(tl.int64)
+                    bag = tl.where(in_bags & (starts <= p), probe, bag)
+                    jump = jump >> 1
+            else:
+                bag = own
+            id_ = tl.load(ids + p, mask=inside, other=-1).to(tl.int64)
+            key = tl.where((id_ >= 0) & (id_ < rows), first_key + id_, sentinel)
+            q = before + own
+            tl.store(keys + q, key.to(keys.dtype.element_ty), mask=inside)
+            tl.store(places + q, (grad0 + bag * stride).to(places.dtype.element_ty), mask=inside)
+            if WEIGHTED or MEANS:
+                scale = tl.full((BLOCK,), 1.0, tl.float32)
+                if WEIGHTED:
+                    scale = tl.load(sample_weights + p, mask=inside, other=0.0).to(tl.float32)
+                if MEANS:
+                    averaged = inside & (own * 0 + mean != 0)
+                    low = tl.load(offsets + bag0 + bag, mask=averaged, other=0).to(tl.int64)
+                    high = tl.load(offsets + bag0 + bag + 1, mask=averaged, other=1).to(tl.int64)
+                    scale = tl.div_rn(scale, (high - low).to(tl.float32))
+                tl.store(scales + q, scale, mask=inside)
+
+
+@triton.jit
+def table_of(meta, key, tables, STEPS: tl.constexpr):
+    """Which of the tables, ascending by first key, has the key (a tensor of keys, or one)."""
+    table = (key * 0).to(tl.int32)
+    for step in tl.static_range(STEPS):
+        probe = table + (1 << (STEPS - 1 - step))
+        fits = probe < tables
+        first = tl.load(meta + probe * 16, mask=fits, other=0)
+        table = tl.where(fits & (first <= key.to(tl.int64)), probe, table)
+    return table
+
+
+@triton.jit
+def gradient_rows(
+    occurrences, places, scales, grad, i, take, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
+):
+    """Scaled gradient rows [R, C] of the sorted occurrences `i`, fp32; zeros where not taken."""
+    q = tl.load(occurrences + i, mask=take, other=0)
+    place = tl.multiple_of(tl.load(places + q, mask=take, other=0).to(tl.int64), VEC)
+    g = tl.load(grad + (place[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(tl.float32)
+    if SCALED:
+        scale = tl.load(scales + q, mask=take, other=0.0)
+        g = g * scale[:, None]
+    return g
+
+
+@triton.jit(do_not_specialize=["total", "sentinel", "tables"])
+def sum_chunks(
+    keys, occurrences, places, scales, grad, partials, meta, total, sentinel, tables,
+    STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VEC: tl.constexpr, VEC_D: tl.constexpr,
+):  # fmt: skip
+    """Program c sums chunk c into `partials[c]` (fp32 [COLUMNS]) if it is whole."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    key = tl.load(keys + begin)
+    if (tl.load(keys + begin + CHUNK - 1) == key) & (key.to(tl.int64) < sentinel):
+        dim = tl.load(meta + table_of(meta, key, tables, STEPS) * 16 + 1)
+        columns = tl.arange(0, COLUMNS)[None, :]
+        inside = columns < tl.multiple_of(dim, VEC_D)
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for at in range(0, CHUNK, ROWS):
+            i = begin + at + tl.arange(0, ROWS)
+            take = i < total
+            sums += gradient_rows(occurrences, places, scales, grad, i, take, columns, inside, SCALED, VEC)
+        tl.store(
+            partials + tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(sums, axis=0)
+        )
+
+
+@triton.jit(do_not_specialize=["sentinel"])
+def sum_super_chunks(
+    keys, partials, supers, sentinel,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program s adds the partials of super-chunk s's chunks into `supers[s]` if it is whole."""
+    first = tl.program_id(0).to(tl.int64) * CHUNKS
+    key = tl.load(keys + first * CHUNK)
+    if (tl.load(keys + (first + CHUNKS) * CHUNK - 1) == key) & (key.to(tl.int64) < sentinel):
+        columns = tl.arange(0, COLUMNS)[None, :]
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for at in range(0, CHUNKS, ROWS):
+            chunk = first + at + tl.arange(0, ROWS)
+            sums += tl.load(partials + (chunk[:, None] * COLUMNS + columns))
+        tl.store(
+            supers + tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(sums, axis=0)
+        )
+
+
+@triton.jit
+def finish_run(
+    sums, key, i, keys, occurrences, places, scales, grad, partials, supers, total, inside,
+    levels, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """`sums` [COLUMNS] and what the run of `key` has from sorted occurrence `i` on.
+
+    In steps of up to ROWS pieces, the largest that fit: single occurrences up to the next chunk, whole chunks up to the
+    next super-chunk, whole super-chunks, and down again at the run's end.
+    """
+    lanes = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    going = (i < total) & (tl.load(keys + i, mask=i < total, other=-1) == key)
+    while going:
+        piece = tl.full((), 1, tl.int64)
+        until = total.to(tl.int64)
+        if levels >= 1:
+            until = tl.minimum(total, (i // CHUNK + 1) * CHUNK)
+            end = i + CHUNK - 1
+            fits = (i % CHUNK == 0) & (end < total)
+            if tl.load(keys + end, mask=fits, other=-1) == key:
+                piece = tl.full((), CHUNK, tl.int64)
+                until = total.to(tl.int64)
+                if levels >= 2:
+                    until = tl.minimum(total, (i // (CHUNK * CHUNKS) + 1) * (CHUNK * CHUNKS))
+                    end = i + CHUNK * CHUNKS - 1
+                    fits = (i % (CHUNK * CHUNKS) == 0) & (end < total)
+                    if tl.load(keys + end, mask=fits, other=-1) == key:
+                        piece = tl.full((), CHUNK * CHUNKS, tl.int64)
+                        until = total.to(tl.int64)
+        end_R = i + (lanes + 1) * piece - 1
+        take = end_R < until
+        take = take & (tl.load(keys + end_R, mask=take, other=-1) == key)
+        if piece == 1:
+            rows = gradient_rows(
+                occurrences, places, scales, grad, i + lanes, take, columns, inside, SCALED, VEC
+            )
+            sums += tl.sum(rows, axis=0)
+        elif piece == CHUNK:
+            at = (i // CHUNK + lanes) * PITCH
+            sums += tl.sum(tl.load(partials + at[:, None] + columns, mask=take[:, None], other=0.0), axis=0)
+        else:
+            at = (i // (CHUNK * CHUNKS) + lanes) * PITCH
+            sums += tl.sum(tl.load(supers + at[:, None] + columns, mask=take[:, None], other=0.0), axis=0)
+        i += tl.sum(take.to(tl.int64), axis=0) * piece
+        going = (i < total) & (tl.load(keys + i, mask=i < total, other=-1) == key)
+    return sums
+
+
+@dataclass(frozen=True)
+class Record:
+    """A gradient record as kernels read it: contiguous tensors, ids as they came."""
+
+    grad: Tensor
+    ids: Tensor
+    offsets: Tensor | None
+    sample_weights: Tensor | None
+    features: Tensor  # int64 [F, PER_FEATURE]
+    count: int  # F
+    means: bool
+    total: int  # N
+    vec: int  # every gradient row begins at a multiple of this
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Occurrences by key."""
+
+    keys: Tensor
+    occurrences: Tensor
+    places: Tensor
+    scales: Tensor | None
+    partials: Tensor | None
+    supers: Tensor | None
+    levels: int
+    pitch: int  # columns of a partial
+
+
+def sort_occurrences(
+    record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int]
+) -> Sorted:
+    """Keys, one sort, and sums of whole chunks.
+
+    tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns.
+    """
+    device, total = record.ids.device, record.total
+    bits = sentinel.bit_length()
+    keys = torch.empty(total, dtype=key_type(bits), device=device)
+    places = torch.empty(
+        total, dtype=torch.int32 if record.grad.numel() < 1 << 31 else torch.int64, device=device
+    )
+    scaled = record.means or record.sample_weights is not None
+    scales = torch.empty(total, dtype=torch.float32, device=device) if scaled else None
+    nothing = record.ids
+    programs = max(1, min(triton.cdiv(total, _POSITIONS), triton.cdiv(4096, record.count)))
+    occurrence_keys[(programs, record.count + 1)](
+        record.ids, nothing if record.offsets is None else record.offsets,
+        nothing if record.sample_weights is None else record.sample_weights, record.features, keys, places,
+        nothing if scales is None else scales, record.count, record.ids.numel(), total, sentinel,
+        JAGGED=record.offsets is not None, WEIGHTED=record.sample_weights is not None, MEANS=record.means,
+        FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
+    )  # fmt: skip
+    ordered, occurrences = sort_keys(keys, bits)
+    levels, partials, supers = 0, None, None
+    pitch = triton.next_power_of_2(max(dims))
+    rows = max(1, min(16, CHUNK, CHUNKS, 1024 // pitch))
+    warps = warps_of(rows * pitch)
+    if total >= 2 * CHUNK:
+        levels, chunks = 1, total // CHUNK
+        partials = torch.empty((chunks, pitch), dtype=torch.float32, device=device)
+        sum_chunks[(chunks,)](
+            ordered, occurrences, places, nothing if scales is None else scales, record.grad, partials, tables, total,
+            sentinel, table_count, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, ROWS=rows, COLUMNS=pitch,
+            VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        if total >= 2 * CHUNK * CHUNKS:
+            levels, count = 2, total // (CHUNK * CHUNKS)
+            supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
+            sum_super_chunks[(count,)](
+                ordered, partials, supers, sentinel, CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch,
+                num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch)
+
+
+def power_of_two(values: Sequence[int], most: int) -> int:
+    """The largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
+    divisor = math.gcd(most, *values)
+    return divisor & -divisor
+
+
+def steps_of(tables: int) -> int:
+    """How often to halve the tables to find one."""
+    return (tables - 1).bit_length()
+
+
+def warps_of(elements: int) -> int:
+    """Warps for a tile of so many fp32 numbers: one as long as it fits one warp's registers."""
+    return max(1, min(elements // 1024, 16))
