@@ -20,7 +20,9 @@ from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.reshard_2d import reshard_2d
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
 from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
@@ -289,6 +291,28 @@ def test_a_plan_is_of_the_parts_that_have_tables(sync: Any) -> None:
         configs = [GroupConfig(None, 2), GroupConfig(None, 4, paths=("ebc", "deep.ec"))]
         shard_2d(module, configs, group, ReplicaSettings(sync))
         assert (set(plan_of(module).plan), plan_of(module).world_size) == ({"ebc", "deep.ec"}, 4)
+
+    run_virtual_ranks(4, run)
+
+
+def test_the_plan_of_averaged_parts_stays_that_of_all_when_one_moves() -> None:
+    base = model()
+
+    def run(group: Group) -> None:
+        module = copy.deepcopy(base)
+        rows = {"ebc": row_wise(), "deep.ec": row_wise()}
+        two = shard_2d(
+            module, [GroupConfig(rows, 2), GroupConfig(rows, 4, paths=("deep.ec",))], group, AVERAGE
+        )
+        train(module, group, two, steps=1)
+        plan = {"ebc": {"a": table_wise(rank=1), "b": row_wise()}, "deep.ec": table_wise(rank=3)}
+        reshard_2d(module, two, plan, None, False, None, 0.0, Interrupts())
+        now = plan_of(module)
+        assert now.world_size is None
+        assert now.plan["ebc"]["a"].tiling == module.ebc._tables["a"].tiling
+        assert now.plan["deep.ec"]["c"].ranks == (3,)
+        assert now.plan["ebc"]["a"].ranks == (1,)
+        train(module, group, two, steps=1)
 
     run_virtual_ranks(4, run)
 

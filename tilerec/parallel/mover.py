@@ -368,7 +368,9 @@ def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
         parts = {inner: plan.plan.get(joined(path, inner), tables) for inner, tables in kept.plan.items()}
         report = plan.report if path == "" else None
         holder = model.get_submodule(path)
-        keep_plan(holder, ShardingPlan(parts, plan.world_size, plan.hosts, report=report))
+        # Averaged parts of several group sizes have no number of ranks together.
+        size = None if kept.world_size is None else plan.world_size
+        keep_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
 
 
 def said_of(error: BaseException) -> str:
