@@ -6,19 +6,25 @@ host behind the kernel; `raise_due` raises what has arrived. Each op calls it fi
 after the copy is done, with the message that the CPU gives; `raise_all` waits for what is under way.
 
   report   int64 [4]: 0 or 1 (taken), then three numbers that the kernel's op gives a meaning to
+  arrival  where a report goes on the host (pinned memory), and the event that says that it is there
 
 A kernel takes a report by `tl.atomic_cas(report, 0, 1) == 0` and only then writes the numbers: the first to come is
 told, and which one that is among several bad ids of one batch may differ from run to run.
 
-Under CUDA-graph capture nothing is copied: the report is kept, and looked at by the next call outside the capture.
+A report that came back untaken is as good as new. So a step fills and allocates nothing for its reports; all it pays
+is a copy of 32 bytes for each. They are used again on the stream where they were used before.
+
+Under CUDA-graph capture nothing is copied: the report is the graph's from then on, and every call outside of a capture
+has it looked at anew, so replays are looked at, too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,30 +32,54 @@ from torch import Tensor
 Raise = Callable[[int, int, int], None]
 SIZE = 4
 
+_BLOCK = 64  # reports that are made at a time
 
-@dataclass
-class _Sent:
-    """A report on its way to the host."""
+
+class _Arrival(NamedTuple):
+    numbers: Tensor
+    event: torch.cuda.Event
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A report that a kernel may have taken, and what is to be done then."""
 
     report: Tensor
-    arrived: Tensor  # pinned
-    event: torch.cuda.Event
     raise_: Raise
+    stream: int
+    in_graph: bool  # a replay may take it at any time
+    arrival: _Arrival | None = None  # while it is on its way
 
 
 @dataclass
 class _Device:
-    sent: deque[_Sent] = field(default_factory=deque)
-    captured: list[tuple[Tensor, Raise]] = field(default_factory=list)
+    """The reports of one device."""
+
+    free: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # by stream
+    own: set[int] = field(default_factory=set)  # addresses of reports that are used again
+    arrivals: list[_Arrival] = field(default_factory=list)
+    sent: deque[_Posted] = field(default_factory=deque)
+    in_graphs: list[_Posted] = field(default_factory=list)
 
 
 _LOCK = threading.Lock()
-_DEVICES: dict[torch.device, _Device] = {}
+_DEVICES: defaultdict[torch.device, _Device] = defaultdict(_Device)
 
 
 def new_report(device: torch.device) -> Tensor:
     """A report that is not taken."""
-    return torch.zeros(SIZE, dtype=torch.int64, device=device)
+    if _at_once(device):
+        return _made(1, device)[0]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with _LOCK:
+        state = _DEVICES[device]
+        free = state.free[stream]
+        if not free:
+            if torch.cuda.is_current_stream_capturing():
+                return _made(1, device)[0]
+            free.extend(_made(_BLOCK, device))
+            state.own.update(map(Tensor.data_ptr, free))
+        return free.pop()
 
 
 def post(report: Tensor, raise_: Raise) -> None:
@@ -57,50 +87,86 @@ def post(report: Tensor, raise_: Raise) -> None:
 
     On the CPU (interpreted kernels) that is at once.
     """
-    if report.device.type == "cpu":
+    device = report.device
+    if _at_once(device):
         _raise_if_taken(report, raise_)
         return
+    posted = _Posted(report, raise_, torch.cuda.current_stream(device).cuda_stream, False)
     with _LOCK:
-        waiting = _DEVICES.setdefault(report.device, _Device())
+        state = _DEVICES[device]
         if torch.cuda.is_current_stream_capturing():
-            waiting.captured.append((report, raise_))
-            return
-        waiting.sent.append(_send(report, raise_))
-
-
-def _send(report: Tensor, raise_: Raise) -> _Sent:
-    arrived = torch.empty(SIZE, dtype=torch.int64, device="cpu", pin_memory=True)
-    arrived.copy_(report, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(report.device))
-    return _Sent(report, arrived, event, raise_)
+            posted.in_graph = True
+            state.in_graphs.append(posted)
+        else:
+            _send(state, posted)
 
 
 def raise_due(device: torch.device) -> None:
     """Raise the error of a report that has arrived; never waits."""
-    if device.type == "cpu" or device not in _DEVICES or torch.cuda.is_current_stream_capturing():
+    if _at_once(device) or device not in _DEVICES or torch.cuda.is_current_stream_capturing():
         return
+    state = _DEVICES[device]
+    while (posted := _next_arrived(state)) is not None:
+        assert posted.arrival is not None
+        numbers, (report, raise_) = posted.arrival.numbers, (posted.report, posted.raise_)
+        taken = bool(numbers[0])
+        with _LOCK:
+            if not taken and not posted.in_graph and report.data_ptr() in state.own:
+                state.free[posted.stream].append(report)
+            if not taken:
+                state.arrivals.append(posted.arrival)
+            posted.arrival = None
+        if taken:
+            report.zero_()
+            _raise_if_taken(numbers, raise_)
     with _LOCK:
-        waiting = _DEVICES[device]
-        for report, raise_ in waiting.captured:
-            waiting.sent.append(_send(report, raise_))
-        due = []
-        while waiting.sent and waiting.sent[0].event.query():
-            due.append(waiting.sent.popleft())
-    for sent in due:
-        _raise_if_taken(sent.arrived, sent.raise_, sent.report)
+        for posted in state.in_graphs:
+            if posted.arrival is None:
+                _send(state, posted)
 
 
 def raise_all(device: torch.device) -> None:
     """Wait for the device's reports and raise the first that is taken."""
-    if device.type != "cpu":
+    if _at_once(device):
+        return
+    for _ in range(2):  # what is on its way; then those of graphs, as they are after it
         torch.cuda.synchronize(device)
         raise_due(device)
 
 
-def _raise_if_taken(arrived: Tensor, raise_: Raise, report: Tensor | None = None) -> None:
-    taken, a, b, c = arrived.tolist()
+def _next_arrived(state: _Device) -> _Posted | None:
+    """The first report under way, if it has arrived."""
+    with _LOCK:
+        if state.sent:
+            arrival = state.sent[0].arrival
+            assert arrival is not None
+            if arrival.event.query():
+                return state.sent.popleft()
+    return None
+
+
+def _send(state: _Device, posted: _Posted) -> None:
+    arrival = state.arrivals.pop() if state.arrivals else _Arrival(_host_numbers(), torch.cuda.Event())
+    arrival.numbers.copy_(posted.report, non_blocking=True)
+    arrival.event.record(torch.cuda.current_stream(posted.report.device))
+    posted.arrival = arrival
+    state.sent.append(posted)
+
+
+def _at_once(device: torch.device) -> bool:
+    """Whether kernels have run when their launch returns."""
+    return device.type == "cpu"
+
+
+def _made(count: int, device: torch.device) -> list[Tensor]:
+    return list(torch.zeros(count, SIZE, dtype=torch.int64, device=device).unbind())
+
+
+def _host_numbers() -> Tensor:
+    return torch.empty(SIZE, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+def _raise_if_taken(numbers: Tensor, raise_: Raise) -> None:
+    taken, a, b, c = numbers.tolist()
     if taken:
-        if report is not None:
-            report.zero_()
         raise_(a, b, c)
