@@ -14,13 +14,16 @@ from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
+from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
-from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType, Wire
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
+MIB = 2**20
 TYPES = [kind for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 WORLDS = [
     Topology(1, "cpu"),
@@ -176,10 +179,74 @@ def test_ordered_ids_and_uneven_rows_make_whole_tilings() -> None:
 
 
 def test_memory_that_is_reserved_is_not_used() -> None:
-    topology = Topology(2, hbm_cap=40 * 2**20)
+    topology = Topology(2, ddr_cap=0, hbm_cap=40 * 2**20)
     request = asked({"a": 100_000}, topology, {"a": ParameterConstraints(["table_wise"])})
     assert decide(request).found
     assert not decide(replace(request, reserved=20 * 2**20)).found
+
+
+def test_tables_that_device_memory_does_not_hold_lie_in_host_memory_behind_caches() -> None:
+    rows = {"a": 400_000, "b": 300_000, "c": 1000}
+    roomy = decide(asked(rows, Topology(2))).shardings()
+    assert all(sharding.kernel is EmbeddingComputeKernel.FUSED for sharding in roomy.values())
+    decision = decide(asked(rows, Topology(2, hbm_cap=64 * MIB)))
+    assert decision.found
+    assert (decision.solution.memory <= decision.instance.cap).all()
+    assert decision.solution.bound <= decision.solution.cost
+    kernels = {key: sharding.kernel for key, sharding in decision.shardings().items()}
+    assert EmbeddingComputeKernel.FUSED_UVM_CACHING in kernels.values()
+    # A small table that is read often stays where it is fast.
+    assert kernels["ebc.c"] is EmbeddingComputeKernel.FUSED
+    assert any("in host memory" in note for note in report_of(decision, decision.plan()).notes)
+
+
+def test_constraints_say_where_rows_lie_and_how_large_a_cache_is() -> None:
+    limits = {
+        "a": ParameterConstraints(
+            compute_kernels=["fused_uvm_caching"], cache_params=CacheParams("lfu", load_factor=0.05)
+        ),
+        "b": ParameterConstraints(compute_kernels=["fused_uvm"]),
+        "c": ParameterConstraints(compute_kernels=["fused", "fused_uvm_caching"]),
+    }
+    request = asked({"a": 100_000, "b": 100_000, "c": 100_000, "d": 100_000}, Topology(2), limits)
+    again = PlanRequest.from_json(request.to_json())
+    assert again.digest() == request.digest()
+    decision = decide(again)
+    found = decision.shardings()
+    kernels = [sharding.kernel.value for sharding in found.values() if sharding.kernel is not None]
+    assert kernels == ["fused_uvm_caching", "fused_uvm", "fused", "fused"]
+    assert found["ebc.a"].cache_params == CacheParams("lfu", load_factor=0.05)
+    assert found["ebc.c"].cache_params is None
+    weights = 100_000 * (64 * 4 + 4)
+    assert decision.solution.memory[:, 1].sum() == pytest.approx(2 * weights, rel=0.01)
+    # A cache of a twentieth, and none: the fewer lines, the more rows travel.
+    small, none = (decision.problem.model.missed[t] for t in (0, 1))
+    assert 0 < small < none
+
+
+def test_a_pinned_table_in_host_memory_takes_it_there() -> None:
+    pin = ParameterSharding(
+        "table_wise", "fused_uvm_caching", ranks=[1], cache_params=CacheParams(load_factor=0.1)
+    )
+    request = asked({"a": 100_000, "b": 10}, Topology(2), {"a": ParameterConstraints(sharding=pin)})
+    memory = decide(request).solution.memory
+    assert memory[1, 1] == pytest.approx(100_000 * (64 * 4 + 4), rel=0.01)
+    assert memory[0, 1] == 0
+
+
+def test_a_table_in_host_memory_needs_an_attached_optimizer() -> None:
+    limits = {"a": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': its compute_kernels .* takes an optimizer"):
+        asked([table("a", optimizer=None)], Topology(2), limits)
+    frozen = asked([table("a", optimizer=None, trained=False)], Topology(2), limits)
+    assert decide(frozen).found
+
+
+def test_on_a_cpu_there_is_one_memory() -> None:
+    limits = {"a": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
+    decision = decide(asked({"a": 1000}, Topology(2, "cpu"), limits))
+    assert not any(option.cached for option in decision.problem.options)
+    assert decision.shardings()["ebc.a"].kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 
 def test_the_report_adds_up_and_is_read_back() -> None:

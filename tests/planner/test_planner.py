@@ -149,10 +149,9 @@ def test_kernels_follow_the_attached_optimizer_and_the_constraints() -> None:
     assert kernel_of_item(pooled) == "fused"
     assert kernel_of_item(pooled, compute_kernels=["dense"]) == "dense"
     assert kernel_of_item(sequence) is None
-    with pytest.warns(UserWarning, match="'fused_uvm' is kept in the plan and has the effect of 'fused'"):
-        assert kernel_of_item(compute_kernels=["fused_uvm"]) == "fused_uvm"
-    with pytest.warns(UserWarning, match="'fused_uvm'"):
-        assert kernel_of_item(pooled, compute_kernels=["fused_uvm"]) == "fused_uvm"
+    assert kernel_of_item(pooled, compute_kernels=["fused_uvm"]) == "fused_uvm"
+    with pytest.warns(UserWarning, match="'key_value' is kept in the plan and has the effect of 'fused'"):
+        assert kernel_of_item(compute_kernels=["key_value"]) == "key_value"
 
 
 def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:
@@ -264,12 +263,12 @@ def test_a_model_without_tables_is_refused() -> None:
 def test_arguments_without_effect_warn() -> None:
     with pytest.warns(UserWarning, match="EmbeddingShardingPlanner: proposer, stats have no effect"):
         EmbeddingShardingPlanner(on_cpu(2), 512, proposer=GreedyProposer(), stats=[])
-    with pytest.warns(UserWarning, match=r"of the constraints, enforce_hbm \(of a, b\) has no effect"):
+    with pytest.warns(UserWarning, match=r"of the constraints, use_virtual_table \(of a, b\) has no effect"):
         EmbeddingShardingPlanner(
             on_cpu(2),
             constraints={
-                "a": ParameterConstraints(enforce_hbm=True),
-                "b": ParameterConstraints(enforce_hbm=True, min_partition=4),
+                "a": ParameterConstraints(use_virtual_table=True),
+                "b": ParameterConstraints(use_virtual_table=True, min_partition=4),
             },
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.workload import Skew
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
 from tilerec.spec.ranks import ranks_to_text, text_to_ranks
 from tilerec.spec.table import DataType
@@ -17,6 +18,7 @@ from tilerec.spec.tile import Tiling
 USED = (
     "sharding_types", "compute_kernels", "min_partition", "pooling_factors", "num_poolings", "batch_sizes",
     "is_weighted", "device_group", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "sharding", "skew",
+    "cache_params", "enforce_hbm",
 )  # fmt: skip
 """What planning reads; a planner warns of the others."""
 
@@ -27,14 +29,18 @@ class ParameterConstraints:
 
     Args:
         sharding_types: those allowed, in any order; all of them if None.
-        compute_kernels: those allowed; all of them if None. "dense" alone keeps the optimizers of sharders off the
-            table; a table with an attached optimizer is "fused".
+        compute_kernels: those allowed. "dense" alone keeps the optimizers of sharders off the table; a table with an
+            attached optimizer is "fused". "fused_uvm_caching" puts its rows into host memory behind a cache on its
+            rank's GPU, "fused_uvm" without one; beside "fused", where that is better. None: device memory, and host
+            memory behind a cache where the tables would not fit else.
         min_partition: least number of columns of a column tile.
         pooling_factors: ids per bag, for each feature (or one number for all); 1 if None, and the plan does not say.
         num_poolings, batch_sizes: lookups per sample, and samples per batch of a rank, for each feature; 1 and the
             planner's batch_size if None.
         is_weighted: ids have weights; those of a collection that says so have anyway.
-        cache_params, enforce_hbm, key_value_params, use_virtual_table: of tables that are not in device memory.
+        cache_params: of the table's cache, if its rows lie in host memory: a `CacheParams`, or a dict of its fields.
+        enforce_hbm: its rows lie in device memory, whatever is short.
+        key_value_params, use_virtual_table: of tables in stores of another library.
         stochastic_rounding, bounds_check_mode, output_dtype: of the table's lookups; said on the module and its
             optimizer here.
         feature_names: of the table; those of its config hold.
@@ -94,6 +100,8 @@ class ParameterConstraints:
                 raise ConfigError(
                     f"ParameterConstraints: {name} is {least!r}; it must be a whole number {what} from 1."
                 )
+        if isinstance(self.cache_params, Mapping):
+            fill("cache_params", CacheParams.from_json(self.cache_params))
         if self.feature_names is not None:
             fill("feature_names", tuple(self.feature_names))
         for name, meaning in (
@@ -133,6 +141,8 @@ class ParameterConstraints:
             ("device_group", str, "a kind of device such as 'cuda'"),
             ("with_table", str, "the name of a table"),
             ("skew", Skew, "a Skew, such as `tilerec stats` finds"),
+            ("cache_params", CacheParams, "a CacheParams"),
+            ("enforce_hbm", bool, "True or False"),
         ):
             given = getattr(self, name)
             if name == "is_weighted" and hasattr(given, "tolist"):
@@ -220,6 +230,8 @@ class ParameterConstraints:
                 value = [word.value for word in value]
             elif name in ("ranks", "hosts"):
                 value = ranks_to_text(value)
+            elif name == "cache_params":
+                value = value.to_json()
             elif name == "sharding":
                 if isinstance(value, Tiling):
                     value = ParameterSharding(ShardingType.EXPLICIT, tiling=value)

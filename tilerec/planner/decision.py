@@ -18,13 +18,16 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.workload import TableWork
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.solve import solve
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
 from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (
+    HOST_KERNELS,
     KERNELS_IN_USE,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -43,6 +46,7 @@ class Decision:
         pins: shardings that were given, by key.
         row: [T] the instance's table that each of the problem's tables is (a part of).
         solution: of the instance; of status FOUND, or there is no plan.
+        offload: device memory alone did not do, so host memory was tried, too.
     """
 
     request: PlanRequest
@@ -51,6 +55,7 @@ class Decision:
     instance: Instance
     row: Ints
     solution: Solution
+    offload: bool = False
 
     @property
     def found(self) -> bool:
@@ -81,7 +86,10 @@ class Decision:
                 continue
             t = free[table.key]
             made = self.problem.sharding(t, self.option(t), self.places(t), self.shares(t))
-            found[table.key] = _finished(made, table, limits, self.request.topology)
+            finished = _finished(made, table, limits, self.request.topology)
+            if self.problem.options[self.option(t)].cached:
+                finished = _behind_a_cache(finished, self.problem.tables[t], limits)
+            found[table.key] = finished
         return found
 
     def plan(self) -> ShardingPlan:
@@ -105,19 +113,27 @@ def decide(request: PlanRequest) -> Decision:
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    problem = problem_of(request, pins)
+    found = _decided(request, pins, offload=False)
+    if found.found or not request.may_offload():
+        return found
+    # Device memory alone does not do: tables may lie behind caches, where nobody said otherwise.
+    return _decided(request, pins, offload=True)
+
+
+def _decided(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool) -> Decision:
+    problem = problem_of(request, pins, offload)
     instance, row = together(_adapted(request, problem), request.groups(pins))
     solution = solve(instance, effort=request.effort) if instance.tables else _of_nothing(instance)
-    return Decision(request, pins, problem, instance, row, solution)
+    return Decision(request, pins, problem, instance, row, solution, offload)
 
 
-def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding]) -> Problem:
-    """The request's tables with their options, and what is taken already."""
+def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
+    """The request's tables with their options, and what is taken already; `offload` as in `PlanRequest.limits`."""
     topology = request.topology
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    return build(request.works(), topology, request.limits(pins), tilings, reserved=reserved)
+    return build(request.works(), topology, request.limits(pins, offload), tilings, reserved=reserved)
 
 
 def _of_nothing(instance: Instance) -> Solution:
@@ -181,6 +197,20 @@ def _finished(
     return finished
 
 
+def _behind_a_cache(
+    made: ParameterSharding, work: TableWork, limits: ParameterConstraints | None
+) -> ParameterSharding:
+    """The same, with rows in host memory."""
+    params = None if limits is None else limits.cache_params
+    if not work.load_factor:
+        return replace(made, compute_kernel=EmbeddingComputeKernel.FUSED_UVM)
+    return replace(
+        made,
+        compute_kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
+        cache_params=params or CacheParams(load_factor=work.load_factor),
+    )
+
+
 def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology) -> ShardingType:
     """The first allowed type that gives this tiling: rows over all ranks of one host go by several names."""
     tiling = made.tiling
@@ -209,7 +239,10 @@ def kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> Embed
     dense = EmbeddingComputeKernel.DENSE
     if not allowed:
         return table.kernel
-    updating = sorted((k for k in allowed if k is not dense), key=lambda k: k not in KERNELS_IN_USE)
+    # In host memory is what an option says, where there is a choice.
+    updating = sorted(
+        (k for k in allowed if k is not dense), key=lambda k: (k in HOST_KERNELS, k not in KERNELS_IN_USE)
+    )
     if table.kernel is None and dense in allowed:
         return None if updating else dense
     if not updating:

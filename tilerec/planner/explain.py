@@ -150,7 +150,7 @@ def explain(request: PlanRequest, table: str) -> Explanation:
             f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
         )
     free = _freed(request, key)
-    problem = problem_of(free, decision.pins)
+    problem = problem_of(free, decision.pins, decision.offload)
     notes = []
     if not _has(problem, decision, key):
         # Rows over more ranks than there are rows are only for who asks for them by name.

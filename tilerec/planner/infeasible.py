@@ -26,7 +26,7 @@ from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.spec.plan import EmbeddingComputeKernel, ShardingType
+from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ShardingType
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import MOST_BYTES, Topology
@@ -86,6 +86,10 @@ class _Search:
         self.decision, self.request = decision, decision.request
         self.instance, self.topology = decision.problem.instance, decision.request.topology
         self.tier = 1 if self.topology.compute_device == "cpu" else 0
+        self.main = self.tier
+        proof = decision.solution.proof
+        if proof is not None and proof.tier >= 0:
+            self.tier = proof.tier
         self.caps = self.instance.cap[:, self.tier]
         self.cap = int(self.caps.max())
         self.taken = self.instance.base_memory[:, self.tier]
@@ -191,7 +195,8 @@ class _Search:
 
     def _remedies(self) -> Iterator[Remedy]:
         for way in (
-            self._more_ranks, self._larger_cap, self._attached, self._bf16, self._other_types, self._unpinned,
+            self._more_ranks, self._larger_cap, self._host_memory, self._attached, self._bf16, self._other_types,
+            self._unpinned,
         ):  # fmt: skip
             found = way()
             if found is not None:
@@ -235,6 +240,8 @@ class _Search:
         """The least cap that fits, as near as tries go; what is reserved as a part of the memory grows with it."""
         request, proof = self.request, self.decision.solution.proof
         part = np.array(request.reserved_bytes(), np.int64) - request.reserved
+        if self.tier != self.main:
+            part = np.zeros_like(part)
         taken = self.taken - part
         wanted = max(-(-(self.need - int(part.sum())) // self.topology.world_size), int(taken.max()))
         if proof is not None and proof.table is not None:
@@ -284,6 +291,45 @@ class _Search:
         if int(self.caps.min()) < self.cap:
             changes = {name: None, f"{name}s": [max(cap, own) for own in self.caps.tolist()]}
         return replace(self.request, topology=replace(self.topology, **changes))
+
+    def _host_memory(self) -> Remedy | None:
+        """Rows in host memory behind caches, where constraints or too little of it stand in the way."""
+        request, topology = self.request, self.topology
+        if topology.compute_device == "cpu":
+            return None
+        bound = [
+            table.key
+            for table in request.tables
+            if table.optimizer is not None and _must_be_on_device(request.limits_of(table.key))
+        ]
+        freed = request
+        for key in bound:
+            freed = freed.with_constraint(key, enforce_hbm=None, compute_kernels=None)
+        some = ", ".join(f"'{name}'" for name in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+
+        def candidates() -> Iterator[tuple[str, PlanRequest]]:
+            if bound:
+                yield (
+                    f"rows in host memory behind a cache for {some}, without enforce_hbm and compute_kernels",
+                    freed,
+                )
+            work = Workload(request.works())
+            size = work.rows * (work.dim * (work.element + work.cell_state) + work.row_state)
+            each = int(size.sum()) // topology.world_size
+            for cap in (
+                _readable(each * 21 // 20),
+                _readable(each * 3 // 2),
+                _readable(int(size.max()) + each),
+            ):
+                if (topology.ddr_cap or 0) < cap < MOST_BYTES:
+                    larger = replace(topology, ddr_cap=cap, ddr_caps=None)
+                    yield (
+                        f"ddr_cap of {bytes_text(cap)} a rank instead of {bytes_text(topology.ddr_cap or 0)}, for rows "
+                        "in host memory behind caches",
+                        replace(freed, topology=larger),
+                    )
+
+        return self._first(candidates())
 
     def _attached(self) -> Remedy | None:
         """Tables without an attached optimizer have gradients as large as themselves."""
@@ -361,6 +407,14 @@ class _Search:
 
 
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
+
+
+def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
+    if limits is None or limits.sharding is not None:
+        return False
+    kernels = limits.kernels_allowed()
+    updating = [kernel for kernel in kernels if kernel is not EmbeddingComputeKernel.DENSE]
+    return bool(limits.enforce_hbm) or (bool(updating) and not set(HOST_KERNELS) & set(kernels))
 
 
 def _says(limits: ParameterConstraints) -> str:

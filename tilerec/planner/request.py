@@ -20,11 +20,17 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE, reads_of
 from tilerec.planner.cost.ways import COLUMN_SPLITS, GRIDS, MIN_PARTITION, Limits
-from tilerec.planner.cost.workload import Reads, TableWork
+from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, TableWork
 from tilerec.planner.tables import PlannedTable
 from tilerec.sharding.strategies import complete
 from tilerec.spec.optimizer import SGD, OptimizerSpec
-from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
+from tilerec.spec.plan import (
+    HOST_KERNELS,
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingType,
+    Wire,
+)
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import MOST_BYTES, Topology
@@ -111,6 +117,13 @@ class PlanRequest:
                 f"Table '{key}': none of the ranks that its constraints allow is on one of the hosts that they allow; "
                 "leave one of the two out."
             )
+        table = self.by_key[key]
+        if not self._storages(key, False)[0] and table.trained and table.optimizer is None:
+            raise ConfigError(
+                f"Table '{key}': its compute_kernels {[kernel.value for kernel in limits.kernels_allowed()]} keep rows "
+                "in host memory, which takes an optimizer that updates them in the backward pass; attach one "
+                "(apply_optimizer_in_backward, or a sharder's), or allow 'fused'."
+            )
         if limits.device_group is not None and limits.device_group != topology.compute_device:
             raise ConfigError(
                 f"Table '{key}': device_group is {limits.device_group!r} and the topology's device "
@@ -155,6 +168,7 @@ class PlanRequest:
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
+                    **_cache_of(limits),
                 )
             )
         return works
@@ -253,9 +267,35 @@ class PlanRequest:
             )
         return found[0]
 
-    def limits(self, pins: Mapping[str, ParameterSharding]) -> dict[str, Limits]:
-        """What the options of each table are restricted to."""
+    def may_offload(self) -> bool:
+        """Whether there are tables that may, and nobody said must, lie in host memory behind a cache."""
+        return any(ddr for _, ddr in self.topology.caps) and any(
+            (table.optimizer is not None or not table.trained)
+            and self._storages(table.key, True) != self._storages(table.key, False)
+            for table in self.tables
+        )
+
+    def _storages(self, key: str, offload: bool) -> tuple[bool, bool]:
+        """Whether a table may lie in device memory, and whether in host memory behind a cache."""
+        given = self.constraints.get(key)
+        if self.topology.compute_device == "cpu" or (given is not None and given.enforce_hbm):
+            return True, False
+        kernels = () if given is None else given.kernels_allowed()
+        if not kernels:
+            return True, offload
+        behind = any(kernel in HOST_KERNELS for kernel in kernels)
+        return any(kernel not in HOST_KERNELS for kernel in kernels), behind
+
+    def limits(self, pins: Mapping[str, ParameterSharding], offload: bool = False) -> dict[str, Limits]:
+        """What the options of each table are restricted to.
+
+        offload: tables of which nobody said where their rows lie may lie in host memory, too.
+        """
         found: dict[str, Limits] = {}
+        for table in self.tables:
+            on_device, cached = self._storages(table.key, offload)
+            if (cached or not on_device) and table.key not in pins:
+                found[table.key] = Limits(on_device=on_device, cached=cached)
         for key, given in self.constraints.items():
             if key in pins:
                 continue
@@ -271,7 +311,8 @@ class PlanRequest:
             if ShardingType.TABLE_COLUMN_WISE in types and ShardingType.COLUMN_WISE not in types and ranks:
                 ranks = self._on_one_host(ranks)
             if types or given.min_partition is not None or ranks is not None:
-                found[key] = Limits(types, given.min_partition, ranks)
+                limits = found.get(key, Limits())
+                found[key] = replace(limits, types=types, min_partition=given.min_partition, ranks=ranks)
         return found
 
     def _ranks(self, limits: ParameterConstraints) -> tuple[int, ...] | None:
@@ -498,6 +539,22 @@ def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
     pin = None if limits is None else limits.sharding
     own = pin.wire if isinstance(pin, ParameterSharding) else None
     return own or table.wire or Wire()
+
+
+def _cache_of(limits: ParameterConstraints | None) -> dict[str, Any]:
+    """Whether a table that is given by hand lies in host memory, and how many lines its cache would have."""
+    if limits is None:
+        return {}
+    pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None
+    kernels = limits.kernels_allowed() if pin is None else (pin.kernel,)
+    params = limits.cache_params if pin is None else pin.cache
+    load_factor = LOAD_FACTOR if params is None else params.load_factor
+    if (
+        EmbeddingComputeKernel.FUSED_UVM in kernels
+        and EmbeddingComputeKernel.FUSED_UVM_CACHING not in kernels
+    ):
+        load_factor = 0.0
+    return {"cached": pin is not None and pin.kernel in HOST_KERNELS, "load_factor": load_factor}
 
 
 def _data_type(name: str, word: object) -> DataType:
