@@ -19,8 +19,9 @@ from tilerec.parallel.load import FeatureLoad, Load, load_of
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.rebalance import Rebalanced, rebalance
 from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.helpers import row_wise
+from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
@@ -340,3 +341,55 @@ def test_bytes_of_a_move_are_those_that_travel() -> None:
     whole = Tiling.of("t", 10, 4, [(0, 10, 0, 4, 0)])
     assert moved_bytes(halves, whole, 4, topology) == 5 * 4 * 4
     assert moved_bytes(whole, whole, 4, topology) == 0
+
+
+@pytest.mark.parametrize("sync", ["exact", "average"])
+def test_parts_with_sharding_groups_of_their_own_sizes_are_planned_one_by_one(sync: Any) -> None:
+    """Two hot tables of either part lie on one rank; each part parts them over its own group."""
+    hot, cold = ["a", "b"], ["c", "d"]
+    torch.manual_seed(0)
+    base = torch.nn.ModuleDict(
+        {
+            path: EmbeddingBagCollection(
+                [EmbeddingBagConfig(200, 64, name, feature_names=[name]) for name in [*hot, *cold]]
+            )
+            for path in ("x", "y")
+        }
+    )
+    apply_optimizer_in_backward(SGD(lr=0.1), base.parameters())
+    one = {name: table_wise(rank=0 if name in hot else 1) for name in [*hot, *cold]}
+    whole = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in [*hot, *cold]}
+    lengths = torch.tensor([[40] * 64] * 2 + [[1] * 64] * 2).view(-1)
+
+    def live(group: Group) -> None:
+        model = copy.deepcopy(base)
+        configs = [GroupConfig({"x": one}, 2), GroupConfig({"y": one}, 4, paths=("y",))]
+        two_d = shard_2d(model, configs, group, ReplicaSettings(sync))
+        draw = torch.Generator().manual_seed(group.rank)
+        batch = KeyedJaggedTensor(
+            [*hot, *cold], torch.randint(200, (int(lengths.sum()),), generator=draw), lengths=lengths
+        )
+        for part in model.values():
+            part(batch)
+        vars(model)["_two_d"] = two_d  # as a DMPCollection keeps it
+        loads = load_of(model, reset=False)
+        assert set(loads.reads) == {(path, name) for path in ("x", "y") for name in [*hot, *cold]}
+        planner = EmbeddingShardingPlanner(Topology(2, "cpu"), constraints=whole)
+        found = rebalance(model, planner, step_seconds=10.0)
+        owners = {
+            (path, name): s.tiling.tiles()[0].owners
+            for path, name, s in found.plan.tables()
+            if s.tiling is not None
+        }
+        assert found.pays
+        assert found.moved is not None
+        now = {
+            (path, name): table.tiling for path, part in model.items() for name, table in part._tables.items()
+        }
+        assert now == {(path, name): s.tiling for path, name, s in found.plan.tables()} or sync == "exact"
+        for path in ("x", "y"):
+            assert owners[(path, "a")] != owners[(path, "b")]
+        with pytest.raises(ConfigError, match="load is a int"):
+            rebalance(model, planner, load=3)  # type: ignore[arg-type]
+
+    run_virtual_ranks(4, live)

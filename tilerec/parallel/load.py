@@ -9,6 +9,7 @@ Counted by every forward pass since `shard`, `reshard`, or the last look (`shard
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -55,8 +56,9 @@ class Load:
 
     @property
     def reads_per_rank(self) -> tuple[float, ...]:
-        """Ids that each rank looks up in a step, of all tables."""
-        return tuple(map(sum, zip(*self.reads.values(), strict=True)))
+        """Ids that each rank looks up in a step, of all tables; where tables lie on groups of several sizes, by the
+        rank's place in the group."""
+        return tuple(map(sum, itertools.zip_longest(*self.reads.values(), fillvalue=0.0)))
 
     @property
     def imbalance(self) -> float:
@@ -85,18 +87,20 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     """
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
     collections = sharded_collections(model, "load_of", two_d=True)
-    group = next(iter(collections.values())).exchange.group
-    own = {path: _counted(part, reset) for path, part in collections.items()}
-    everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
     features: dict[Name, tuple[FeatureLoad, ...]] = {}
     reads: dict[Name, tuple[float, ...]] = {}
     most = 0
-    for path, part in collections.items():
-        told = [facts[path] for facts in everyone]
-        steps = sum(steps for steps, _, _ in told)
-        most = max(most, *(steps for steps, _, _ in told))
-        turns = max(1.0, steps / group.size)
-        _add(path, part, told, turns, features, reads)
+    groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
+    for group in groups.values():  # several only where parts have sharding groups of their own
+        here = {path: part for path, part in collections.items() if part.exchange.group is group}
+        own = {path: _counted(part, reset) for path, part in here.items()}
+        everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
+        for path, part in here.items():
+            told = [facts[path] for facts in everyone]
+            steps = sum(steps for steps, _, _ in told)
+            most = max(most, *(steps for steps, _, _ in told))
+            turns = max(1.0, steps / group.size)
+            _add(path, part, told, turns, features, reads)
     return Load(most, features, reads)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -112,9 +112,11 @@ def rebalance(
 
     Args:
         model: as `reshard` takes it. Of a `DMPCollection`, one sharding group is planned for, by the load of all ranks
-            (where groups train apart: of rank 0's), and all groups follow.
+            (where groups train apart: of rank 0's), and all groups follow. Parts with groups of their own sizes are
+            planned one by one, and their steps added up.
         planner: with a topology (calibrated, for prices in this machine's seconds) and constraints; its batch size and
-            pooling factors are the measured ones. None: one for the model's own topology.
+            pooling factors are the measured ones. None: one for the model's own topology. A part of another size takes
+            its speeds and its constraints.
         horizon: steps in which the move must pay: until the next call, as a rule.
         least_gain: part of the step that a new plan must save: smaller ones are within the model's error.
         step_seconds: what the tables' part of a step takes now, as measured; predicted seconds are scaled to it. None:
@@ -130,6 +132,8 @@ def rebalance(
         ConfigError: the model is not sharded; an option makes no sense; what the planner or `reshard` refuse.
         PlannerError: no plan fits the memory of the planner's topology.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"rebalance: model is a {type(model).__name__}; wanted a sharded module.")
     outer = model
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
     two_d = vars(outer).get("_two_d")
@@ -139,25 +143,19 @@ def rebalance(
     outcome: tuple[str, Any]
     try:
         _check(planner, horizon, least_gain, step_seconds)
+        if not isinstance(measured, Load):
+            raise ConfigError(
+                f"rebalance: load is a {type(load).__name__}; wanted what load_of(model) returns."
+            )
         check_progress(progress)
         outcome = "", None
-        present, topology = _present(model, collections, two_d)
+        parts = _parts(model, collections, two_d)
         if group.rank == 0:
-            outcome = (
-                "",
-                _decided(
-                    model,
-                    collections,
-                    present,
-                    topology,
-                    planner,
-                    measured,
-                    horizon,
-                    least_gain,
-                    step_seconds,
-                    budget_bytes,
-                ),
-            )
+            found = [
+                _proposed(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
+                for part in parts
+            ]
+            outcome = "", _together(found, measured, horizon, least_gain, step_seconds)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}", error
     found = _of_rank_0(group, outcome)
@@ -169,22 +167,41 @@ def rebalance(
     return found
 
 
-def _present(
-    model: nn.Module, collections: dict[str, ShardedCollection], two_d: TwoD | None
-) -> tuple[ShardingPlan, Topology]:
-    """The plan to better, and its machines: in 2D parallelism, those of one sharding group."""
+Planned = tuple[dict[str, ShardedCollection], ShardingPlan, Topology]
+"""Collections that are planned for together, the plan to better, and its machines."""
+
+
+def _parts(model: nn.Module, collections: dict[str, ShardedCollection], two_d: TwoD | None) -> list[Planned]:
+    """In 2D parallelism: one sharding group of each part."""
     if two_d is None:
-        return (
-            present_plan(model, collections, "rebalance"),
-            next(iter(collections.values())).exchange.topology,
-        )
-    parts = [part for part in two_d.parts if part.paths]
-    if len(parts) != 1:
+        topology = next(iter(collections.values())).exchange.topology
+        return [(collections, present_plan(model, collections, "rebalance"), topology)]
+    return [
+        ({path: collections[path] for path in part.paths}, part.plan.group_plan, group_topology(part))
+        for part in two_d.parts
+        if part.paths
+    ]
+
+
+def _planner_for(
+    planner: EmbeddingShardingPlanner | None, own: Topology, tables: Sequence[PlannedTable], alone: bool
+) -> EmbeddingShardingPlanner:
+    """The user's, where it is for these ranks and these tables only; one like it for a part of several."""
+    if planner is None:
+        return EmbeddingShardingPlanner(own)
+    given = planner.topology
+    if alone and (given is None or given.world_size != own.world_size):
         raise ConfigError(
-            f"rebalance: the model has {len(parts)} parts with sharding groups of their own; plan each for the load "
-            "that load_of(model) tells, and reshard."
+            f"rebalance: the planner's topology is {given}, and the model's tables lie on {own.world_size} "
+            "ranks; pass EmbeddingShardingPlanner(topology=...) with one of these."
         )
-    return parts[0].plan.group_plan, group_topology(parts[0])
+    if alone:
+        return planner
+    if given is None or given.world_size != own.world_size:
+        given = own if given is None else replace(own, speeds=given.speeds)
+    said = {said for table in tables for path, name in table.names for said in (f"{path}.{name}", name)}
+    limits = {name: limit for name, limit in planner.constraints.items() if name in said}
+    return EmbeddingShardingPlanner(given, constraints=limits, effort=planner.effort)
 
 
 def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> None:
@@ -219,36 +236,36 @@ def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
 # ------------------------------------------------------------------------------------------------------ the decision
 
 
-def _decided(
-    model: nn.Module,
-    collections: dict[str, ShardedCollection],
-    present: ShardingPlan,
-    own: Topology,
-    planner: EmbeddingShardingPlanner | None,
-    load: Load,
-    horizon: int,
-    least_gain: float,
-    step_seconds: float | None,
-    budget: int | None,
-) -> Rebalanced:
-    if planner is None:
-        planner = EmbeddingShardingPlanner(own)
-    elif planner.topology is None or planner.topology.world_size != own.world_size:
-        raise ConfigError(
-            f"rebalance: the planner's topology is {planner.topology}, and the model's tables lie on {own.world_size} "
-            "ranks; pass EmbeddingShardingPlanner(topology=...) with one of these."
-        )
-    if not load.steps or not any(f.ids for own_ in load.features.values() for f in own_):
-        return Rebalanced(
-            load, 0.0, 0.0, 0.0, 0, horizon, False, "nothing was read since the last look", present
-        )
-    request = _request(planner, _tables(model, present), load)
+class Proposal(NamedTuple):
+    """For tables that are planned together: seconds of their step under the present plan and under the other one."""
+
+    before_s: float
+    after_s: float
+    move_s: float
+    move_bytes: int
+    present: ShardingPlan
+    plan: ShardingPlan
+
+    @property
+    def moves(self) -> bool:
+        return tilings_of(self.present) != tilings_of(self.plan)
+
+
+def _proposed(
+    model: nn.Module, part: Planned, planner: EmbeddingShardingPlanner | None, load: Load, alone: bool,
+    budget: int | None, least_gain: float,
+) -> Proposal:  # fmt: skip
+    collections, present, own = part
+    tables = _tables(model, present)
+    planner = _planner_for(planner, own, tables, alone)
+    if not load.steps or not any(
+        f.ids for path, name in tilings_of(present) for f in load.features[path, name]
+    ):
+        return Proposal(0.0, 0.0, 0.0, 0, present, present)
+    request = _request(planner, tables, load)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
     step = _Step(request)
-    scale = 1.0
     before = step(tilings_of(present))
-    if step_seconds:
-        scale = step_seconds / before
     proposed = planner.make(request)
     bytes_of_cell = _cells(collections)
     topology = request.topology
@@ -263,18 +280,41 @@ def _decided(
     after = step(tilings_of(proposed))
     loads = _move_loads(collections, ties, present, proposed, own)
     move_s, move_bytes = _price_of_move(loads, topology, own, budget)
+    return Proposal(before, after, move_s, move_bytes, present, replace(proposed, report=None))
+
+
+def _together(
+    proposals: Sequence[Proposal], load: Load, horizon: int, least_gain: float, step_seconds: float | None
+) -> Rebalanced:
+    """Parts of a step follow each other: what they take is added up. Those that would gain nothing stay."""
+    if len(proposals) > 1:
+        proposals = [
+            p
+            if p.after_s < p.before_s
+            else p._replace(after_s=p.before_s, move_s=0.0, move_bytes=0, plan=p.present)
+            for p in proposals
+        ]
+    before, after = sum(p.before_s for p in proposals), sum(p.after_s for p in proposals)
+    scale = step_seconds / before if step_seconds and before else 1.0
+    plan = proposals[0].plan
+    if len(proposals) > 1:
+        sizes = {p.plan.world_size for p in proposals}
+        paths = {path: tables for p in proposals for path, tables in p.plan.plan.items()}
+        plan = ShardingPlan(paths, sizes.pop() if len(sizes) == 1 else None)
     found = Rebalanced(
         load,
         scale * before,
         scale * after,
-        move_s,
-        move_bytes,
+        sum(p.move_s for p in proposals),
+        sum(p.move_bytes for p in proposals),
         horizon,
         False,
-        "",
-        replace(proposed, report=None),
+        "nothing was read since the last look",
+        plan,
     )
-    pays, why = _judged(found, least_gain, bool(loads))
+    if not before:
+        return found
+    pays, why = _judged(found, least_gain, any(p.moves for p in proposals))
     return replace(found, pays=pays, why=why)
 
 
@@ -312,6 +352,8 @@ def _tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable]:
     found = []
     for table in tables_of(model):
         path, name = table.names[0]
+        if path not in present.plan:  # of another part
+            continue
         found.append(replace(table, wire=present.plan[path][name].wire))
     return found
 
