@@ -1,6 +1,6 @@
 """Ids to rows: the hash op beside TorchRec's managed collision on CPU and a Python dictionary.
 
-    python benchmarks/hash.py [--peer PATH/TO/python] [--ids 10000000] [--batch 65536] [--rows 1049088]
+    python benchmarks/hash.py [--peer PATH/TO/python] [--ids 10000000] [--batch 65536] [--rows 1049088] [--device cuda]
 
 The claims: an id is looked up, and let in where it is new, in tens of nanoseconds, whatever the load; no two live ids
 share a row, where plain hashing (id modulo rows) lets a good part of the ids share one.
@@ -11,6 +11,10 @@ threads (on tables of their own), read-only find and a dictionary (which at load
 the stream in turns of 16 batches; medians over batches are printed. Before, a batch of the native op was compared with
 the reference, bit for bit; after, the tables of the numbers of threads with each other. TorchRec's
 `MCHManagedCollisionModule` (LFU) takes the first batches of the same stream from a table that was filled alike.
+
+With `--device cuda` tables on the GPU take the stream too, by the Triton kernels; their rows and state are compared
+with the native op's. Ids are on the GPU before the clock starts, and it stops when the GPU is done. "each" is
+`zch_assign_each_`, which waits for nothing in between.
 
 TorchRec's module keeps a sorted table and works every `eviction_interval` batches; a new id has the shared last row
 until then. Two intervals are shown, 1, as here, and 8; means over batches, since only every 8th does the work. Its
@@ -46,6 +50,7 @@ from tilerec.ops.hash import (
     Policy,
     empty_state,
     zch_assign_,
+    zch_assign_each_,
     zch_find,
 )
 
@@ -160,6 +165,70 @@ class Ours:
         return zch_find(ids_N, self.state, self.table)
 
 
+class OnGpu(Ours):
+    """A table on the GPU; every call ends when the GPU is done."""
+
+    def __init__(self, table: HashRange, each: bool) -> None:
+        super().__init__(table, 1)
+        self.each = each
+        self.state = HashState(*(values.cuda() for values in self.state))
+
+    def step(self, ids_N: Tensor) -> Any:
+        self.steps += 1
+        assign = zch_assign_each_ if self.each else zch_assign_
+        return self._done(assign(ids_N, self.state, self.table, step=self.steps, policy=Policy.LFU))
+
+    def find(self, ids_N: Tensor) -> Any:
+        return self._done(zch_find(ids_N, self.state, self.table))
+
+    def _done(self, result: Any) -> Any:
+        torch.cuda.synchronize()
+        return result
+
+
+class Gpu:
+    """The tables on the GPU, and the times of their batches."""
+
+    def __init__(self, table: HashRange) -> None:
+        self.sides = {"cuda": OnGpu(table, False), "cuda, each": OnGpu(table, True)}
+        self.fill: dict[str, float] = {}
+        self.times: dict[str, list[float]] = {}
+
+    def filled(self, filling: list[Tensor], ids: int) -> None:
+        batches = [ids_N.cuda() for ids_N in filling]
+        warm = {name: OnGpu(side.table, side.each) for name, side in self.sides.items()}
+        for side in warm.values():  # compiles
+            for work in (side.step, side.step, side.find):
+                work(batches[0])
+        for name, side in self.sides.items():
+            self.fill[name] = ids / sum(clock(lambda i=i, s=side: s.step(i))[0] for i in batches)
+
+    def turn(self, turn: list[Tensor], previous: list[Tensor], expected: list[Any]) -> None:
+        """A turn of batches; the rows must be those that the native op gave."""
+        batches, found = [ids_N.cuda() for ids_N in turn], [ids_N.cuda() for ids_N in previous]
+        for name, side in self.sides.items():
+            taken = [clock(lambda i=i, s=side: s.step(i)) for i in batches]
+            self.times.setdefault(name, []).extend(seconds for seconds, _ in taken)
+            finds = [clock(lambda i=i, s=side: s.find(i))[0] for i in found]
+            self.times.setdefault(f"find {name}", []).extend(finds)
+            for (_, mine), native in zip(taken, expected, strict=True):
+                if not torch.equal(mine.rows_N.cpu(), native.rows_N):
+                    raise SystemExit("The GPU and the native op differ; no times are printed.")
+
+    def compare(self, state: HashState) -> None:
+        for side in self.sides.values():
+            if not all(torch.equal(mine.cpu(), own) for mine, own in zip(side.state, state, strict=True)):
+                raise SystemExit("The GPU's table and the native op's differ; no times are printed.")
+
+    def lines(self, load: float, batch: int, shared: float) -> Iterator[Line]:
+        def speed(side: str) -> float:
+            return batch / statistics.median(self.times[side]) / 1e6
+
+        for name in self.sides:
+            yield Line(load, f"tilerec, {name}", self.fill[name] / 1e6, speed(name), shared, None)
+        yield Line(load, "tilerec, cuda, find only", None, speed("find cuda"), shared, None)
+
+
 def against_reference(ours: Ours, ids_N: Tensor) -> float:
     """Seconds of the reference for a batch, whose results are compared with the native op's."""
     table = ours.table
@@ -194,6 +263,7 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
     batches = options.ids // options.batch
     weights_U = work.weights()
     sides = {threads: Ours(table, threads) for threads in options.threads}
+    gpu = Gpu(table) if options.device == "cuda" else None
     dictionary = Dictionary(rows)
     fill: dict[str, float] = {}
     filling = work.fill()
@@ -201,6 +271,8 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
         fill[f"{threads}"] = work.filled / sum(
             clock(lambda i=ids_N, o=ours: o.step(i))[0] for ids_N in filling
         )
+    if gpu is not None:
+        gpu.filled(filling, work.filled)
     fill["dict"] = work.filled / sum(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in filling)
     first = next(iter(sides.values()))
     reference = against_reference(first, work.batch_ids(0, weights_U))
@@ -217,6 +289,8 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
             found = [clock(lambda i=ids_N, o=ours: o.find(i)) for ids_N in previous]
             times.setdefault(f"find {threads}", []).extend(seconds for seconds, _ in found)
             time.sleep(0.01)  # threads spin a little before they sleep; the next side must not feel that
+        if gpu is not None:
+            gpu.turn(turn, previous, [result for _, result in taken])
         evicted += sum(int((result.outcomes_N == Outcome.EVICTED).sum()) for _, result in taken)
         previous = turn
         crowded.append(shares(turn[-1], taken[-1][1].rows_N))
@@ -224,6 +298,9 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
     for ours in sides.values():
         if not all(torch.equal(mine, theirs) for mine, theirs in zip(ours.state, first.state, strict=True)):
             raise SystemExit("Tables of different numbers of threads differ; no times are printed.")
+
+    if gpu is not None:
+        gpu.compare(first.state)
 
     def speed(side: str) -> float:
         return options.batch / statistics.median(times[side]) / 1e6
@@ -234,6 +311,8 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
         name = f"tilerec, {_threads(threads)}"
         yield Line(load, name, fill[f"{threads}"] / 1e6, speed(f"{threads}"), share, evicted / ids)
         yield Line(load, f"{name}, find only", None, speed(f"find {threads}"), share, None)
+    if gpu is not None:
+        yield from gpu.lines(load, options.batch, share)
     yield Line(load, "tilerec, reference", None, options.batch / reference / 1e6, share, None)
     yield Line(load, "Python dict", fill["dict"] / 1e6, speed("dict"), 0.0, None)
     for interval, threads in PEERS if peer is not None else ():
@@ -278,11 +357,16 @@ def main() -> None:
     parser.add_argument(
         "--peer-batches", type=int, default=8, help="batches of the stream that TorchRec takes"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     if library() is None:
         raise SystemExit(str(status()))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no GPU here.")
     peer = Peer(options.peer) if Path(options.peer).exists() else None
     print(f"- machine: {platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}; {status()}")
+    if options.device == "cuda":
+        print(f"- GPU: {torch.cuda.get_device_name()}")
     if peer is None:
         print(f"- peer: none ({options.peer} is not there; TILEREC_PEER_PYTHON or --peer name another one)")
     else:
