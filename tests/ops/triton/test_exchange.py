@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.triton.gates import Gate, compiled
+from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
 from tilerec.ops import exchange as reference
 
@@ -23,6 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 NO_SLOTS = torch.empty(0, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with quick():
+        yield
 
 
 class Batch(NamedTuple):
@@ -365,3 +373,51 @@ def test_tensors_of_other_types_are_refused() -> None:
     with pytest.raises(RuntimeError):
         exchange.place_rows_(out, torch.ones(2), NO_SLOTS, [1], [2], [-1], [0], [2], [0])
     assert not out.any()
+
+
+# ---------------------------------------------------------------------------------------------------- as compiled
+
+
+def move_gate(name: str, number: str, width: int, pick: bool = False, adds: bool = False) -> Gate:
+    size = {"*i32": 4, "*fp32": 4, "*bf16": 2}[number]
+    columns, vec = min(width, 512 // size), 16 // size
+    constants = {"PICK": pick, "ADDS": adds, "HALF": size == 2, "ROWS": 4096 // size // columns, "COLUMNS": columns,
+                 "VEC": vec}  # fmt: skip
+    pointers = {"flat": number, "rows": number, "slots": "*i32", "table": "*i64", "report": "*i64"}
+    sizes = dict.fromkeys(["segments", "first_tile", "elements"], "i32")
+    return Gate(name, "tilerec.ops.triton.exchange:move_rows", pointers | sizes, constants)
+
+
+def route_gates() -> list[Gate]:
+    deal = dict.fromkeys(["told", "ids", "offsets", "entries", "layers", "cuts", "wire"], "*i64")
+    order = dict.fromkeys(["positions_V", "ids", "order_V", "lower"], "*i64")
+    order |= dict.fromkeys(["local_V", "numbers_V", "begun_T", "bags_V"], "*i32")
+    number = dict.fromkeys(["lengths_P", "slots_P", "numbers_V", "begun_T"], "*i32")
+    places, sizes, tile = {"places_V": "*u8"}, {"items": "i32", "parts": "i32"}, {"TILE": 256}
+    module = "tilerec.ops.triton.exchange"
+    return [
+        Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
+            ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),
+        Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes, tile),
+        Gate("number", f"{module}:number_bags", number | places | {"told": "*i64"} | sizes, tile),
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_rows_move_16_bytes_a_lane_and_nothing_spills() -> None:
+    moves = [
+        move_gate("pick", "*i32", 64, pick=True),
+        move_gate("place", "*i32", 128),
+        move_gate("add", "*fp32", 128, adds=True),
+        move_gate("add halves", "*bf16", 64, adds=True),
+    ]
+    found = compiled([*moves, *route_gates()])
+    for name, gate in found.items():
+        assert gate.spilled == 0, name
+        assert gate.registers <= 192, name
+    for gate in moves:
+        result = found[gate.name]
+        assert result.count("ld.global.v4.b32") == (16 if gate.constants["ADDS"] else 8), gate.name
+        assert result.count("st.global.v4.b32") == 8, gate.name
+        assert result.count("st.global.b32", "st.global.v2.b32", "st.global.b16") == 0, gate.name
+        assert result.shared <= 512, gate.name

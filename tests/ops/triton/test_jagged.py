@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.triton.gates import Compiled, Gate, compiled
+from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
 from tilerec.ops.jagged import REFERENCE, offsets_from_lengths
+from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 pytest.importorskip("triton")
 
@@ -21,6 +26,26 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS: dict[str, Callable[..., Any]] = jagged.kernels()
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@pytest.fixture
+def served() -> Iterator[None]:
+    """The ops are these kernels."""
+    library = torch.library.Library("tilerec", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once per process that a kernel is replaced
+        for name, kernel in KERNELS.items():
+            library.impl(name, kernel, "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
 LENGTHS = {
     "none": [],
     "all empty": [0, 0, 0],
@@ -28,7 +53,7 @@ LENGTHS = {
     "short": [2, 0, 1, 3, 0, 0, 5, 1, 0],
     "one long among many": [1, 0, 700, 2] + [1, 0, 3] * 120,
 }
-ITEMS = [(), (1,), (3,), (257,)]
+ITEMS = [(), (3,), (257,)]
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -133,11 +158,58 @@ def test_a_copys_transpose_is_what_autograd_gives() -> None:
     offsets, order = offsets_of(lengths), torch.tensor([6, 0, 3, 3, 8, 6])
     out_offsets = offsets_from_lengths(offsets.diff()[order])
     values = torch.randint(-9, 9, (sum(lengths), 3)).double().requires_grad_()
-    out = torch.ops.tilerec.select_segments(values, offsets, order, out_offsets, int(out_offsets[-1]))
-    grad = torch.randint(-9, 9, out.shape).double()
-    (wanted,) = torch.autograd.grad(out, values, grad)
+    bags = values.split(lengths)
+    grad = torch.randint(-9, 9, (int(out_offsets[-1]), 3)).double()
+    (wanted,) = torch.autograd.grad(torch.cat([bags[s] for s in order.tolist()]), values, grad)
     got = KERNELS["select_segments_backward"](grad, offsets, order, out_offsets, sum(lengths))
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("served")
+def test_the_other_transposes_are_what_autograd_gives() -> None:
+    """Through the dispatcher, so forward and backward are both the kernels."""
+    lengths = torch.tensor(LENGTHS["short"])
+    offsets, total = offsets_of(lengths.tolist()), int(lengths.sum())
+    inside = torch.arange(4) < lengths[:, None]
+    values = torch.randn(total, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    padded = torch.randn(9, 4, 3, dtype=torch.float64, requires_grad=True)
+    kept = torch.cat([torch.arange(length) < 4 for length in lengths.tolist()])
+    pairs = {
+        "jagged_to_padded": ((values, offsets, 4, 0.0), values, lambda: padded_by_hand(values, kept, inside)),
+        "segment_sum": (
+            (values, offsets), values, lambda: torch.stack([bag.sum(0) for bag in values.split(lengths.tolist())])
+        ),
+        "repeat_segments": ((rows, offsets, total), rows, lambda: rows.repeat_interleave(lengths, 0)),
+        "padded_to_jagged": (
+            (padded, offsets, total), padded, lambda: torch.zeros(total, 3).double().index_put((kept,), padded[inside])
+        ),
+    }  # fmt: skip
+    for name, (arguments, leaf, by_hand) in pairs.items():
+        out, expected = getattr(torch.ops.tilerec, name)(*arguments), by_hand()
+        torch.testing.assert_close(out, expected)
+        grad = torch.randn_like(out)
+        (got,) = torch.autograd.grad(out, leaf, grad)
+        (wanted,) = torch.autograd.grad(expected, leaf, grad)
+        torch.testing.assert_close(got, wanted)
+
+
+def padded_by_hand(values: Tensor, kept: Tensor, inside: Tensor) -> Tensor:
+    return torch.zeros(*inside.shape, 3).double().index_put((inside,), values[kept])
+
+
+@pytest.mark.usefixtures("served")
+def test_jagged_tensors_are_permuted_padded_and_differentiated_by_the_kernels() -> None:
+    lengths = torch.tensor([2, 0, 1, 1, 3, 0], dtype=torch.int32)
+    weights = torch.rand(7, requires_grad=True)
+    features = KeyedJaggedTensor(["a", "b", "c"], torch.arange(7), weights, lengths)
+    permuted = features.permute([2, 0, 2])
+    assert permuted.values().tolist() == [4, 5, 6, 0, 1, 4, 5, 6]
+    permuted.weights().sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [1, 1, 0, 0, 2, 2, 2]
+    bags = JaggedTensor(torch.arange(1, 4), lengths=torch.tensor([2, 0, 1]))
+    assert bags.to_padded_dense(2).tolist() == [[1, 2], [0, 0], [3, 0]]
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
@@ -204,6 +276,13 @@ def test_strided_arguments_are_read_as_they_are() -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
+def test_items_of_one_number_in_a_row_are_moved_and_summed() -> None:
+    lengths = LENGTHS["short"]
+    offsets, values = offsets_of(lengths), values_of((sum(lengths), 1))
+    same("segment_sum", values, offsets)
+    same("select_segments", values, offsets, torch.tensor([3, 0]), torch.tensor([0, 3, 5]), 5)
+
+
 def test_items_that_begin_anywhere_are_moved_in_words_that_fit() -> None:
     """Rows of 8 bytes that begin at an odd address."""
     values = torch.arange(49, dtype=torch.uint8)[1:].view(6, 8)
@@ -263,3 +342,84 @@ def test_the_selected_segment_that_is_not_there_is_named() -> None:
 def test_shapes_that_do_not_fit_are_refused_as_everywhere() -> None:
     with pytest.raises(InputError, match="segment_sum: offsets have shape"):
         KERNELS["segment_sum"](torch.rand(3), torch.empty(0, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------------------------------------- as compiled
+
+
+def copy_gate(name: str, mode: int, word: str, width: int) -> Gate:
+    tile, group, columns = jagged.tiles(width, {"*i64": 8, "*i32": 4}[word])
+    pointers = {"out": word, "values": word, "offsets": "*i64", "order": "*i64", "out_offsets": "*i64"}
+    sizes = dict.fromkeys(["items", "segments", "selected", "total", "length", "padding"], "i32")
+    constants = {"MODE": mode, "W": width, "TILE": tile, "GROUP": group, "COLUMNS": columns}
+    options = {"num_warps": 4 if width == 1 else 1}
+    return Gate(
+        name,
+        "tilerec.ops.triton.jagged:copy_items",
+        pointers | {"report": "*i64"} | sizes,
+        constants,
+        options=options,
+    )
+
+
+def sum_gate(name: str, number: str, width: int) -> Gate:
+    lanes = 512 // {"*fp32": 4, "*bf16": 2}[number]
+    constants = {
+        "W": width,
+        "SUM": "triton.language:float32",
+        "GROUP": lanes // width,
+        "COLUMNS": width,
+        "AHEAD": 8,
+    }
+    signature = {
+        "out": number,
+        "values": number,
+        "offsets": "*i64",
+        "report": "*i64",
+        "items": "i32",
+        "segments": "i32",
+    }
+    return Gate(name, "tilerec.ops.triton.jagged:sum_segments", signature, constants)
+
+
+def transpose_gate(name: str, number: str, width: int) -> Gate:
+    tile, group, columns = jagged.tiles(width, 4)
+    pointers = dict.fromkeys(["offsets", "order", "out_offsets", "first_copy", "copies", "report"], "*i64")
+    sizes = dict.fromkeys(["items", "segments", "selected", "total"], "i32")
+    constants = {
+        "W": width,
+        "SUM": "triton.language:float32",
+        "TILE": tile,
+        "GROUP": group,
+        "COLUMNS": columns,
+    }
+    signature = {"out": number, "grads": number} | pointers | sizes
+    return Gate(name, "tilerec.ops.triton.jagged:sum_copies", signature, constants)
+
+
+@pytest.fixture(scope="module")
+def gates() -> dict[str, Compiled]:
+    return compiled(
+        [
+            copy_gate("select ids", jagged.SELECT.value, "*i64", 1),
+            copy_gate("select rows", jagged.SELECT.value, "*i32", 64),
+            copy_gate("pad rows", jagged.PAD.value, "*i32", 128),
+            copy_gate("unpad rows", jagged.UNPAD.value, "*i32", 300),
+            sum_gate("sums", "*fp32", 128),
+            sum_gate("sums of halves", "*bf16", 64),
+            transpose_gate("copies", "*fp32", 64),
+        ]
+    )
+
+
+@pytest.mark.timeout(120)
+def test_rows_move_16_bytes_a_lane_in_registers(gates: dict[str, Compiled]) -> None:
+    for name, gate in gates.items():
+        assert gate.spilled == 0, name
+        assert gate.registers <= 128, name
+        assert gate.shared <= 512, name
+        if name != "select ids":
+            assert gate.count("ld.global.v4.b32") >= 8, name
+            assert gate.count("ld.global.b32", "ld.global.b16", "ld.global.v2.b32") == 0, name
+        if name.endswith("rows"):
+            assert gate.count("st.global.v4.b32") == 8, name

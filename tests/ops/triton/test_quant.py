@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.triton.gates import Gate, compiled
+from tests.ops.triton.interpreter import quick
+from tilerec.comms.codec import codec
 from tilerec.ops import quant as reference
 
 pytest.importorskip("triton")
@@ -17,6 +23,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 FORMATS = ["int8", "fp8"]
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with quick():
+        yield
+
+
 SEGMENTS = [
     [],
     [(0, 3)],
@@ -153,3 +167,59 @@ def test_segments_that_do_not_hold_the_rows_are_refused() -> None:
         quant.pack_segments(torch.zeros(5), [2], [2], "int8")
     with pytest.raises(AssertionError, match="unpack_segments: the segments hold 12 elements, the tensor 4"):
         quant.unpack_segments(torch.zeros(4, dtype=torch.int8), [2], [2], "int8", torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_wire_is_packed_by_the_kernels(format: str) -> None:
+    segments = [(2, 8), (3, 8), (1, 5)]
+    flat, own = rows_of(segments), codec(format)
+    wanted = own.encode(flat, segments)
+    served = torch.library.Library("tilerec", "IMPL")
+    called = []
+
+    def pack_segments(*arguments: object) -> Tensor:
+        called.append(arguments)
+        return quant.pack_segments(*arguments)  # type: ignore[arg-type]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once per process that a kernel is replaced
+        served.impl("pack_segments", pack_segments, "CPU", allow_override=True)
+        served.impl("unpack_segments", quant.unpack_segments, "CPU", allow_override=True)
+    wire = own.encode(flat, segments)
+    assert called
+    assert torch.equal(wire, wanted)
+    there = own.decode(wire, segments)
+    served._destroy()
+    assert torch.equal(there, own.decode(wanted, segments))
+
+
+def gate(kernel: str, fp8: bool, width: int, number: str = "*fp32") -> Gate:
+    rows, columns = quant.shapes(width)
+    signature = {"packed": "*u8" if fp8 else "*i8", "flat": number, "table": "*i64", "segments": "i32"}
+    constants = {"FP8": fp8, "ROWS": rows, "COLUMNS": columns, "VEC": 4, "BYTES_VEC": 4}
+    if kernel == "pack":
+        signature["largest"] = "fp32"
+        constants["WHOLE"] = width <= columns
+    return Gate(
+        f"{kernel} {fp8} {width} {number}", f"tilerec.ops.triton.quant:{kernel}", signature, constants
+    )
+
+
+@pytest.mark.timeout(120)
+def test_numbers_are_read_16_bytes_a_lane_and_bytes_4_at_a_time() -> None:
+    for name, result in compiled(
+        [gate("pack", False, 64), gate("pack", True, 128), gate("pack", True, 700), gate("unpack", False, 64),
+         gate("unpack", True, 128)]
+    ).items():  # fmt: skip
+        assert result.spilled == 0, name
+        assert result.registers <= 168, name
+        assert result.shared <= 256, name
+        wide = (result.count("ld.global.v4.b32"), result.count("st.global.v4.b32"))
+        assert wide == ((0, 8) if name.startswith("unpack") else (16 if "700" in name else 8, 0)), name
+        narrow = (
+            result.count("st.global.b8", "st.global.b16"),
+            result.count("ld.global.b8", "ld.global.b16"),
+        )
+        assert narrow == ((0, 1) if name.startswith("unpack") else (1, 0)), (
+            name
+        )  # the scale, by several lanes
