@@ -24,7 +24,7 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
-from tilerec.ops.upload import constant, upload
+from tilerec.ops.upload import constants, upload
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -377,8 +377,8 @@ class TableCollection(nn.Module):
             self._readers[k][min(size, len(self._readers[k]) - 1)] if k in self._readers else None
             for k in keys
         ]
-        last_K = constant([info.max if n is None else n - 1 for n in rows], ids.device)
-        first_K = constant([info.min if n is None else 0 for n in rows], ids.device)
+        last_K = constants([info.max if n is None else n - 1 for n in rows], ids.device)
+        first_K = constants([info.min if n is None else 0 for n in rows], ids.device)
         return torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import cached_lookup
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
-from tilerec.ops.upload import constant
+from tilerec.ops.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
@@ -81,7 +81,7 @@ class EmbeddingCollection(TableCollection):
                 self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
                 continue
             if lookup.keys != tuple(range(len(keys))):
-                order = constant(lookup.keys, own_ids.device)
+                order = constants(lookup.keys, own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(
                     own_ids, starts, order, own_starts, sum(own_sizes)

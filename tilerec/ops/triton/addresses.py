@@ -10,13 +10,12 @@ once and kept: while layout and memory stay the same, a step sends nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
+
+from tilerec.ops.upload import constants as constants
+from tilerec.ops.upload import upload as upload
 
 
 def distances(tensors: Sequence[Tensor]) -> list[int]:
@@ -51,18 +50,3 @@ def alignment(tensors: Sequence[Tensor], columns: Sequence[int]) -> int:
         while widest > 1 and (tensor.data_ptr() % (widest * size) or width % widest):
             widest //= 2
     return widest
-
-
-@functools.lru_cache(maxsize=512)
-def constants(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """An int64 tensor of these numbers on the device, made once per process; never write to it."""
-    return upload(values, device)
-
-
-def upload(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """An int64 tensor of these numbers on the device, on its way there without the host waiting for it."""
-    host = torch.tensor(values, dtype=torch.int64, device="cpu")
-    if device.type == "cpu":
-        return host
-    # Pinned memory is given out again only after the copy out of it has run.
-    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,67 @@
+"""One kernel, many tensors: distances, alignments, numbers on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tilerec.ops.triton.addresses import alignment, base, constants, distances, upload
+
+CPU = torch.device("cpu")
+
+
+def test_a_tensor_is_found_at_its_distance_from_the_base() -> None:
+    flat = torch.arange(100.0)
+    tensors = [flat[40:60], flat[:0], flat[8:20].view(3, 4), flat[60:]]
+    assert base(tensors) is tensors[0]
+    assert distances(tensors) == [0, 0, -32, 20]
+
+
+def test_tensors_of_separate_storages_lie_whole_elements_apart() -> None:
+    tensors = [torch.zeros(7), torch.zeros(5, 3), torch.zeros(1)]
+    for tensor, distance in zip(tensors, distances(tensors), strict=True):
+        assert tensors[0].data_ptr() + 4 * distance == tensor.data_ptr()
+
+
+def test_distances_count_from_the_first_tensor_that_has_memory() -> None:
+    flat = torch.zeros(30)
+    tensors = [torch.zeros(0, 4), flat[10:20], flat[:5]]
+    assert base(tensors) is tensors[1]
+    assert distances(tensors) == [0, 0, -10]
+    assert distances([torch.zeros(0, 4)]) == [0]
+
+
+def test_alignment_is_what_every_row_begins_at_a_multiple_of() -> None:
+    flat = torch.zeros(128)
+    assert alignment([flat[:48].view(4, 12), flat[64:96].view(4, 8)], [12, 8]) == 4
+    assert alignment([flat[:48].view(4, 12), flat[64:88].view(4, 6)], [12, 6]) == 2
+    assert alignment([flat[1:49].view(4, 12)], [12]) == 1
+    assert alignment([flat[2:50].view(4, 12)], [12]) == 2
+    assert alignment([flat[:9].view(3, 3)], [3]) == 1
+
+
+def test_alignment_is_16_bytes_at_most() -> None:
+    for dtype, most in (
+        (torch.float64, 2),
+        (torch.float32, 4),
+        (torch.bfloat16, 8),
+        (torch.float8_e4m3fn, 16),
+    ):
+        assert alignment([torch.zeros(4, 64).to(dtype)], [64]) == most
+
+
+def test_constants_are_made_once_and_uploads_every_time() -> None:
+    assert constants((1, 2, 2**40), CPU) is constants((1, 2, 2**40), CPU)
+    assert constants((), CPU).tolist() == []
+    assert constants((1, 2, 2**40), CPU).tolist() == [1, 2, 2**40]
+    one, other = upload([3, -1], CPU), upload([3, -1], CPU)
+    assert one.tolist() == other.tolist() == [3, -1]
+    one[0] = 5
+    assert other.tolist() == [3, -1]
+
+
+def test_arrays_are_uploaded_too() -> None:
+    sent = upload(np.array([3, 4], dtype=np.int64), CPU)
+    assert sent.dtype == torch.int64
+    assert sent.tolist() == [3, 4]
+    assert upload([], CPU).dtype == torch.int64
