@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilerec.modules.buckets import Buckets
+from tilerec.ops.backends import advise_huge_pages
+from tilerec.storage.flat import HUGE_FROM
 
 HASH_NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
 """Of the fields of `HashState`, in order."""
@@ -24,6 +27,14 @@ class StateView(ABC):
     @abstractmethod
     def take(self, own: Tensor, per_bucket: int, value: Tensor) -> None:
         """Write what a state dict holds for all buckets into this part of it."""
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """Zeros; on the CPU in large pages where there are many: ids come at random, and each touches one place of each."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if made.device.type == "cpu" and made.nbytes >= HUGE_FROM:
+        advise_huge_pages(made)  # best before they are first written
+    return made.zero_()
 
 
 def misfit(

@@ -34,7 +34,7 @@ from tilerec.modules.evict import Evicting
 from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats_of
 from tilerec.modules.id_place import IdPlace, place_of
 from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
-from tilerec.modules.id_state import HASH_NAMES, StateView, misfit
+from tilerec.modules.id_state import HASH_NAMES, StateView, misfit, zeros
 from tilerec.modules.kept_bags import jagged_with_rows
 from tilerec.ops.hash import HashRange, HashState, Policy, empty_state, zch_assign_, zch_buckets, zch_find
 from tilerec.ops.hash_checks import LONGEST
@@ -95,13 +95,14 @@ class ManagedCollisionModule(nn.Module):
         self.register_buffer("counts", torch.zeros(buckets.held, 0, dtype=torch.int64, device=device), False)
 
     def _empty(self, buckets: Buckets, device: torch.device | str | None) -> HashState:
-        return empty_state(
+        shapes = empty_state(
             buckets.held,
             buckets.slots,
             expires=self._policy is Policy.TTL,
             counters=2 * buckets.slots if self._threshold > 1 else 0,
-            device=device,
+            device="meta",
         )
+        return HashState(*(zeros(like.shape, like.dtype, device) for like in shapes))
 
     def _put(self, state: HashState) -> None:
         for name, tensor in zip(HASH_NAMES, state, strict=True):
@@ -524,10 +525,10 @@ class ManagedCollisionModule(nn.Module):
             )
         else:
             own = slice(first - old.first, last - old.first)
-            parts = {
-                name: tensor[own.start * per_bucket : own.stop * per_bucket].clone()
-                for name, (tensor, per_bucket) in self.parts().items()
-            }
+            parts = {}
+            for name, (tensor, per_bucket) in self.parts().items():
+                part = tensor[own.start * per_bucket : own.stop * per_bucket]
+                parts[name] = zeros(part.shape, part.dtype, part.device).copy_(part)
             self.become(new, parts, view)
         self._buckets, self._view = new, view
 

@@ -1,8 +1,8 @@
 """Sharders of modules with managed collision, by TorchRec's names: they speak of the tables inside of them.
 
-A sharder of `ManagedCollisionEmbeddingBagCollection` goes before one of `EmbeddingBagCollection` where a table is in such
-a module; where there is none, the latter speaks of those tables as of all others. Ids have nothing to say: their place
-depends on their bucket only, and numbers of rows travel as they are.
+A sharder of `ManagedCollisionEmbeddingBagCollection` goes before one of `EmbeddingBagCollection` where a table is in
+such a module; where there is none, the latter speaks of those tables as of all others. Ids have nothing to say: their
+place depends on their bucket only, and numbers of rows travel as they are.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts
 from tilerec.modules.id_resize import Resized, resized_map
-from tilerec.modules.id_state import HASH_NAMES
+from tilerec.modules.id_state import HASH_NAMES, zeros
 from tilerec.ops.hash import HashState
 from tilerec.sharding.buckets_view import BucketsView
 from tilerec.sharding.id_exchange import Ranges
@@ -138,7 +138,7 @@ def _spread(
         group,
         "new ids",
         lambda: {
-            name: (tensor.new_zeros(held * per_bucket, *tensor.shape[1:]), per_bucket)
+            name: (zeros((held * per_bucket, *tensor.shape[1:]), tensor.dtype, tensor.device), per_bucket)
             for name, (tensor, per_bucket) in parts.items()
         },
     )
