@@ -25,8 +25,8 @@ names = sorted({str(name) for name in torch._C._dispatch_get_all_op_names() if n
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k)] for k in ("CPU", "CUDA")}}))
 """
-# Torch's own kernels do these as they should on GPUs, or several tables' ops serve one table's.
-AS_THE_REFERENCE = {"offsets_from_lengths", "random_rows_"}
+# Torch's own kernels do these as they should on GPUs.
+AS_THE_REFERENCE = {"offsets_from_lengths"}
 
 
 def registered(cuda: str, **environment: str) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError
 from tilerec.ops.random import random_fill_reference_, random_words, stochastic_round
-from tilerec.ops.triton.random import random_fill_, round_at_random, round_to_nearest, words
+from tilerec.ops.triton.random import random_fill_, random_rows_, round_at_random, round_to_nearest, words
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run on the GPU here: see tests/cuda"
@@ -47,6 +47,21 @@ def test_a_tile_is_the_slice_of_the_whole_table() -> None:
     random_fill_(whole, [3, 4], 0, 0, "normal", 0.0, 1.0)
     random_fill_(tile, [3, 4], 5, 11, "normal", 0.0, 1.0)
     assert torch.equal(tile, whole[5:9, 11:18])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_rows_anywhere_are_those_of_the_whole_table(kind: str) -> None:
+    whole, some = torch.empty(9, 20), torch.empty(5, 7)
+    random_fill_(whole, [3, 4], 0, 0, kind, 0.0, 1.0)
+    rows = torch.tensor([7, 0, 0, 8, 3])
+    random_rows_(some, rows, [3, 4], 11, kind, 0.0, 1.0)
+    assert torch.equal(some, whole[rows, 11:18])
+    far = torch.tensor([2**40 + 1])
+    got, want = torch.empty(1, 4), torch.empty(1, 4)
+    random_rows_(got, far, [3, 4], 0, kind, 0.0, 1.0)
+    random_fill_(want, [3, 4], 2**40 + 1, 0, kind, 0.0, 1.0)
+    assert torch.equal(got, want)
+    random_rows_(torch.empty(0, 4), rows[:0], [3, 4], 0, kind, 0.0, 1.0)
 
 
 def test_tiles_the_kernel_does_not_write_go_to_the_reference() -> None:

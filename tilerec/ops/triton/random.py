@@ -29,7 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.library import LIBRARY
-from tilerec.ops.random import check_fill, random_fill_reference_
+from tilerec.ops.random import (
+    check_fill,
+    check_rows,
+    random_fill_reference_,
+    random_rows_reference_,
+)
 
 _M0 = tl.constexpr(0xD2511F53)
 _M1 = tl.constexpr(0xCD9E8D57)
@@ -144,10 +149,10 @@ def round_to_nearest(values, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "width", "row_offset", "k0", "k1"])
 def _fill(
-    out, rows, width, row_offset, column_offset, k0, k1, a, b,
-    NORMAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, places, rows, width, row_offset, column_offset, k0, k1, a, b,
+    PLACED: tl.constexpr, NORMAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS, COLUMNS] of initial values.
+    """A tile [ROWS, COLUMNS] of initial values, of rows from `row_offset` on or, if PLACED, of rows `places`.
 
     Columns begin at a multiple of 4 of the whole table, so that a program has both words of a normal pair.
     """
@@ -157,7 +162,10 @@ def _fill(
     inside = (row < rows) & (column >= 0) & (column < width)
     first = (column_offset - shift + tl.program_id(0).to(tl.int64) * COLUMNS) + tl.zeros((ROWS, 1), tl.int64)
     zero = tl.zeros((ROWS, 1), tl.int64)
-    random = words(row + row_offset, first, zero, zero + k0, zero + k1, ROWS, COLUMNS, True)
+    place = row + row_offset
+    if PLACED:
+        place = tl.load(places + row, mask=row < rows, other=0)
+    random = words(place, first, zero, zero + k0, zero + k1, ROWS, COLUMNS, True)
     u = (random >> 8).to(tl.int32)
     if NORMAL:
         radius, angle = tl.split(tl.reshape(u, (ROWS, COLUMNS // 2, 2)))
@@ -178,12 +186,34 @@ def random_fill_(
 ) -> None:
     """`tilerec/ops/random.py`: uniform values bit for bit, normal ones through the GPU's float64 functions."""
     check_fill(out, key, row_offset, column_offset, kind)
-    rows, width = out.shape
-    if out.dtype not in _TYPES or not out.is_contiguous() or rows >= 1 << 31:
+    if not _reads(out):
         random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
         return
+    _launch(out, None, key, row_offset, column_offset, kind, a, b)
+
+
+def random_rows_(
+    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
+) -> None:
+    """`tilerec/ops/random.py`; rows anywhere, as `random_fill_` makes them."""
+    check_rows(out, rows_R, key, column_offset, kind)
+    if not _reads(out):
+        random_rows_reference_(out, rows_R, key, column_offset, kind, a, b)
+        return
+    _launch(out, rows_R.contiguous(), key, 0, column_offset, kind, a, b)
+
+
+def _reads(out: Tensor) -> bool:
+    return out.dtype in _TYPES and out.is_contiguous() and out.shape[0] < 1 << 31
+
+
+def _launch(
+    out: Tensor, places: Tensor | None, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float,
+    b: float,
+) -> None:  # fmt: skip
     if not out.numel():
         return
+    rows, width = out.shape
     span = width + column_offset % 4
     columns = min(max(triton.next_power_of_2(span), 4), 256)
     block = 1024 // columns
@@ -191,11 +221,13 @@ def random_fill_(
         block *= 2
     grid = (triton.cdiv(span, columns), triton.cdiv(rows, block))
     _fill[grid](
-        out, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a), float(b),
-        NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+        out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
+        float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def register(key: str = "CUDA") -> None:
-    """Let the kernel serve `random_fill_` on devices of this dispatch key."""
+    """Let the kernel serve both ops on devices of this dispatch key."""
     LIBRARY.impl("random_fill_", random_fill_, key, allow_override=True)
+    LIBRARY.impl("random_rows_", random_rows_, key, allow_override=True)
