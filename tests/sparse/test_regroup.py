@@ -39,3 +39,39 @@ def test_keys_that_are_missing_or_ambiguous_are_refused() -> None:
     assert RegroupPlan.make([ONE, Columns(["x", "w"], [2, 1])], [["y", "w"]]).groups == (
         (Run(0, 2, 5), Run(1, 2, 3)),
     )
+
+
+def test_an_input_is_split_once_and_its_gradient_put_together_once() -> None:
+    """Runs that overlap, that are taken twice, and columns that no group takes."""
+    inputs = [Columns(["a", "b", "c", "d"], [2, 3, 1, 2]), Columns(["e", "f"], [1, 2])]
+    groups = [["d", "b", "e"], ["a", "b", "f", "d"], ["f"], ["e", "e"], []]
+    one = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    two = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    column = {
+        "a": one[:, 0:2],
+        "b": one[:, 2:5],
+        "c": one[:, 5:6],
+        "d": one[:, 6:8],
+        "e": two[:, :1],
+        "f": two[:, 1:],
+    }
+    outputs = RegroupPlan.make(inputs, groups).apply([one, two], 1)
+    expected = [torch.cat([column[key] for key in group], 1) if group else one[:, :0] for group in groups]
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(output, wanted)
+    grads = [torch.randn_like(output) for output in outputs]
+    got = torch.autograd.grad(outputs, [one, two], grads)
+    for one_grad, wanted in zip(got, torch.autograd.grad(expected, [one, two], grads), strict=True):
+        torch.testing.assert_close(one_grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_makes_one_tensor_as_large_as_the_input() -> None:
+    keys = [f"k{i}" for i in range(12)]
+    plan = RegroupPlan.make([Columns(keys, [4] * 12)], [keys[::2], keys[1::2]])
+    value = torch.randn(5, 48, requires_grad=True)
+    outputs = plan.apply([value], 1)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad([output.sum() for output in outputs], value)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::cat") == 1
+    assert "aten::slice_backward" not in calls
