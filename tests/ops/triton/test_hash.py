@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import warnings
@@ -44,8 +45,17 @@ from tests.ops.test_hash import (  # noqa: F401
 )
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
+from tilerec.modules import (
+    HashZchManagedCollisionModule,
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingBagCollection,
+)
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.hash import REFERENCE, Outcome, Policy, empty_state
 from tilerec.ops.hash_place import high, low, mixed
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import EmbeddingBagConfig
 
 pytest.importorskip("triton")
 
@@ -58,17 +68,22 @@ pytestmark = pytest.mark.skipif(
 KERNELS: dict[str, Callable[..., Any]] = kernels()
 
 
-@pytest.fixture(autouse=True)
-def _served_by_triton() -> Iterator[None]:
-    """The ops are these kernels, and the interpreter does nothing twice."""
+@contextlib.contextmanager
+def served_by(kernels_: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """The ops are these kernels."""
     served = torch.library.Library("tilerec", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once per process that a kernel is replaced
-        for name, kernel in KERNELS.items():
+        for name, kernel in kernels_.items():
             served.impl(name, kernel, "CPU", allow_override=True)
-    with quick():
-        yield
+    yield
     served._destroy()
+
+
+@pytest.fixture(autouse=True)
+def _served_by_triton() -> Iterator[None]:
+    with served_by(KERNELS), quick():
+        yield
 
 
 def ids_of_bucket(bucket: int, buckets: int, count: int) -> torch.Tensor:
@@ -274,6 +289,34 @@ def test_assigning_in_place_and_listing_are_one() -> None:
 )
 def test_policies_choose_whom_to_evict_with_these_kernels(policy: Policy, exponent: float, goes: int) -> None:
     test_hash.test_policies_choose_whom_to_evict(policy, exponent, goes)
+
+
+def trained_with_managed_collision() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    table = EmbeddingBagConfig(24, 4, "user", feature_names=["user"])
+    ids = HashZchManagedCollisionModule(24, "cpu", 4, eviction_policy_name="LRU_EVICTION")
+    users = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection([table]),
+        ManagedCollisionCollection({"user": ids}, [table]),
+        return_remapped_features=True,
+    )
+    apply_optimizer_in_backward(torch.optim.Adagrad, users.parameters(), {"lr": 0.1})
+    seen = []
+    for step in range(3):
+        values = torch.arange(12) * (step + 3) - 9
+        batch = KeyedJaggedTensor.from_lengths_sync(["user"], values, torch.full((4,), 3))
+        pooled, remapped = users(batch)
+        assert remapped is not None
+        seen += [pooled.values().detach(), remapped.values()]
+        pooled.values().square().sum().backward()
+    return seen + [value.detach() for value in users.state_dict().values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # few rows a bucket
+def test_managed_collision_over_these_kernels_trains_the_same() -> None:
+    mine = trained_with_managed_collision()
+    with served_by(REFERENCE):
+        equal(mine, trained_with_managed_collision())
 
 
 def test_ops_are_well_formed_with_these_kernels() -> None:
