@@ -594,6 +594,23 @@ def test_memory_while_tables_change_places_is_within_the_budget() -> None:
     assert table <= max(peaks) <= 2 * reports[0].extra_bytes
 
 
+def test_small_tables_share_storages_of_a_few_mib_which_are_free_when_they_have_moved() -> None:
+    names = [f"t{i}" for i in range(24)]  # 600 KiB a table
+    model_of = EmbeddingBagCollection(
+        [EmbeddingBagConfig(600, 256, name, feature_names=[name]) for name in names], device="meta"
+    )
+
+    def live(group: Group) -> None:
+        model = shard(
+            copy.deepcopy(model_of), {name: ParameterSharding("data_parallel") for name in names}, group
+        )
+        sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert 1 < len(sizes) < len(names)
+        assert max(sizes.values()) <= 5 << 20
+
+    run_virtual_ranks(2, live)
+
+
 def test_a_budget_that_is_too_small_is_refused_with_what_it_takes_and_that_much_does() -> None:
     model_of = base(Adam(lr=0.1))
 

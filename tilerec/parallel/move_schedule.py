@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tilerec.errors import ConfigError
 from tilerec.parallel.move_order import order_of
 from tilerec.parallel.transit import Load, directions, sent_by_rank
@@ -76,7 +78,24 @@ def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
         )
     transit = max(least, min(transit, budget - single))
     order = order_of(before, after, budget - transit)
-    return Schedule(max(1, transit // (2 * peers)), order.batches, single + transit)
+    return Schedule(
+        max(1, transit // (2 * peers)), order.batches, _extra(before, after, order.batches) + transit
+    )
+
+
+def _extra(
+    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
+) -> int:
+    """The most that a rank holds beyond the larger of what it has before and after."""
+    before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
+    if not len(before):
+        return 0
+    held, most = before.sum(0), 0
+    room = np.maximum(held, after.sum(0))
+    for batch in map(list, batches):
+        most = max(most, int((held + after[batch].sum(0) - room).max()))
+        held = held + (after[batch] - before[batch]).sum(0)
+    return most
 
 
 def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds: Speeds) -> float:

@@ -151,11 +151,11 @@ def rebalance(
         outcome = "", None
         parts = _parts(model, collections, two_d)
         if group.rank == 0:
-            found = [
+            proposals = [
                 _proposed(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
                 for part in parts
             ]
-            outcome = "", _together(found, measured, horizon, least_gain, step_seconds)
+            outcome = "", _together(proposals, measured, horizon, least_gain, step_seconds)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}", error
     found = _of_rank_0(group, outcome)

@@ -52,6 +52,9 @@ from tilerec.storage.table_rows import TableRows
 APART_FROM = 1 << 20
 """Bytes of a rank's tiles of a table from which they have a storage of their own."""
 
+TOGETHER_UP_TO = 4 << 20
+"""Bytes, about, of a storage that smaller tables share."""
+
 # Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
 # `torch.compiler.disable` does the same, but imports the compiler with the package.
 _eager = torch._disable_dynamo
@@ -610,11 +613,13 @@ def _memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
     seen: Set[int] = frozenset(), hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Memory of this rank's tiles, side by side in one storage per data type and device.
+    """Memory of this rank's tiles, side by side in storages of one data type and device.
 
-    Large tables have a storage each: one of them can move, and its memory is free.
+    Large tables have a storage each: one of them can move, and its memory is free. Small ones share storages of a few
+    MiB, each of which is free when the tables in it have moved.
     """
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, table in module._tables.items():
         if (
             isinstance(table, ShardedTable) or id(table.rows) in seen
@@ -626,8 +631,11 @@ def _memory(
             where = torch.device("cpu")
         held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
         own = held or [(0, tiling.dim)]
-        apart = sum(rows * width for rows, width in own) * weight.element_size() >= APART_FROM
-        key = (weight.dtype, where, name if apart else "")
+        size = sum(rows * width for rows, width in own) * weight.element_size()
+        apart = size >= APART_FROM
+        filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
+        shared = f"\0{filled[weight.dtype, where] // TOGETHER_UP_TO}"  # a name that no table has
+        key = (weight.dtype, where, name if apart else shared)
         shapes.setdefault(key, []).extend((name, shape) for shape in own)
     places: dict[str, list[Tensor]] = {}
     for (dtype, where, _), group in shapes.items():
