@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +25,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from tests.ops.triton.gates import Compiled, Gate, compiled
+from tests.ops.triton.gates import ROOT, Compiled, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.ops.triton import library, lookup
 from tilerec.ops.triton.rows import group_rows, tile_width
@@ -471,6 +474,13 @@ def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
     ):
         case.run()
     assert replace(case, tables=[0], keys=[0], means=[0]).run().shape == (2, 3)
+
+
+def test_modules_and_torchs_checks_of_operators_pass_when_the_kernels_serve_them() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("serve_cpu.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.stdout == "ok\n", done.stderr[-3000:]
 
 
 # -- what is compiled
