@@ -18,6 +18,7 @@ from tilerec import (
     CacheAlgorithm,
     CacheParams,
     ConfigError,
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -30,6 +31,7 @@ from tilerec import (
     flush_caches,
     uncache_tables,
 )
+from tilerec.modules.cached_tables import rows_below, set_cache
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import resize_table
 from tilerec.spec.optimizer import (
@@ -191,6 +193,41 @@ def test_pooled_weighted_and_sequence_modules(make: Callable[..., Any], weighted
     assert_same(plain, other)
 
 
+def test_lines_for_batches_in_flight_only() -> None:
+    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    rng = random.Random(20)
+    for _ in range(8):
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)
+    stats = other.cache_stats()["a"]
+    assert (stats.misses, stats.evictions) == (stats.conflict_misses, 0)
+
+
+@pytest.mark.parametrize("spec", [SGD(0.1), RowWiseAdagrad(0.1)], ids=_name)
+def test_rows_of_eight_bits(spec: OptimizerSpec) -> None:
+    plain, other = (ebc(spec, data_type=DataType.FP8) for _ in range(2))
+    cache_tables(other, 0.15)
+    rng = random.Random(21)
+    for _ in range(3):
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def test_weights_of_samples_have_gradients_where_the_table_is_frozen() -> None:
+    plain, other = ebc(None, weighted=True), cache_tables(ebc(None, weighted=True), 0.15)
+    kjt, grads = batch(random.Random(22), weighted=True), []
+    for module in (plain, other):
+        module.requires_grad_(False)
+        own = kjt.weights().clone().requires_grad_()
+        step(module, KeyedJaggedTensor.from_lengths_sync(KEYS, kjt.values(), kjt.lengths(), own))
+        grads.append(own.grad)
+    assert grads[0] is not None
+    assert torch.equal(grads[0], grads[1])
+
+
 @pytest.mark.parametrize("keys", [["f", "g", "h"], ["h", "f", "g"]])
 def test_variable_batches(keys: list[str]) -> None:
     plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
@@ -208,9 +245,17 @@ def test_variable_batches(keys: list[str]) -> None:
     assert_same(plain, other)
 
 
+def _spare_only(module: Any) -> Any:
+    """Tables whose rows are in lines only as long as their batch is in flight."""
+    for table, rows in list(rows_below(module)):
+        set_cache(table, rows, None, None)
+    return module
+
+
 def _interleaved(rng: random.Random, depth: int, algorithm: CacheAlgorithm, make: Callable[..., Any]) -> None:
     """Batches are prefetched up to `depth` ahead of their forward, at random moments, and disturbed."""
-    plain, other = make(Adam(0.1)), cache_tables(make(Adam(0.1)), rng.choice([0.01, 0.15, 0.4]), algorithm)
+    plain, factor = make(Adam(0.1)), rng.choice([0.0, 0.01, 0.15, 0.4])
+    other = cache_tables(make(Adam(0.1)), factor, algorithm) if factor else _spare_only(make(Adam(0.1)))
     batches = [batch(rng, samples=rng.choice([0, 1, 9, 25])) for _ in range(14)]
     ahead = 0
 
@@ -606,6 +651,35 @@ def test_no_memory_for_the_lines_is_told_in_bytes(monkeypatch: pytest.MonkeyPatc
     message = r"Table 'a': no memory on cpu for 64 cache lines of 32 bytes"
     with torch.no_grad(), pytest.raises(ConfigError, match=message):
         module(kjt)
+
+
+def test_without_memory_beside_the_lines_for_more_of_them_the_cache_is_emptied_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.1)
+    rng, cat = random.Random(23), torch.cat
+    failed = []
+
+    def full(tensors: Any, *rest: Any, **more: Any) -> Tensor:
+        lines = other.embedding_bags["a"].rows.cache._made.lines
+        if any(
+            tensor is own for tensor in tensors for own in lines[1:]
+        ):  # the second one, when the first is longer
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        return cat(tensors, *rest, **more)
+
+    kjt = batch(rng)
+    other.prefetch(kjt)
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    monkeypatch.setattr(cached.torch, "cat", full)
+    for _ in range(3):
+        kjt = batch(rng, samples=30)
+        other.prefetch(kjt)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert failed
+    monkeypatch.undo()
+    assert_same(plain, other)
 
 
 def test_empty_batches_and_many_forwards_without_backward() -> None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient import _add, bag_starts, pooled_blocks
 from tilerec.ops.lookup import _reach, raise_bad_id
+from tilerec.ops.upload import upload
 from tilerec.storage.placed import Placed, per_table, place
 from tilerec.storage.table_rows import TableRows
 
@@ -101,7 +102,7 @@ class _CachedLookup(torch.autograd.Function):
         placed = batch.place()
         features = list(range(len(batch.tables)))
         if placed.offsets is None:
-            starts = torch.tensor([*placed.starts, placed.ids.numel()], device="cpu").to(placed.ids.device)
+            starts = upload([*placed.starts, placed.ids.numel()], placed.ids.device)
             out, ticket = torch.ops.tilerec.sequence_lookup(
                 placed.weights, _NO_SINKS, placed.ids, starts, batch.tables, batch.dtype, batch.names
             )

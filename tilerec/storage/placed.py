@@ -82,7 +82,7 @@ def segments_of(
     # Features without bags may begin anywhere.
     first = [start if count else 0 for start, count in zip(starts, bags, strict=True)]
     edges = torch.tensor([*first, *[s + b for s, b in zip(first, bags, strict=True)]], dtype=torch.int64)
-    bounds = offsets[edges.to(offsets.device)].tolist()
+    bounds = offsets[edges.to(offsets.device)].tolist()  # waits anyway
     return list(zip(bounds[: len(starts)], bounds[len(starts) :], strict=True))
 
 

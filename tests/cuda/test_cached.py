@@ -1,0 +1,88 @@
+"""Cached tables on a GPU: rows in pinned host memory, lines on the device; the same results as without a cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.storage.test_cached import batch, ebc, everything, output, step
+from tilerec import CacheParams, KeyedJaggedTensor, cache_tables, flush_caches, uncache_tables
+from tilerec.modules.cached_tables import rows_below, set_cache
+from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return kjt.to(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("load_factor", [None, 0.15, 1.0])
+@pytest.mark.parametrize("spec", [SGD(0.1), RowWiseAdagrad(0.1), Adam(0.1)], ids=lambda s: type(s).__name__)
+def test_rows_in_host_memory_train_as_rows_on_the_device(
+    spec: OptimizerSpec, load_factor: float | None, dtype: torch.dtype
+) -> None:
+    plain, other = ebc(spec, dtype=dtype).cuda(), ebc(spec, dtype=dtype)
+    params = None if load_factor is None else CacheParams(load_factor=load_factor)
+    for table, rows in list(rows_below(other)):
+        set_cache(table, rows, params, torch.device("cuda"))
+    rng = random.Random(1)
+    ahead = None
+    for _ in range(12):
+        kjt = on_gpu(batch(rng)) if ahead is None else ahead
+        ahead = on_gpu(batch(rng))
+        want, got = output(plain, kjt), output(other, kjt)
+        other.prefetch(ahead)
+        assert torch.equal(want, got)
+        (want * want).sum().backward()
+        (got * got).sum().backward()
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert b.device.type == "cpu"
+        assert torch.equal(a.cpu(), b)
+
+
+def test_a_prefetched_batch_is_looked_up_and_updated_without_waiting_for_the_device() -> None:
+    module = cache_tables(ebc(Adam(0.1)), 0.3, device="cuda")
+    rng = random.Random(2)
+    for _ in range(3):
+        step(module, on_gpu(batch(rng)))
+    kjt = on_gpu(batch(rng))
+    kjt.length_per_key()
+    module.prefetch(kjt)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = output(module, kjt)
+        (out * out).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_prefetch_on_another_stream_is_waited_for() -> None:
+    plain, other = ebc(Adam(0.1)).cuda(), cache_tables(ebc(Adam(0.1)), 0.15, device="cuda")
+    rng, side = random.Random(3), torch.cuda.Stream()
+    batches = [on_gpu(batch(rng, samples=200)) for _ in range(8)]
+    torch.cuda.synchronize()
+    for i, kjt in enumerate(batches):
+        got = output(other, kjt)
+        if i + 1 < len(batches):
+            with torch.cuda.stream(side):
+                other.prefetch(batches[i + 1])
+        (got * got).sum().backward()
+        step(plain, kjt)
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+def test_moving_a_cached_module_moves_its_caches_only() -> None:
+    module = cache_tables(ebc(Adam(0.1)), 0.2).cuda()
+    assert all(p.device.type == "cpu" for p in module.parameters())
+    assert module.device.type == "cuda"
+    step(module, on_gpu(batch(random.Random(4))))
+    flush_caches(module)
+    assert all(p.device.type == "cpu" for p in module.parameters())
+    uncache_tables(module)
+    assert all(p.device.type == "cuda" for p in module.parameters())
+    assert output(module, on_gpu(batch(random.Random(4)))).device.type == "cuda"
