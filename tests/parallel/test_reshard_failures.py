@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
+from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
@@ -419,6 +422,37 @@ def test_whatever_stops_one_rank_at_any_step_stops_all_and_the_model_goes_on(
 
     run_virtual_ranks(2, live)
     assert fired == names
+
+
+def interrupted_on_rank_1() -> str:
+    group = group_of(None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = shard(base(), BEFORE, group)
+    train(model, group.rank, 0)
+    want = state_of(model)
+
+    def progress(moving: Moving) -> None:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        reshard(model, AFTER, progress=progress)
+        told = "nothing"
+    except (ReshardError, KeyboardInterrupt) as error:
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert {name: table.tiling for name, table in model._tables.items()} == BEFORE
+    reshard(model, AFTER)
+    assert same(model, want)
+    return told
+
+
+def test_ctrl_c_on_one_process_ends_the_move_on_all_of_them(pool: Any) -> None:
+    zero, one = pool(2).run(interrupted_on_rank_1)
+    assert "ReshardError: reshard: rank 1 failed" in zero
+    assert "KeyboardInterrupt" in zero
+    assert one.startswith("KeyboardInterrupt")
 
 
 def test_an_optimizer_that_breaks_in_the_switch_leaves_the_tables_moved_and_is_told_on_all_ranks(
