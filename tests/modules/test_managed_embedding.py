@@ -372,3 +372,40 @@ def test_a_setting_without_effect_is_named() -> None:
             EmbeddingBagCollection([config]), mcc, allow_in_place_embed_weight_update=True
         )
     assert caught[0].filename == __file__
+
+
+class Pooled(torch.nn.Module):
+    def __init__(self, ids: ManagedCollisionEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        return self.ids(KeyedJaggedTensor(["a", "b", "p"], values, lengths=lengths))[0].values()
+
+
+def exported(model: Pooled) -> Any:
+    batch = features([1, 2, 70], [3])
+    shapes = ({0: torch.export.Dim.DYNAMIC}, None)
+    return torch.export.export(model, (batch.values(), batch.lengths()), dynamic_shapes=shapes, strict=False)
+
+
+def test_an_exported_module_reads_the_ids_that_it_had() -> None:
+    model = Pooled(pooled())
+    step(model.ids, [1, 2, 3], [4, -5])
+    program = exported(model.eval()).module()
+    before = copy.deepcopy(model.state_dict())
+    for ids, others in (([1, 2, 70], [3]), ([-5], []), ([9, 8, 7, 4, 4], [-5, 2**63 - 1])):
+        batch = features(ids, others)
+        got = program(batch.values(), batch.lengths())
+        assert torch.equal(got, model(batch.values(), batch.lengths()))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "words"),
+    [({}, True, "trains; call eval"), ({"when_full": "reject"}, False, "drops ids without a row")],
+)
+def test_what_cannot_be_exported_is_named(options: dict[str, Any], training: bool, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        exported(Pooled(pooled(**options)).train(training))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.collection import key_starts
 from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.kept_bags import with_rows
@@ -85,6 +86,8 @@ class ManagedCollisionCollection(nn.Module):
         Raises:
             InputError: a feature is not in the batch, or its ids are not integers; then nothing has changed.
         """
+        if torch.compiler.is_exporting():
+            return self._exported(features)
         batch = self.begin(features, mutate_miss_lengths)
         rows: dict[str, Tensor] = {}
         for table, module in self.modules_by_table.items():
@@ -93,6 +96,19 @@ class ManagedCollisionCollection(nn.Module):
             module.keep_evicted(mapped.evicted_M)
             rows.update(zip(names, mapped.rows_N.split([batch.sizes[name] for name in names]), strict=True))
         return with_rows(features, rows, self._drops)
+
+    def _exported(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """As `forward` in evaluation, without a look at how many ids a feature has."""
+        ids_N, keys = features.values(), features.keys()
+        key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids_N.shape[0])
+        rows_N = ids_N.to(torch.int64)
+        for table, module in self.modules_by_table.items():
+            mapped_N = module.exported_rows(
+                module.hashed(ids_N) if self._need_preprocess else ids_N.to(torch.int64)
+            )
+            own_K = torch.tensor([key in self._table_features[table] for key in keys], device=ids_N.device)
+            rows_N = torch.where(own_K[key_N], mapped_N, rows_N)
+        return KeyedJaggedTensor(keys, rows_N, features.weights_or_none(), features.lengths())
 
     def begin(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> TableIds:
         """A batch's ids by table, checked."""

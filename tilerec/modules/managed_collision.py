@@ -284,6 +284,25 @@ class ManagedCollisionModule(nn.Module):
         self._reads_F2 += torch.tensor([[n, m] for n, m in zip(sizes, missed, strict=True)], device="cpu")
         return Mapped(self._rows(ids_N, zch_buckets(ids_N, self._buckets.count), rows_N), ids_N.new_empty(0))
 
+    def exported_rows(self, ids_N: Tensor) -> Tensor:
+        """Rows of ids in a program of `torch.export`, which counts nothing and looks at no number.
+
+        Raises:
+            ConfigError: in training mode; a table that drops ids, whose bags would have other lengths.
+        """
+        if self.writes or not self._shares:
+            raise ConfigError(
+                f"{self._who}: torch.export of a module that "
+                + (
+                    "trains; call eval() before."
+                    if self.writes
+                    else "drops ids without a row; let them share one."
+                )
+            )
+        own = self._buckets
+        places_N = zch_find(ids_N, self._state, self._range).rows_N
+        return torch.where(places_N < 0, own.shared_rows(ids_N), own.rows_of(places_N))
+
     def _rows(self, ids_N: Tensor, bucket_N: Tensor, places_N: Tensor) -> Tensor:
         """Rows of places; of ids that have none, those that they share (-1: none)."""
         own = self._buckets

@@ -97,7 +97,8 @@ class ManagedCollisionEmbeddings(nn.Module):
 
     def _check(self, features: KeyedJaggedTensor) -> None:
         """Refuse what the tables would refuse, before any id takes a row."""
-        check_batch(self._embedding_module, self._managed_collision_collection.modules_by_table, features)
+        if not torch.compiler.is_exporting():
+            check_batch(self._embedding_module, self._managed_collision_collection.modules_by_table, features)
 
     def _reset(self, evicted: dict[str, Tensor | None]) -> None:
         for table, rows_M in evicted.items():
