@@ -21,13 +21,14 @@ import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
+from tilerec.ops.later import use_all, use_arrived, when_arrived
 from tilerec.ops.update_checks import raise_bad_row
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
@@ -219,9 +220,9 @@ class TableRows(GradientSink):
         )  # fmt: skip
         # An op that raised has updated nothing.
         count_updates(tables, spec)
-        skipped, t, row = result.tolist()
-        if skipped:
-            tables[t].report_skipped(spec, skipped, row)
+        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
+        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        use_arrived(result.device)
 
     def _take_placed(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
         """`take` where some of the tables are cached."""
@@ -254,9 +255,9 @@ class TableRows(GradientSink):
             cache = tables[t].cache
             assert cache is not None
             cache.updated(record.ids, segments)
-        skipped, t, row = result.tolist()
-        if skipped:
-            tables[t].report_skipped(spec, skipped, row)
+        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
+        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        use_arrived(result.device)
 
     def held(self, rows_U: Tensor) -> list[Tensor]:
         """What holds these distinct rows (and their slots): if they are cached, they are brought into lines."""
@@ -278,9 +279,21 @@ class TableRows(GradientSink):
         if self.cache is not None:
             self.cache.updated(rows_U, ((0, rows_U.numel()),))
 
+    @property
+    def skipped_rows(self) -> int:
+        """How many times a row was left alone because its gradient was not finite; on a GPU, reading this waits."""
+        leaf = getattr(self, "leaf", None)
+        if leaf is not None:
+            use_all(leaf.device)
+        return cast(int, self.__dict__["skipped_rows"])
+
+    @skipped_rows.setter
+    def skipped_rows(self, count: int) -> None:
+        self.__dict__["skipped_rows"] = count
+
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         """Rows whose summed gradient was not finite, `row` the first of them, were left alone."""
-        self.skipped_rows += skipped
+        self.__dict__["skipped_rows"] += skipped
         if spec.non_finite != "skip":
             raise NonFiniteGradientError(
                 f"Table '{self.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows "
@@ -323,6 +336,19 @@ class TableRows(GradientSink):
         self.holders = weakref.WeakSet()
         if self.cache is not None:  # what is made of this state may be made of it twice
             self.cache = copy.copy(self.cache)
+
+
+class _Skipped(NamedTuple):
+    """What an update of these tables has to tell, once it is known: the first of the rows that it left alone."""
+
+    spec: OptimizerSpec
+    tables: tuple[weakref.ref[TableRows], ...]
+
+    def __call__(self, numbers: list[int]) -> None:
+        skipped, t, row = numbers
+        table = self.tables[t]() if skipped else None
+        if table is not None:
+            table.report_skipped(self.spec, skipped, row)
 
 
 def rows_of(parameter: Tensor) -> TableRows | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.ops.triton.gates import ROOT, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
-from tilerec.ops.triton import library, sort, update
+from tilerec.ops.triton import library, rules, sort, update
+from tilerec.ops.triton.rules import ready
 from tilerec.ops.triton.update import update_rows_
 from tilerec.ops.update import update_rows_reference_
 
@@ -76,8 +82,8 @@ class Call:
         told = function(weights, slots, *self.record, *self.rest)
         return told.tolist(), weights, slots
 
-    def check(self, rtol: float = 3e-6) -> None:
-        """Equal to the reference; stochastic rounding draws the same words; a second run has the same bits."""
+    def check(self, rtol: float = 3e-6, twice: bool = False) -> None:
+        """Equal to the reference; stochastic rounding draws the same words. Twice: a second run has the same bits."""
         told, weights, slots = self.run(update_rows_)
         want_told, want_weights, want_slots = self.run(update_rows_reference_)
         assert told == want_told
@@ -98,7 +104,7 @@ class Call:
                     else a.float() == b.float()
                 )
                 assert (~same).float().mean() < 0.02
-        again = self.run(update_rows_)
+        again = self.run(update_rows_) if twice else (told, weights, slots)
         for a, b in zip((*weights, *slots), (*again[1], *again[2]), strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -139,7 +145,7 @@ def test_every_rule_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     weights = [torch.randn(9, d).to(dtype) for d in dims]
     Call(
         weights, RULES[name], pooled(dims, [2, 0, 5, 1] * 3, 9, 4, means=[0, 1, 0]), [3, 1, 7], [0, 4, 2]
-    ).check()
+    ).check(twice=name in ("rowwise-l2", "adam"))
 
 
 @pytest.mark.parametrize("dim", [2, 64, 257, 2048])
@@ -201,7 +207,7 @@ def test_long_runs_are_summed_in_chunks(head: int, run: int) -> None:
     """One row `run` times, between `head` rows before and 40 behind: chunks of 128, whole and cut."""
     ids = torch.cat((torch.randint(0, 4, (head,)), torch.full((run,), 4), torch.randint(5, 9, (40,))))
     ids = ids[torch.randperm(ids.numel())]
-    Call([torch.randn(9, 3)], SGD, single(ids, torch.randn(ids.numel(), 3))).check(rtol=3e-5)
+    Call([torch.randn(9, 3)], SGD, single(ids, torch.randn(ids.numel(), 3))).check(3e-5, twice=run == 300)
 
 
 @pytest.mark.parametrize(("head", "run"), [(0, 80), (3, 77), (33, 100)])
@@ -351,3 +357,63 @@ def test_the_scan_and_the_loop_over_runs_give_one_sum(monkeypatch: pytest.Monkey
         sums.append(weight)
     assert torch.equal(sums[0], torch.zeros(5, 4).index_add_(0, ids, grad))
     assert torch.equal(sums[0], sums[1])
+
+
+def test_whole_modules_train_as_on_the_other_backend() -> None:
+    """`whole_module.py`, in a process of its own: it takes the CPU's ops over."""
+    script = Path(__file__).parent / "whole_module.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 20
+
+
+def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
+    """The run kernel for rows and gradients of one type, all aligned."""
+    made, size = ready(rule, hyper), {"fp32": 4, "bf16": 2}[dtype]
+    columns = max(4, 1 << (dim - 1).bit_length())
+    rows = update.tile_rows(columns, made.kinds.count(1))
+    names = {id(value): name for name, value in vars(rules).items()}
+    constants = {
+        "TERMS": f"tilerec.ops.triton.rules:{names[id(made.bundle.terms)]}",
+        "APPLY": f"tilerec.ops.triton.rules:{names[id(made.bundle.apply)]}",
+        "MODE": made.mode, "WD": made.decays, "ROW_STEP": made.row_step, "SUMS0": made.sums[0], "SUMS1": made.sums[1],
+        "KIND0": made.kinds[0], "KIND1": made.kinds[1], "KIND2": made.kinds[2], "KEEPS": True, "READS": True,
+        "GRAD_SCALED": False, "SCALED": False, "ROUND": int(dtype != "fp32"), "PER_TABLE": False, "NAMED": False,
+        "COMPACT": False, "STEPS": 5, "SCAN": True, "CHUNK": 128, "CHUNKS": 64, "PITCH": columns, "ROWS": rows,
+        "COLUMNS": columns, "VEC": 16 // size, "VEC_D": 16, "VEC_G": 16 // size, "VEC_S": 4,
+    }  # fmt: skip
+    signature = {
+        "keys": "*i32", "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "grad": f"*{dtype}",
+        "weights": f"*{dtype}", "slot0": "*fp32", "slot1": "*fp32", "slot2": "*fp32", "partials": "*fp32",
+        "supers": "*fp32", "meta": "*i64", "steps": "*i64", "names": "*i64", "result": "*i64", "runs": "*i64",
+        "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
+        **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
+    }  # fmt: skip
+    return Gate(f"{rule} {dtype}", "tilerec.ops.triton.update:update_runs", signature, constants)
+
+
+def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
+    """And hold all in registers: what is spilled is less than one number for each lane's row, or nothing."""
+    plain = [0.1, 1.0, 0.0, 1.0]
+    rules_of = {
+        "sgd": [*plain, 0.0, 0.0],
+        "rowwise_adagrad": [*plain, 1e-8, 0.0, 0.0],
+        "adam": [*plain, 1e-8, 0.9, 0.999, 0.0, 0.0],
+    }
+    gates = [gate(rule, hyper, dtype) for rule, hyper in rules_of.items() for dtype in ("fp32", "bf16")]
+    for name, kernel in compiled(gates).items():
+        rows, rule, narrow = (2 if "adam " in name else 4), name.split()[0], name.endswith("bf16")
+        lanes = 2 if narrow else 1  # rows that one instruction of a warp reads
+        slots = 2 * rows if rule == "adam" else 0
+        # Rows of a tile: gradients, once more behind the span, partials of chunks and super-chunks; then weights, slots.
+        stores = rows // lanes + slots
+        assert kernel.count("st.global.v4.b32") == stores, (name, kernel)
+        assert kernel.count("ld.global.v4.b32") >= 2 * (rows // lanes) + rows // lanes + slots, (name, kernel)
+        assert kernel.count("ld.global.v2.b32", "st.global.v2.b32", "ld.global.b16", "st.global.b16") == 0, (
+            name,
+            kernel,
+        )
+        assert kernel.spilled <= 32, (name, kernel)
+        assert kernel.registers <= 168, (name, kernel)
+        assert kernel.shared <= 64, (name, kernel)

@@ -340,7 +340,7 @@ def rule_partials_of_tables(
     scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
     column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """`tilerec/ops/update.py`, with its very bits."""
+    """`tilerec/ops/update.py`; every operation rounded once, sums in the reference's order."""
     if not _serves(weights, slots, grads):
         return rule_partials_of_tables_reference(
             weights,
@@ -422,7 +422,7 @@ def rule_apply_to_tables_(
     seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """`tilerec/ops/update.py`, with its very bits."""
+    """`tilerec/ops/update.py`; every operation rounded once, sums in the reference's order."""
     if not _serves(weights, slots, grads):
         rule_apply_to_tables_reference_(
             weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
@@ -543,8 +543,8 @@ def sum_row_gradients_of_tables(
             nothing = record.ids
             launch(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
-                ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), steps=nothing, names=nothing, ROUND=0, PER_TABLE=False,
-                NAMED=False, runs=runs - 1, rows_out=rows_U,
+                ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), steps=nothing,
+                names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
             )  # fmt: skip
     return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")
 

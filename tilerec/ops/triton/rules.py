@@ -16,9 +16,10 @@ Every function takes the same arguments, so that the kernel needs to know no rul
 g, w and element slots are fp32 [R, C]; row slots, the sums z and dim are [R, 1]. Slots and sums that a rule does not
 have are 0.0. WD: whether there is a decay. ROW_STEP: rows count their own updates in s2.
 
-The arithmetic is the reference's, operation by operation, rounded each time: division and square root are the exact
-ones, and the kernels are compiled without joining multiply and add. So elementwise results are its very bits, and what
-may differ is the order of row sums. These kernels wait for memory, not for arithmetic.
+The arithmetic is the reference's, operation by operation, each rounded once and correctly: division and square root are
+the exact ones, and the kernels are compiled without joining multiply and add. What may differ is the order of row sums,
+and where PyTorch does not round correctly (its square root on some CPUs, a number divided by a tensor). These kernels
+wait for memory, not for arithmetic.
 
 Example, "sgd" with lr 0.1: g 0.5, w 1 -> 0.95.
 """
@@ -312,11 +313,11 @@ def ready(name: str, hyper: Sequence[float]) -> Ready:
     if name == "rowwise_adagrad" and rule.phases == 2:
         bundle = _BOUNDED
     numbers = bundle.numbers(h)
-    kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds]
-    sums = [rule.sums(phase) for phase in range(rule.phases)]
+    kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds] + [0, 0, 0]
+    sums = [rule.sums(phase) for phase in range(rule.phases)] + [0, 0]
     return Ready(
-        bundle, rule, (*numbers, *[0.0] * (8 - len(numbers))), (*kinds, *[0] * (3 - len(kinds))),  # type: ignore[arg-type]
-        (*sums, *[0] * (2 - len(sums))), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
+        bundle, rule, (*numbers, *[0.0] * (8 - len(numbers))), (kinds[0], kinds[1], kinds[2]), (sums[0], sums[1]),
+        bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
     )  # fmt: skip
 
 

@@ -403,9 +403,9 @@ def _tables(
         for k, kind in enumerate(kinds):
             at = slot_pointers[k::each]
             slot_sizes = [sizes[t] if kind == "e" else shapes[t][0] for t in range(len(shapes))]
-            start, apart = counted(at, slot_sizes, own, 4)
+            start, from_start = counted(at, slot_sizes, own, 4)
             bases.append(start)
-            slot_distances.append(apart)
+            slot_distances.append(from_start)
             if kind == "e":
                 vec_s = min(
                     vec_s, power_of_two([*(at[t] // 4 for t in own), *(shapes[t][1] for t in own)], 4)
@@ -651,8 +651,8 @@ def launch(
     update_runs[(triton.cdiv(record.total, span),)](
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
         given(ordered.partials, nothing), given(ordered.supers, nothing), numbers, steps, names, result,
-        given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count, group.first_key, group.end_key, step,
-        scale, *made.numbers, *paces,
+        given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
+        group.first_key, group.end_key, step, scale, *made.numbers, *paces,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,
         SUMS0=made.sums[0], SUMS1=made.sums[1], KIND0=made.kinds[0], KIND1=made.kinds[1], KIND2=made.kinds[2],
         KEEPS=made.bundle.keeps, READS=made.rule.keeps, GRAD_SCALED=scale != 1.0, SCALED=ordered.scales is not None,

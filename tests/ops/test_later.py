@@ -1,0 +1,138 @@
+"""Numbers that kernels leave on a device are used when they have arrived, in order, and nobody waits for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.ops import later
+from tilerec.ops.later import use_all, use_arrived, when_arrived
+
+CPU = torch.device("cpu")
+
+
+class Gpu:
+    """A device whose copies arrive when `run` is called."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.made = 0
+
+    def run(self) -> None:
+        for host, device in self.copies:
+            host.fill_(0).copy_(device)
+        self.copies.clear()
+
+    def new_copy(self, size: int) -> Any:
+        self.made += 1
+        return later._Copy(Host(self, size), Event(self))  # type: ignore[arg-type]
+
+
+class Host:
+    def __init__(self, gpu: Gpu, size: int) -> None:
+        self.gpu, self.numbers = gpu, torch.full((size,), -99)
+
+    def copy_(self, device: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.gpu.copies.append((self.numbers, device))
+
+    def tolist(self) -> list[int]:
+        return self.numbers.tolist()
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not self.gpu.copies
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(later, "_DEVICES", defaultdict(later._Device))
+    monkeypatch.setattr(later, "_at_once", lambda device: False)
+    monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.run())
+    return gpu
+
+
+def keep(seen: list[list[int]]) -> Callable[[list[int]], None]:
+    return seen.append
+
+
+def test_on_the_cpu_numbers_are_used_at_once() -> None:
+    seen: list[list[int]] = []
+    when_arrived(torch.tensor([1, 2, 3]), keep(seen))
+    assert seen == [[1, 2, 3]]
+
+
+def test_numbers_are_used_in_order_when_they_have_arrived(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+    when_arrived(torch.tensor([1]), keep(seen))
+    when_arrived(torch.tensor([2, 3]), keep(seen))
+    use_arrived(CPU)
+    assert seen == []
+    gpu.run()
+    use_arrived(CPU)
+    assert seen == [[1], [2, 3]]
+
+
+def test_waiting_uses_all(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+    when_arrived(torch.tensor([1]), keep(seen))
+    use_all(CPU)
+    use_all(CPU)
+    assert seen == [[1]]
+
+
+def test_steps_use_the_same_memory_again(gpu: Gpu) -> None:
+    for step in range(10):
+        when_arrived(torch.tensor([step, 0]), keep([]))
+        gpu.run()
+        use_arrived(CPU)
+    assert gpu.made == 1
+
+
+def test_an_error_leaves_the_others_for_the_next_time(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+
+    def fail(numbers: list[int]) -> None:
+        raise RuntimeError(str(numbers))
+
+    when_arrived(torch.tensor([1]), fail)
+    when_arrived(torch.tensor([2]), keep(seen))
+    gpu.run()
+    with pytest.raises(RuntimeError, match=r"\[1\]"):
+        use_arrived(CPU)
+    use_arrived(CPU)
+    assert seen == [[2]]
+
+
+def test_what_a_graph_leaves_is_looked_at_after_replays(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+    numbers = torch.tensor([0])
+    gpu.capturing = True
+    when_arrived(numbers, keep(seen))
+    use_arrived(CPU)
+    gpu.capturing = False
+    numbers.fill_(7)  # a replay
+    use_arrived(CPU)
+    gpu.run()
+    use_arrived(CPU)
+    assert seen == [[7]]
+    numbers.fill_(8)
+    use_all(CPU)
+    assert seen[-1] == [8]
