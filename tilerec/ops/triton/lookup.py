@@ -391,19 +391,18 @@ def _check_starts(report, starts, feature_count, id_count):
 
 @triton.jit
 def _multiply_rows(
-    out, base, ids, grad, begin_G, end_G, grad_G, divisor_G, distance, rows, dim,
+    out, base, ids, grad, begin_G, end_G, has_G, grad_G, divisor_G, distance, rows, dim,
     TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr, ONE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """out[p] (+)= <grad of the bag / divisor, row of ids[p]> at positions [begin, end) of each bag; which hold bad ids.
 
-    grad_G: where a bag's gradient begins. ADD: add to what is there. ONE: rows are one tile.
+    has_G: which bags there are. grad_G: where a bag's gradient begins. ONE: rows are one tile. ADD: to what is there.
     """
     bad_G = begin_G < 0
-    all_G = begin_G >= 0
     if ONE:
         columns, inside = tile_columns(0, dim, TILE, VEC)
-        grads_GC = load_tiles(grad, grad_G, all_G, columns, inside, GRAD_VEC)
+        grads_GC = load_tiles(grad, grad_G, has_G, columns, inside, GRAD_VEC)
         grads_GC = tl.div_rn(grads_GC, tl.broadcast_to(divisor_G[:, None], grads_GC.shape))
     for p in range(0, tl.max(end_G - begin_G, 0), STEPS):
         for u in tl.static_range(STEPS):
@@ -450,10 +449,11 @@ def sample_weight_kernel(
     if SPLIT:
         rest_G = begin_G + tl.where(length_G > LONG, length_G // CHUNK * CHUNK, 0)
     divisor_G = tl.where(tl.load(part + _MEAN) != 0, tl.maximum(length_G, 1), 1).to(tl.float32)
-    grad_G = tl.where(has_G, place + bag_G * tl.multiple_of(tl.load(part + _STRIDE), GRAD_VEC), 0)
+    grad_G = place + bag_G * tl.multiple_of(tl.load(part + _STRIDE), GRAD_VEC)
     bad_G = _multiply_rows(
-        out, base, ids, grad, rest_G, end_G, grad_G, divisor_G, tl.multiple_of(tl.load(part + _DISTANCE), VEC), rows,
-        tl.multiple_of(tl.load(part + _DIM), VEC), TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
+        out, base, ids, grad, rest_G, end_G, has_G, grad_G, divisor_G,
+        tl.multiple_of(tl.load(part + _DISTANCE), VEC), rows, tl.multiple_of(tl.load(part + _DIM), VEC),
+        TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
     )  # fmt: skip
     if _some(bad_G):
         _tell_id(report, ids, rest_G, end_G, rows, tl.load(part + _FEATURE))
@@ -478,7 +478,7 @@ def sample_weight_chunk_kernel(
         end_G = begin_G + CHUNK
         grad_G = place + (bag + tl.arange(0, 1)) * tl.multiple_of(tl.load(part + _STRIDE), GRAD_VEC)
         bad_G = _multiply_rows(
-            out, base, ids, grad, begin_G, end_G, grad_G, divisor + tl.zeros([1], tl.float32),
+            out, base, ids, grad, begin_G, end_G, begin_G >= 0, grad_G, divisor + tl.zeros([1], tl.float32),
             tl.multiple_of(tl.load(part + _DISTANCE), VEC), rows, tl.multiple_of(tl.load(part + _DIM), VEC),
             TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
         )  # fmt: skip
