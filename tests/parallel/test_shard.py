@@ -479,6 +479,19 @@ def test_a_table_that_is_tied_to_a_collection_outside_is_refused() -> None:
     assert "shared with a collection" in message
 
 
+def test_a_table_module_of_two_collections_is_not_sharded_with_one_of_them_first() -> None:
+    def run(group: Group) -> None:
+        configs = [EmbeddingBagConfig(7, 4, "items", feature_names=["f"])]
+        first, second = EmbeddingBagCollection(configs), EmbeddingBagCollection(configs)
+        second.embedding_bags["items"] = first.embedding_bags["items"]
+        whole = {"items": on(7, 4, 0)}
+        shard(first, plan=whole, mesh=group)
+        with pytest.raises(ConfigError, match="is also one of a collection that is sharded already"):
+            shard(second, plan=whole, mesh=group)
+
+    run_virtual_ranks(1, run)
+
+
 # ---------------------------------------------------------------------------------------------- others
 
 

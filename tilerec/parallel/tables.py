@@ -17,6 +17,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.update import TileRows
 from tilerec.spec.table import AnyTableConfig
 
 Name = tuple[str, str]
@@ -67,6 +68,12 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
     for names in ties.values():
         inside = {id(table) for table in names.values()}
         rows = next(iter(names.values())).rows
+        if isinstance(rows, TileRows):
+            path, name = next(iter(names))
+            raise ConfigError(
+                f"shard: table '{name}' of module '{path}' is also one of a collection that is sharded already; shard "
+                "a module that holds both."
+            )
         if any(id(holder) not in inside for holder in rows.holders):
             gc.collect()  # a model that nobody uses any more does not count
         if any(id(holder) not in inside for holder in rows.holders):
