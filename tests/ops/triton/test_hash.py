@@ -174,17 +174,15 @@ def test_a_walk_over_many_chunks_evicts_whom_the_reference_evicts(policy: int, e
         values.hits_E.add_(spread.flip(0) // 2)
         values.expires_E.sub_(spread)
     here = old[pair.theirs.ids_E.eq(old[:, None]).any(1)]
-    # A new id, then 140 of the old ones; often enough that two chunks are full of both.
+    # New ids among hits, and a long run of hits at each chunk's end: all their rows are touched for the next chunk.
     parts = []
-    for chunk in range(2):
-        parts += [
-            torch.arange(4) + 10 * chunk,
-            here[torch.randint(0, len(here), (140,), generator=generator)],
-        ]
+    for turn in range(5):
+        hits = here[torch.randint(0, len(here), (90,), generator=generator)]
+        parts += [torch.arange(6) + 10 * turn, hits]
     result = pair.assign((torch.cat(parts), None, None, None), 150, 7, 8, policy, exponent, 3, True, 1)
     outcomes = result[1].tolist()
-    assert outcomes.count(Outcome.EVICTED) > 8  # more than the new ids: who was evicted came back
-    assert outcomes.count(Outcome.HIT) > 150
+    assert outcomes.count(Outcome.EVICTED) > 30  # more than the new ids: who was evicted came back
+    assert outcomes.count(Outcome.HIT) > 300
 
 
 def test_an_id_that_is_evicted_before_its_turn_is_a_newcomer() -> None:
