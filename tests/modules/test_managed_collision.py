@@ -110,6 +110,17 @@ def test_an_inference_module_never_changes() -> None:
     assert module.stats().live == 0
 
 
+def test_inference_mode_comes_and_goes() -> None:
+    module = made()
+    map_(module, [1])
+    module.reset_inference_mode()
+    map_(module, [2])
+    assert module.stats().live == 1
+    module.reset_training_mode()
+    map_(module, [2])
+    assert module.stats().live == 2
+
+
 def test_read_only_features_are_looked_up_and_not_inserted() -> None:
     module = made(features=("a", "b_readonly"))
     rows = map_(module, [7], [7, 8])

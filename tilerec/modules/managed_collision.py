@@ -236,6 +236,14 @@ class ManagedCollisionModule(nn.Module):
         """Whether the next batch may change the map."""
         return self.training and not self._read_only
 
+    def reset_inference_mode(self) -> None:
+        """Never change from now on, in training mode either; on all ranks alike."""
+        self._read_only = True
+
+    def reset_training_mode(self) -> None:
+        """Change in training mode again."""
+        self._read_only = False
+
     @torch.no_grad()
     def map(self, ids_N: Tensor, sizes: Sequence[int], now: int) -> Mapped:
         """Rows of a batch's ids; in training mode they take rows where they have none.
