@@ -108,6 +108,8 @@ def test_host_memory_is_proposed_where_there_could_be_more_or_constraints_forbid
         kept = refused(asked(tables, Topology(2, hbm_cap=64 * MIB), limits))
         (text,) = [r.text for r in kept.remedies if "host memory" in r.text]
         assert text.startswith("rows in host memory behind a cache for 'ebc.a', 'ebc.b'")
+    large = refused(asked({"a": 2_000_000}, Topology(2, hbm_cap=32 * MIB)))
+    assert any("CacheParams(load_factor=" in r.text for r in large.remedies)
     on_cpu = refused(asked({"a": 400_000}, Topology(2, "cpu", ddr_cap=16 * MIB)))
     assert not any("host memory behind" in r.text for r in on_cpu.remedies)
 

@@ -25,6 +25,7 @@ from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ShardingType
 from tilerec.spec.plan_table import bytes_text
@@ -313,6 +314,12 @@ class _Search:
                     f"rows in host memory behind a cache for {some}, without enforce_hbm and compute_kernels",
                     freed,
                 )
+            for factor in (0.1, 0.05, 0.02, 0.01):
+                if (topology.ddr_cap or 0) > 0:
+                    yield (
+                        f"smaller caches for tables in host memory: cache_params=CacheParams(load_factor={factor})",
+                        _with_caches(freed, factor),
+                    )
             work = Workload(request.works())
             size = work.rows * (work.dim * (work.element + work.cell_state) + work.row_state)
             each = int(size.sum()) // topology.world_size
@@ -407,6 +414,17 @@ class _Search:
 
 
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
+
+
+def _with_caches(request: PlanRequest, load_factor: float) -> PlanRequest:
+    """With caches of this size for all tables of which nobody said another."""
+    params = CacheParams(load_factor=load_factor)
+    constraints = dict(request.constraints)
+    for table in request.tables:
+        limits = constraints.get(table.key, ParameterConstraints())
+        if limits.cache_params is None and limits.sharding is None:
+            constraints[table.key] = replace(limits, cache_params=params)
+    return replace(request, constraints=constraints)
 
 
 def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
