@@ -539,6 +539,10 @@ class _Kind(NamedTuple):
     one: bool
 
 
+def _ceil(number: int, parts: int) -> int:
+    return -(-number // parts)  # triton.cdiv is a jitted function and takes ten times as long
+
+
 def _power_of_two(values: Sequence[int], most: int) -> int:
     """The largest power of two up to `most` that divides every one of these."""
     divisor = math.gcd(most, *values)
@@ -557,12 +561,14 @@ def _layout(
     uniform: bool,
     cut: bool,
     device: torch.device,
+    names: str,
 ) -> Layout:
     """The families of a pooled lookup, or of the gradient of its sample weights.
 
     out_size: bytes of an element of the output. cut: rows wider than a tile make several parts.
     """
     check_layout(shapes, tables, keys, means, True)
+    _check_memory(pointers, shapes, tables, names)
     dims = tuple([shapes[t][1] for t in tables])
     places, _ = pooled_blocks(dims, [0] * len(dims), True)
     readers: Counter[int] = Counter()
@@ -614,13 +620,21 @@ def _distances(
 
 
 def _layout_of(
-    weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], out_size: int,
-    uniform: bool, cut: bool, device: torch.device,
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
+    out_size: int, uniform: bool, cut: bool, names: str,
 ) -> Layout:  # fmt: skip
-    return _layout(
-        tuple(tables), tuple(keys), tuple(means), tuple([w.shape for w in weights]), tuple([w.dtype for w in weights]),
-        tuple([w.data_ptr() for w in weights]), out_size, uniform, cut, device,
-    )  # fmt: skip
+    try:
+        layout = _layout(
+            tuple(tables), tuple(keys), tuple(means), tuple([w.shape for w in weights]),
+            tuple([w.dtype for w in weights]), tuple([w.data_ptr() for w in weights]), out_size, uniform, cut,
+            ids.device, names,
+        )  # fmt: skip
+    except InputError:
+        if all(0 <= t < len(weights) for t in tables):
+            check_devices(weights, ids, tables, names)  # a table on "meta" has no memory either
+        raise
+    _check_tables(weights, ids, tables, names)
+    return layout
 
 
 @functools.lru_cache(maxsize=32)
@@ -637,11 +651,16 @@ def _serves(weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
     return dtype in OUTPUTS and all([_reads(w.dtype, device) for w in weights])  # noqa: C419 - faster for few items
 
 
-def _check_memory(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
+def _check_tables(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
     check_devices(weights, ids, tables, names)
     check_contiguous(weights)
+
+
+def _check_memory(
+    pointers: Sequence[int], shapes: Sequence[Sequence[int]], tables: Sequence[int], names: str
+) -> None:
     for f, t in enumerate(tables):
-        if weights[t].data_ptr() == 0 and weights[t].numel():
+        if not pointers[t] and math.prod(shapes[t]):
             raise_no_rows(names, tables, f)
 
 
@@ -690,7 +709,7 @@ class _Batch:
 
     def __post_init__(self) -> None:
         count = self.ids.shape[0]
-        self.slots = -(-count // CHUNK.value)
+        self.slots = _ceil(count, CHUNK.value)
         self.few = count < self.offsets.shape[0]
         self.split = count > LONG.value
 
@@ -740,8 +759,7 @@ def pooled_lookup(
     _check_same_device(ids, offsets=offsets, sample_weights=sample_weights)
     device, uniform = ids.device, len(batches) == 1
     raise_due(device)
-    layout = _layout_of(weights, tables, keys, means, dtype.itemsize, uniform, True, device)
-    _check_memory(weights, ids, tables, names)
+    layout = _layout_of(weights, ids, tables, keys, means, dtype.itemsize, uniform, True, names)
     shape = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.numel() == 0:
@@ -779,7 +797,7 @@ def _sum_family(
         )  # fmt: skip
     group, waves = family.group, _WAVES if batch.few else 1
     for parts, count in _launches(family):
-        pooled_kernel[(triton.cdiv(batch.most_bags, group * waves), count)](
+        pooled_kernel[(_ceil(batch.most_bags, group * waves), count)](
             base, out, ids, offsets, sample, parts, runs, chunk_sums, report, ids.shape[0], batch.bags, batch.slots,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
             VARIABLE=variable, SPLIT=batch.split, WAVES=waves, **_OPTIONS,
@@ -803,8 +821,7 @@ def sample_weight_grad(
     _check_same_device(ids, offsets=offsets, grad=grad)
     device, uniform = ids.device, len(batches) == 1
     raise_due(device)
-    layout = _layout_of(weights, tables, keys, means, grad.dtype.itemsize, uniform, False, device)
-    _check_memory(weights, ids, tables, "")
+    layout = _layout_of(weights, ids, tables, keys, means, grad.dtype.itemsize, uniform, False, "")
     wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
     check_gradient(grad, wanted, math.prod(wanted))
     out = torch.zeros(ids.shape[0], dtype=torch.float32, device=device)
@@ -833,7 +850,7 @@ def _multiply_family(
             ADD=family.reader > 0, VARIABLE=variable, **_OPTIONS,
         )  # fmt: skip
     for parts, count in _launches(family):
-        sample_weight_kernel[(triton.cdiv(batch.most_bags, family.group), count)](
+        sample_weight_kernel[(_ceil(batch.most_bags, family.group), count)](
             base, out, ids, offsets, grad, parts, runs, report, ids.shape[0], batch.bags, GROUP=family.group,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
             ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, **_OPTIONS,
@@ -861,6 +878,7 @@ def _sequence_layout(
     device: torch.device,
 ) -> tuple[_Rows, ...]:
     check_layout(shapes, tables, (), (), False)
+    _check_memory(pointers, shapes, tables, names)
     dim = shapes[tables[0]][1]
     for f, t in enumerate(tables):
         if shapes[t][1] != dim:
@@ -906,7 +924,7 @@ def sequence_lookup(
         tuple(tables), tuple([w.shape for w in weights]), tuple([w.dtype for w in weights]),
         tuple([w.data_ptr() for w in weights]), names, dtype.itemsize, device,
     )  # fmt: skip
-    _check_memory(weights, ids, tables, names)
+    _check_tables(weights, ids, tables, names)
     told = _Told(
         names, tuple(tables), tuple([weights[t].shape[0] for t in tables]), ids.shape[0], pooled=False
     )
@@ -924,7 +942,7 @@ def sequence_lookup(
         for number, family in enumerate(families):
             group = group_rows(family.tile, family.vec)
             # One program at least: the starts of no ids are looked at, too.
-            grid = (max(triton.cdiv(count, group * _STEPS), 1), triton.cdiv(dim, family.tile))
+            grid = (max(_ceil(count, group * _STEPS), 1), _ceil(dim, family.tile))
             sequence_kernel[grid](
                 weights[family.table], out, ids, starts, family.features, report, count, len(tables), GROUP=group,
                 TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, CHECK=number == 0 and not known,
