@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -338,7 +338,8 @@ class TableRows(GradientSink):
             self.cache = copy.copy(self.cache)
 
 
-class _Skipped(NamedTuple):
+@dataclass(frozen=True)
+class _Skipped:
     """What an update of these tables has to tell, once it is known: the first of the rows that it left alone."""
 
     spec: OptimizerSpec

@@ -406,7 +406,7 @@ def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
         rows, rule, narrow = (2 if "adam " in name else 4), name.split()[0], name.endswith("bf16")
         lanes = 2 if narrow else 1  # rows that one instruction of a warp reads
         slots = 2 * rows if rule == "adam" else 0
-        # Rows of a tile: gradients, once more behind the span, partials of chunks and super-chunks; then weights, slots.
+        # Gradients of a tile, of what is behind the span, partials of chunks and super-chunks; then weights, slots.
         stores = rows // lanes + slots
         assert kernel.count("st.global.v4.b32") == stores, (name, kernel)
         assert kernel.count("ld.global.v4.b32") >= 2 * (rows // lanes) + rows // lanes + slots, (name, kernel)

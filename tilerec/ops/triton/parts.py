@@ -36,7 +36,7 @@ from tilerec.ops.triton.addresses import upload
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.rules import Ready, ready
-from tilerec.ops.triton.sort import PER_TABLE, power_of_two, sort_occurrences, warps_of
+from tilerec.ops.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
 from tilerec.ops.triton.update import (
     GRADIENT_TYPES,
     WIDEST,
@@ -387,14 +387,14 @@ def rule_partials_of_tables(
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
-            part_sums[(triton.cdiv(parts.most, height), len(parts.own))](
+            part_sums[(ceil_div(parts.most, height), len(parts.own))](
                 at_rows, at_grads, at_scalars, at_weights, *at_slots, out, numbers, own, report,
                 made.rule.h["grad_scale"], *made.numbers, TERMS=made.bundle.terms, PHASE=phase,
                 SUMS=sum(made.sums[:phase]), KINDS=made.sums[phase], FINITE=int(finite), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
             if not exact:
-                add_block_sums[(triton.cdiv(parts.most * each, 128), len(parts.own))](
+                add_block_sums[(ceil_div(parts.most * each, 128), len(parts.own))](
                     out, added, numbers, EACH=each, FINITE=finite, BLOCK=128, num_warps=4
                 )
         post(report, _teller(op, weights))
@@ -450,7 +450,7 @@ def rule_apply_to_tables_(
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
             rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
-            apply_to_parts[(triton.cdiv(parts.most, height), len(parts.own))](
+            apply_to_parts[(ceil_div(parts.most, height), len(parts.own))](
                 at_rows, at_grads, at_scalars, at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
                 own, report, made.rule.h["grad_scale"], *made.numbers, APPLY=made.bundle.apply, SUMS=sum(made.sums),
                 ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns, **_rule_arguments(made),

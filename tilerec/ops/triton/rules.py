@@ -28,6 +28,7 @@ Example, "sgd" with lr 0.1: g 0.5, w 1 -> 0.95.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -308,6 +309,11 @@ class Ready:
 
 def ready(name: str, hyper: Sequence[float]) -> Ready:
     """The bundle of a rule, its numbers read; raises what `make_rule` raises."""
+    return _ready(name, tuple(hyper))
+
+
+@functools.lru_cache(maxsize=64)
+def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
     rule = make_rule(name, hyper)
     h, bundle = rule.h, _BUNDLES[name]
     if name == "rowwise_adagrad" and rule.phases == 2:

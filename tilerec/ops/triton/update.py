@@ -50,6 +50,7 @@ from tilerec.ops.triton.sort import (
     PER_TABLE,
     Record,
     Sorted,
+    ceil_div,
     finish_run,
     gradient_rows,
     power_of_two,
@@ -378,8 +379,8 @@ def _tables(
 ) -> Tables:  # fmt: skip
     """names: pointer of each table's row names, 0 where rows have none."""
     for t, (rows, dim) in enumerate(shapes):
-        own = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
-        if rows and dim and not all(own):
+        places = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
+        if rows and dim and not all(places):
             raise InputError(
                 f"{op}: table number {t}, or its optimizer state, has no memory; give it memory with "
                 "to_empty(device=...) and load it, or do not update it."
@@ -413,8 +414,16 @@ def _tables(
         for i, t in enumerate(own):
             rows, dim = shapes[t]
             first_keys[t] = key
-            apart = [d[i] for d in slot_distances]
-            numbers += [key, dim, distances[i], *apart, *[0] * (3 - each), row_offsets[t], column_offsets[t]]
+            to_slots = [own_slots[i] for own_slots in slot_distances]
+            numbers += [
+                key,
+                dim,
+                distances[i],
+                *to_slots,
+                *[0] * (3 - each),
+                row_offsets[t],
+                column_offsets[t],
+            ]
             numbers += [*seeds[2 * t : 2 * t + 2], t, dim, name_distances[t], named[t], rows, 0]
             key += rows
         aligned = all(column_offsets[t] % 4 == 0 for t in own)
@@ -566,6 +575,7 @@ def pace_table(rule: Ready, steps: Sequence[int], order: Sequence[int], device: 
     return upload(numbers, device)
 
 
+_KNOWN: dict[tuple[object, ...], Tables] = {}
 _NOTHING_SKIPPED = (0, -1, -1, (1 << 63) - 1, 0)
 
 
@@ -579,30 +589,37 @@ def update_rows_(
     """`tilerec/ops/update.py`; ids that are no rows are left out here (their lookup has told), and the result stays on
     the device."""
     op, device = "update_rows_", ids.device
-    if not served(device, grad, weights, slots):
-        return update_rows_reference_(
-            weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means,
-            rule, hyper, steps, seeds, row_offsets, column_offsets, row_names,
-        )  # fmt: skip
     made = ready(rule, hyper)
     kinds = slot_kinds(made.rule)
-    check_tables(op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1))
-    names = [] if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
-    same_device(
-        op,
-        device,
-        weights=weights,
-        slots=slots,
-        gradients=grad,
-        offsets=offsets,
-        weights_of_ids=sample_weights,
-    )
-    layout = _tables(
-        op, device, tuple([tuple(w.shape) for w in weights]), tuple([w.dtype for w in weights]),
-        tuple([w.data_ptr() for w in weights]), tuple([s.data_ptr() for s in slots]), kinds, tuple(seeds),
-        tuple(row_offsets), tuple(column_offsets),
-        tuple([n.data_ptr() if n.numel() else 0 for n in names]) or (0,) * len(weights),
+    names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
+    # What stays the same from step to step is checked and sent once.
+    key = (
+        device, rule, kinds, len(steps), tuple(seeds), tuple(row_offsets), tuple(column_offsets),
+        tuple([(w.data_ptr(), w.shape, w.dtype, w.is_contiguous()) for w in weights]),
+        tuple([(s.data_ptr(), s.shape, s.dtype, s.is_contiguous()) for s in slots]),
+        tuple([(n.data_ptr(), n.shape[0]) for n in names]),
     )  # fmt: skip
+    layout = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES else None
+    if layout is None:
+        if not served(device, grad, weights, slots):
+            return update_rows_reference_(
+                weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
+                means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names,
+            )  # fmt: skip
+        check_tables(
+            op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
+        )
+        same_device(op, device, weights=weights, slots=slots)
+        layout = _tables(
+            op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
+            tuple([w.data_ptr() for w in weights]), tuple([s.data_ptr() for s in slots]), kinds, tuple(seeds),
+            tuple(row_offsets), tuple(column_offsets),
+            tuple([n.data_ptr() if n.numel() else 0 for n in names]) or (0,) * len(weights),
+        )  # fmt: skip
+        if len(_KNOWN) >= 256:
+            _KNOWN.clear()
+        _KNOWN[key] = layout
+    same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
     result = constants(_NOTHING_SKIPPED, device).clone()
@@ -648,7 +665,7 @@ def launch(
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
     scale = made.rule.h["grad_scale"]
-    update_runs[(triton.cdiv(record.total, span),)](
+    update_runs[(ceil_div(record.total, span),)](
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
         given(ordered.partials, nothing), given(ordered.supers, nothing), numbers, steps, names, result,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
