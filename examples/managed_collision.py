@@ -47,7 +47,9 @@ def main(steps: int = 60) -> float:
             print(f"step {step:3d}  loss on rank 0 {loss.item():.4f}")
 
     stats = users.stats()["user"]  # of all ranks
-    place = users.inspect("user", int(batch.values()[0]))
+    asked = [int(batch.values()[0])]
+    dist.broadcast_object_list(asked)  # all ranks ask for one id
+    place = users.inspect("user", asked[0])
     if dist.get_rank() == 0:
         print(stats)
         print(f"id {place.id} has row {place.row}, on rank {place.rank}; {place.how}")
