@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.parallel.test_cached import Model, batch, cached_plan, everything, plan, train
 from tests.parallel.test_model_parallel import Pool
+from tests.parallel.test_rebalance import HOT, NAMES, ROWS, planner, together
+from tests.parallel.test_rebalance import base as rebalanced_base
 from tests.parallel.test_two_d import model as two_d_model
 from tests.parallel.test_two_d import train as train_two_d
 from tests.sharding.test_managed_collision import (
@@ -29,10 +31,12 @@ from tests.sharding.test_managed_collision import train as train_managed
 from tilerec import apply_optimizer_in_backward, cache_tables, flush_caches, shard
 from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.rebalance import rebalance
 from tilerec.parallel.resize_ids import resize_ids
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.spec.optimizer import Adam
+from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
 
@@ -87,6 +91,10 @@ def test_replicas_that_are_averaged_average_the_newest_rows(settings: ReplicaSet
     def run(group: Group, base: Any) -> dict[str, Any]:
         module = copy.deepcopy(base)
         two = shard_2d(module, [GroupConfig(None, 2)], group, settings)
+        caches = [rows.cache for table in module.ebc._sharded_tables for rows in table.tile_rows]
+        assert [own is not None for own in caches] == [
+            table.rows.cache is not None for table in base.ebc._tables.values()
+        ]
         state = train_two_d(module, group, two, steps=5)
         return {
             **state,
@@ -95,6 +103,26 @@ def test_replicas_that_are_averaged_average_the_newest_rows(settings: ReplicaSet
 
     plain = run_virtual_ranks(4, run, two_d_model())
     cached = run_virtual_ranks(4, run, cache_tables(two_d_model(), 0.3))
+    for want, own in zip(plain, cached, strict=True):
+        assert_same(own, want)
+
+
+def test_a_rebalance_moves_cached_tables_and_leaves_them_cached() -> None:
+    def run(group: Group, base: Any) -> dict[str, Any]:
+        module = shard(copy.deepcopy(base), together(0), mesh=group)
+        cached = [table.rows.cache is not None for table in base._tables.values()]
+        for step in range(4):
+            if step == 2:
+                assert rebalance(module, planner(), load=HOT, horizon=10_000).moved is not None
+            kjt = random_batch(list(NAMES), ROWS, 8, seed=10 * step + group.rank)
+            module(kjt).values().square().sum().backward()
+        assert [table.rows.cache is not None for table in module._tables.values()] == cached
+        return full_state_dict(module)
+
+    torch.manual_seed(0)
+    base = rebalanced_base()
+    plain = run_virtual_ranks(2, run, base)
+    cached = run_virtual_ranks(2, run, cache_tables(copy.deepcopy(base), 0.1))
     for want, own in zip(plain, cached, strict=True):
         assert_same(own, want)
 

@@ -497,10 +497,19 @@ def test_a_face_that_was_made_before_the_cache_shows_the_newest_state() -> None:
     kjt = batch(random.Random(13))
     step(plain, kjt)
     step(other, kjt)
+    other.state_dict()  # empties the cache
+    step(plain, kjt)
+    step(other, kjt)
     want = plain.fused_optimizer.state_dict()["state"]
     for name, state in face.state_dict()["state"].items():
         for slot, value in state.items():
             assert torch.equal(value, want[name][slot])
+    saved = copy.deepcopy(face.state_dict())
+    for module in (plain, other):
+        step(module, kjt)
+    face.load_state_dict(saved)
+    plain.fused_optimizer.load_state_dict(saved)
+    _goes_on_alike(plain, other, random.Random(14))
 
 
 def test_reading_one_slot_of_the_face_shows_the_newest_state() -> None:
@@ -537,6 +546,30 @@ def test_rows_are_reset_with_their_state() -> None:
     for module in (plain, other):
         reset_rows(module.embedding_bags["a"], torch.tensor([0, 1, 2, 250]))
     _goes_on_alike(plain, other, rng)
+
+
+def test_rows_of_a_prefetched_batch_are_reset_before_its_forward() -> None:
+    plain, other, rng = _trained()
+    kjt = batch(rng)
+    other.prefetch(kjt)
+    for module in (plain, other):
+        reset_rows(module.embedding_bags["a"], kjt["f"].values())
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    _goes_on_alike(plain, other, rng)
+
+
+def test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along() -> None:
+    plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.01)  # one set
+    ids = torch.arange(40)  # 32 rows have a line of the set, 8 a spare one
+    first = KeyedJaggedTensor.from_lengths_sync(KEYS, ids, torch.tensor([40, 0, 0]))
+    assert torch.equal(step(plain, first), step(other, first))
+    seat = other.embedding_bags["a"].rows.cache._made.sets.line_of_E
+    assert int(seat[39]) >= 32
+    last = KeyedJaggedTensor.from_lengths_sync(KEYS, ids[39:], torch.tensor([1, 0, 0]))
+    with torch.no_grad():
+        assert torch.equal(output(plain, last), output(other, last))
+    assert int(seat[39]) < 32
+    assert_same(plain, other)
 
 
 def test_all_parameters_are_reset() -> None:

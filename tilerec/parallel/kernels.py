@@ -163,6 +163,28 @@ def with_kernels(
     return whole
 
 
+def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+    """A planner's plan, in which tables that are cached already stay so; a plan of a user's says what it wants."""
+
+    def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        cached = collections[path]._tables[name].rows.cache is not None
+        return replace(sharding, compute_kernel=None, cache_params=None) if cached else sharding
+
+    return _mapped(plan, kept)
+
+
+def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
+    """A plan that leaves every table in the memory where it is."""
+
+    def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        now = present.plan[path][name]
+        if (now.kernel, now.cache) == (sharding.kernel, sharding.cache):
+            return sharding
+        return replace(sharding, compute_kernel=now.kernel, cache_params=now.cache)
+
+    return _mapped(plan, stored)
+
+
 def caches_of(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], device: torch.device | None
 ) -> dict[Name, RowCache]:

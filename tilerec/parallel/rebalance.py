@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.parallel.kernels import stored_as
 from tilerec.parallel.least_move import Tilings, renamed, tilings_of, with_what_stays
 from tilerec.parallel.load import FeatureLoad, Load, load_of
 from tilerec.parallel.move_progress import ProgressOption, check_progress
@@ -266,7 +267,7 @@ def _proposed(
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
     step = _Step(request)
     before = step(tilings_of(present))
-    proposed = planner.make(request)
+    proposed = stored_as(planner.make(request), present)
     bytes_of_cell = _cells(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:

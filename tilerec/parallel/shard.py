@@ -24,7 +24,15 @@ from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
-from tilerec.parallel.kernels import attach, caches_of, gifts_of, warn_of_idle, with_kernels, with_wires
+from tilerec.parallel.kernels import (
+    attach,
+    caches_of,
+    gifts_of,
+    keep_caches,
+    warn_of_idle,
+    with_kernels,
+    with_wires,
+)
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
@@ -287,7 +295,7 @@ def prepare(
     if given is None:
         planner = EmbeddingShardingPlanner(topology=topology)
         made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
-        given = replace(_tied_alike(made, ties), report=made.report)
+        given = replace(keep_caches(_tied_alike(made, ties), collections), report=made.report)
     cut = completed(given, collections, topology)
     cut.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}

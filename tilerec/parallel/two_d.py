@@ -35,6 +35,7 @@ from tilerec.optim.attach import unattached_on_error
 from tilerec.parallel.cuts import without_cuts
 from tilerec.parallel.device import device_of
 from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.kernels import keep_caches
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.rank_grid import RankGrid, blocks_of
@@ -513,7 +514,7 @@ def _group_plan(
         if given is None:
             tables = [table for table in tables_of(module, sharders) if table.names[0][0] in collections]
             made = EmbeddingShardingPlanner(topology=topology).plan(tables, sharders) if tables else None
-            given = ShardingPlan({}) if made is None else _named_alike(made, collections)
+            given = ShardingPlan({}) if made is None else keep_caches(_named_alike(made, collections), collections)
         elif given.world_size not in (None, size):
             raise ConfigError(f"ShardingPlan: it was made for {given.world_size} ranks.")
         elif node is None and _other_hosts(given.hosts, topology):
