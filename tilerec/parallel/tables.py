@@ -68,8 +68,9 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
     for names in ties.values():
         inside = {id(table) for table in names.values()}
         rows = next(iter(names.values())).rows
-        if isinstance(rows, TileRows):
-            path, name = next(iter(names))
+        # A model that is sharded as a whole comes here, too, when its tables are to move.
+        path, name = next(iter(names))
+        if isinstance(rows, TileRows) and not isinstance(collections[path], ShardedCollection):
             raise ConfigError(
                 f"shard: table '{name}' of module '{path}' is also one of a collection that is sharded already; shard "
                 "a module that holds both."
