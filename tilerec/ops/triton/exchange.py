@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -410,25 +411,50 @@ class _Moves:
     """What is known of segments before their counts."""
 
     order: npt.NDArray[np.int64]  # segments, wave after wave
+    in_order: bool  # there is one wave
     waves: tuple[int, ...]  # where each wave begins in it, with the end of the last
     numbers: npt.NDArray[np.int64]  # [5, S]: widths, places, strides, adds, numbers, in that order
+    # In the segments' own order: columns, and how many rows the tensor holds of each (one after another; by slots, as
+    # far as that can be said).
+    widths: npt.NDArray[np.int64]
+    dense_rows: npt.NDArray[np.int64]
+    slot_rows: npt.NDArray[np.int64]
+    some_empty: bool
     unit: int  # what all of widths, places and strides are multiples of
     widest: int
+    adds: bool
+    sound: bool  # nothing is negative
+
+
+_MANY = 1 << 40
 
 
 @functools.lru_cache(maxsize=256)
 def _moves(
-    widths: tuple[int, ...], places: tuple[int, ...], strides: tuple[int, ...], adds: tuple[int, ...] | None
-) -> _Moves:
-    wave_of = [0] * len(widths) if adds is None else _wave_of(widths, places, strides)
+    widths: tuple[int, ...], places: tuple[int, ...], strides: tuple[int, ...], adds: tuple[int, ...] | None,
+    elements: int,
+) -> _Moves:  # fmt: skip
+    assert len({len(widths), len(places), len(strides), len(widths if adds is None else adds)}) == 1, (
+        "rows: lists of different lengths"
+    )
+    sound = min(*widths, *places, *strides, 0) == 0
+    wave_of = [0] * len(widths) if adds is None or not sound else _wave_of(widths, places, strides)
     order = sorted(range(len(widths)), key=lambda s: wave_of[s])
     sizes = [wave_of.count(wave) for wave in range(max(wave_of, default=-1) + 1)]
-    lists = (widths, places, strides, adds or (0,) * len(widths), range(len(widths)))
-    numbers = np.array([[column[s] for s in order] for column in lists], dtype=np.int64).reshape(5, -1)
-    unit = functools.reduce(np.gcd, (*widths, *places, *strides), 16)
+    # Strides beyond the tensor are as good as one behind its end, and cannot overflow.
+    lists = (
+        widths, places, [min(stride, elements + 1) for stride in strides], adds or (0,) * len(widths),
+        range(len(widths)),
+    )  # fmt: skip
+    free = [elements - place - width for place, width in zip(places, widths, strict=True)]
+    dense = [room // stride + 1 if stride and room >= 0 else _MANY * (room >= 0)
+             for room, stride in zip(free, strides, strict=True)]  # fmt: skip
+    unit = functools.reduce(math.gcd, (*widths, *places, *strides), 16)
     return _Moves(
-        np.array(order, dtype=np.int64), tuple(itertools.accumulate(sizes, initial=0)), numbers,
-        int(unit & -unit), max(widths, default=0),
+        np.array(order, dtype=np.int64), len(sizes) < 2, tuple(itertools.accumulate(sizes, initial=0)),
+        np.array(lists, dtype=np.int64)[:, order], np.array(widths, dtype=np.int64), np.array(dense, dtype=np.int64),
+        np.array([_MANY * (room >= 0) for room in free], dtype=np.int64), 0 in widths, unit & -unit,
+        max(widths, default=0), any(adds or ()), sound,
     )  # fmt: skip
 
 
@@ -460,11 +486,11 @@ def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int
     return waves
 
 
-def _check_segments(
+def _refuse(
     op: str, flat: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
 ) -> None:  # fmt: skip
-    """Of what the host knows of segments, name the first that is wrong."""
+    """Name the first segment that does not fit."""
     at = 0
     lists = zip(counts, widths, slot_starts, places, strides, strict=True)
     for s, (count, width, start, place, stride) in enumerate(lists):
@@ -503,16 +529,22 @@ def _move(
     device = flat.device
     raise_due(device)
     segments = len(counts)
-    assert all(
-        len(values) == segments for values in (widths, slot_starts, places, strides, adds or counts)
-    ), f"{op}: lists of different lengths"
-    _check_segments(op, flat, rows, slots, counts, widths, slot_starts, places, strides)
-    # Strides beyond the tensor are as good as one behind its end, and cannot overflow.
+    assert len(slot_starts) == segments, f"{op}: lists of different lengths"
+    if not segments:
+        return
+    elements = flat.numel()
     moves = _moves(
-        tuple(widths), tuple(places), tuple(min(stride, flat.numel() + 1) for stride in strides)
-        if max(strides, default=0) > flat.numel() else tuple(strides), None if adds is None else tuple(adds),
-    )  # fmt: skip
-    adding = adds is not None and any(adds)
+        tuple(widths), tuple(places), tuple(strides), None if adds is None else tuple(adds), elements
+    )
+    count_S, start_S = now = np.array((counts, slot_starts), dtype=np.int64)
+    fits_S = np.where(start_S < 0, moves.dense_rows, np.minimum(slots.numel() - start_S, moves.slot_rows))
+    row_starts_S1 = np.zeros(segments + 1, dtype=np.int64)
+    np.cumsum(count_S * moves.widths, out=row_starts_S1[1:])
+    if not (
+        moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= rows.numel()
+    ):
+        _refuse(op, flat, rows, slots, counts, widths, slot_starts, places, strides)
+    adding = adds is not None and moves.adds
     if not adding:
         flat, rows = flat.view(-1).view(_BITS[flat.element_size()]), rows.view(_BITS[rows.element_size()])
     size = flat.element_size()
@@ -521,24 +553,25 @@ def _move(
         vec //= 2
     columns = min(1 << max(moves.widest - 1, 0).bit_length(), 512 // size)
     tile = max(min(4096 // size, 512 * vec) // columns, 1)  # 4 KB under way, 16 loads a lane at most
-    count_S = np.array(counts, dtype=np.int64)
-    width_S = np.array(widths, dtype=np.int64)
-    start_S = np.cumsum(count_S * width_S) - count_S * width_S
-    slot_S = np.array(slot_starts, dtype=np.int64)[moves.order]
-    count_S, start_S = count_S[moves.order], start_S[moves.order]
-    ends_S = np.cumsum(-(-count_S // tile) * (moves.numbers[0] > 0))
-    table = np.concatenate((ends_S - -(-count_S // tile) * (moves.numbers[0] > 0), count_S, start_S, slot_S,
-                            moves.numbers.reshape(-1)))  # fmt: skip
-    if not segments or not ends_S[-1]:
+    table = np.empty((9, segments), dtype=np.int64)
+    table[_COUNT.value :: 2][:2] = now if moves.in_order else now[:, moves.order]
+    table[_START.value] = row_starts_S1[:-1] if moves.in_order else row_starts_S1[moves.order]
+    table[_WIDTH.value :] = moves.numbers
+    tiles_S = (table[_COUNT.value] + (tile - 1)) // tile
+    if moves.some_empty:  # segments of no columns have no tiles
+        tiles_S *= table[_WIDTH.value] > 0
+    ends_S = tiles_S.cumsum()
+    np.subtract(ends_S, tiles_S, out=table[_TILES.value])
+    if not ends_S[-1]:
         return
-    sent = upload(table, device)
+    sent = upload(table.reshape(-1), device)
     report = new_report(device)
     done = 0
     for end in moves.waves[1:]:
         to = int(ends_S[end - 1])
         if to > done:
             move_rows[(to - done,)](
-                flat, rows, slots, sent, report, segments, done, flat.numel(),
+                flat, rows, slots, sent, report, segments, done, elements,
                 PICK=adds is None, ADDS=adding, HALF=flat.dtype in _HALVES, ROWS=tile, COLUMNS=columns, VEC=vec,
                 num_warps=1,
             )  # fmt: skip
