@@ -161,6 +161,17 @@ def test_new_sizes_compile_nothing() -> None:
     assert compiled() == before
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pooled_lookups_pass_opcheck(weighted: bool) -> None:
+    arguments = case("a few", [16, 12], [F32, F32], 8, weighted)
+    weights = [weight.requires_grad_() for weight in arguments[0]]
+    torch.library.opcheck(
+        torch.ops.tilerec.pooled_lookup.default,
+        (weights, *arguments[1:], F32, names(arguments)),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
 def batch_of(keys: list[str], batch: int) -> KeyedJaggedTensor:
     lengths = torch.randint(0, 9, (len(keys) * batch,))
     per_key = lengths.view(len(keys), batch).sum(1).tolist()

@@ -9,8 +9,8 @@ stands in the code.
     assert compiled([gate])["row sums"].count("ld.global.v4.b32") == 8
 
 Types: "*fp32", "*bf16", "*fp16", "*fp8e4nv" (e4m3fn), "*i64", "*i32" of pointers; "i32", "i64", "fp32" of numbers. A
-constant that is a jitted function is written "module:name", with a `:` in it. `aligned`: pointers (and numbers) known to
-be multiples of 16, as Triton finds them to be at a launch; by default every pointer.
+constant that is a jitted function is written "module:name", with a `:` in it. `aligned`: pointers (or numbers) that are
+multiples of 16, as Triton finds them to be at a launch; by default every pointer.
 
 As a script, it reads a list of gates from stdin as JSON and prints a list of results.
 """
@@ -118,7 +118,8 @@ def _compile(gate: Gate, folder: Path) -> Compiled:
     said = assembled.stderr + assembled.stdout
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert registers is not None and spills is not None, said
+    assert registers is not None, said
+    assert spills is not None, said
     return Compiled(
         int(registers[1]),
         int(spills[1]) + int(spills[2]),

@@ -244,6 +244,42 @@ def test_rows_that_begin_anywhere_in_memory_are_read() -> None:
     assert torch.equal(odd.run(), odd.reference())
 
 
+@pytest.mark.parametrize("dims", [[4, 8], [128, 4, 130], [8, 3, 8], [12, 6], [16, 16, 1], [64, 257]])
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", [F32, BF16, FP8])
+def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: int, dims: list[int]) -> None:
+    """A GPU traps where vectors begin elsewhere than the compiler was told; the interpreter does not."""
+    flat = torch.zeros(20_000).to(dtype)
+    places = [shift + 4096 * t for t in range(len(dims))]
+    weights = [flat[at : at + 7 * d].view(7, d) for at, d in zip(places, dims, strict=True)]
+    features = list(range(len(dims)))
+    for uniform in (True, False):
+        for cut in (True, False):
+            for out_size in (4, 2):
+                layout = lookup._layout_of(
+                    weights, torch.zeros(1, dtype=torch.int64), features, features, [0] * len(dims), out_size,
+                    uniform, cut, "",
+                )  # fmt: skip
+                assert sum(family.count for family in layout.families) >= len(dims)
+                for family in layout.families:
+                    base = weights[family.table]
+                    assert base.data_ptr() % (family.vec * dtype.itemsize) == 0
+                    for part in family.parts.view(-1, lookup.FIELDS.value).tolist():
+                        distance, _, dim, column, key, place, stride, _, feature, plane = part
+                        own = weights[feature]
+                        assert base.data_ptr() + distance * dtype.itemsize == own.data_ptr()
+                        assert not any(number % family.vec for number in (distance, dim, column))
+                        assert not any(number % family.out_vec for number in (dim, column, stride))
+                        assert not uniform or place % family.out_vec == 0
+                        assert (key, plane < family.planes) == (feature, True)
+                batches = [5] if uniform else [5, 3, 1][: len(dims)]
+                offsets = torch.zeros(16, dtype=torch.int64)
+                batch = lookup._batch_of(layout, offsets, offsets, features, batches)
+                if batch.runs is not None:
+                    runs = batch.runs.view(-1, 3)
+                    assert all(not (runs[:, 2] % family.out_vec).any() for family in layout.families)
+
+
 def test_more_parts_than_a_launch_can_have_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "_GRID_Y", 2)
     case = make([4, 300], [F32, F32], [0, 1, 2, 0, 1], [2], SHORT)
@@ -261,6 +297,15 @@ def test_gradients_of_sample_weights(dtype: torch.dtype, batches: list[int]) -> 
     case = make([4, 40, 257], [F32, BF16, F32], [0, 2, 1, 2, 0], batches, SHORT)
     grad = torch.randn(case.reference().shape).to(dtype)
     got, want = case.grads(grad)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_first_reader_of_a_key_writes_before_the_second_adds() -> None:
+    """Key 1 is read in bfloat16 first, by a launch that other features than its own bring about later."""
+    case = replace(
+        make([4, 4], [F32, BF16], [0, 0, 1, 1], [3], SHORT), tables=[0, 0, 1, 0], means=[0, 0, 0, 0]
+    )
+    got, want = case.grads(torch.randn(3, 16))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

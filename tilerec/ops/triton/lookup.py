@@ -639,12 +639,10 @@ def _layout_of(
 
 @functools.lru_cache(maxsize=32)
 def _reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels read rows of this type there: GPUs before Ada and Hopper cannot convert fp8."""
-    if dtype not in FLOATS:
-        return False
-    if dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.version.cuda is not None:
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return True
+    """Whether kernels read rows of this type there: GPUs before Ada and Hopper do not convert e4m3fn, nor do AMD's."""
+    if dtype == torch.float8_e4m3fn and device.type == "cuda":
+        return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return dtype in FLOATS
 
 
 def _serves(weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
