@@ -325,7 +325,7 @@ def sort_occurrences(
     ordered, occurrences = sort_keys(keys, bits)
     levels, partials, supers = 0, None, None
     pitch = triton.next_power_of_2(max(dims))
-    rows = max(1, min(16, CHUNK, CHUNKS, 1024 // pitch))
+    rows = max(1, min(16, CHUNK, CHUNKS, 512 // pitch))
     warps = warps_of(rows * pitch)
     if total >= 2 * CHUNK:
         levels, chunks = 1, total // CHUNK
@@ -363,4 +363,4 @@ def steps_of(tables: int) -> int:
 
 def warps_of(elements: int) -> int:
     """Warps for a tile of so many fp32 numbers: one as long as it fits one warp's registers."""
-    return max(1, min(elements // 1024, 16))
+    return max(1, min(elements // 512, 16))
