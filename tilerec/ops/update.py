@@ -446,7 +446,7 @@ def update_rows_reference_(
             is returned (a cache's lines hold rows of all numbers). None: by r.
 
     Returns:
-        int64 `[3]`: rows skipped, and the table and row of the first of them (-1, -1 if none).
+        int64 `[3]`, where the ids are: rows skipped, and the table and row of the first of them (-1, -1 if none).
 
     Example: one table of one column, w = (1, 1, 1), ids (2, 2), gradient rows (1), (3), "sgd" with lr 0.1 ->
     w = (1, 1, 0.6).
@@ -489,7 +489,7 @@ def update_rows_reference_(
             part = part._replace(scalars_PU=torch.cat((part.scalars_PU, sums[:, :, 0].T)))
         key, place = seeds[2 * t : 2 * t + 2], (row_offsets[t], column_offsets[t])
         _apply(made, part, dim, steps[t], key, *place, names[t])
-    return torch.tensor([skipped, first_table, first_row])
+    return torch.tensor([skipped, first_table, first_row], device=ids.device)
 
 
 def _sum_row_gradients(
@@ -558,8 +558,8 @@ for _name, _kernel in {
 
 
 @torch.library.register_fake("tilerec::update_rows_", lib=LIBRARY)
-def _fake_update_rows(weights: Any, slots: Any, grad: Any, *rest: Any) -> Tensor:
-    return torch.empty(3, dtype=torch.int64)
+def _fake_update_rows(weights: Any, slots: Any, grad: Any, ids: Any, *rest: Any) -> Tensor:
+    return ids.new_empty(3, dtype=torch.int64)
 
 
 @torch.library.register_fake("tilerec::sum_row_gradients", lib=LIBRARY)
