@@ -366,7 +366,7 @@ def route_ids(
     deal_items[(programs, layers)](
         places_V, bags_V, told, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
         constants(tuple(wire), device), count, offsets.numel() - 1, len(keys), parts,
-        EACH_ID=each_id, STEPS=layout.steps, TILE=_TILE, num_warps=1,
+        EACH_ID=each_id, STEPS=layout.steps, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     places_V, order_V = torch.sort(places_V, stable=True)
     local_V = torch.empty(items, dtype=dtype, device=device)
@@ -378,10 +378,20 @@ def route_ids(
         begun_T = torch.empty(tiles, dtype=torch.int32, device=device)
         order_items[(tiles,)](
             local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V,
-            constants(layout.lower, device), count, items, parts, TILE=_TILE, num_warps=1,
+            constants(layout.lower, device), count, items, parts, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         number_bags[(tiles,)](
-            lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, parts, TILE=_TILE, num_warps=1
+            lengths_P,
+            slots_P,
+            told,
+            places_V,
+            numbers_V,
+            begun_T,
+            items,
+            parts,
+            TILE=_TILE,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
     fault, present, moved = told[:3].tolist()  # the one wait
     if fault:
@@ -573,7 +583,7 @@ def _move(
             move_rows[(to - done,)](
                 flat, rows, slots, sent, report, segments, done, elements,
                 PICK=adds is None, ADDS=adding, HALF=flat.dtype in _HALVES, ROWS=tile, COLUMNS=columns, VEC=vec,
-                num_warps=1,
+                num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
         done = max(done, to)
     post(report, _raise_segment(op))

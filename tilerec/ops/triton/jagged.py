@@ -398,7 +398,8 @@ def _copy(
     report = new_report(device)
     copy_items[(programs,)](
         into, words, offsets, order, out_offsets, report, items, offsets.shape[0] - 1, selected, total, length, pad,
-        MODE=mode, W=width, TILE=tile, GROUP=group, COLUMNS=columns, num_warps=4 if width == 1 else 1,
+        MODE=mode, W=width, TILE=tile, GROUP=group, COLUMNS=columns,
+        num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
     post(report, _raise(op))
     return out
@@ -410,7 +411,9 @@ def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     out_N = torch.empty(total, dtype=torch.int64, device=offsets_S1.device)
     report = new_report(out_N.device)
     programs = max(_ceil_div(total, _TILE), _ceil_div(segments + 1, _CHECKED.value))
-    write_segment_ids[(programs,)](out_N, offsets_S1, report, segments, total, TILE=_TILE, num_warps=4)
+    write_segment_ids[(programs,)](
+        out_N, offsets_S1, report, segments, total, TILE=_TILE, num_warps=4, enable_fp_fusion=False
+    )
     post(report, _raise("segment_ids"))
     return out_N
 
@@ -474,7 +477,7 @@ def select_segments_backward(
     sum_copies[(programs,)](
         out_N, grad_M, offsets_S1, order_P, out_offsets_P1, first_copy_S1, copies_P, report, total if width else 0,
         segments, selected, grad_M.shape[0], W=max(width, 1), SUM=sum_type, TILE=tile, GROUP=group, COLUMNS=columns,
-        num_warps=4 if width == 1 else 1,
+        num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
     post(report, _raise("select_segments_backward"))
     return out_N
@@ -498,7 +501,7 @@ def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     report = new_report(device)
     sum_segments[(programs, max(_ceil_div(width, columns), 1))](
         out_S, values_N, offsets_S1, report, values_N.shape[0], segments, W=width, SUM=sum_type, GROUP=group,
-        COLUMNS=columns, AHEAD=8, num_warps=1,
+        COLUMNS=columns, AHEAD=8, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     post(report, _raise("segment_sum"))
     return out_S
@@ -530,13 +533,22 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
         buckets,
         TILE=tile,
         num_warps=1,
+        enable_fp_fusion=False,
     )
     post(report, _raise("bucketize_by_cuts"))
     keys_N, positions_N = torch.sort(keys_N, stable=True)
     local_ids_N = torch.empty_like(ids_N)
     if items:
         local_ids[(_ceil_div(items, _TILE),)](
-            local_ids_N, ids_N, keys_N, positions_N, cuts_C1, items, TILE=_TILE, num_warps=4
+            local_ids_N,
+            ids_N,
+            keys_N,
+            positions_N,
+            cuts_C1,
+            items,
+            TILE=_TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return lengths_CS, local_ids_N, positions_N
 

@@ -203,7 +203,7 @@ def _launch(
         constants["WHOLE"] = widest <= columns
     kernel[(programs,)](
         into, source, table, len(counts), *arguments, ROWS=rows, COLUMNS=columns, VEC=vec, BYTES_VEC=bytes_vec,
-        num_warps=1, **constants,
+        num_warps=1, enable_fp_fusion=False, **constants,
     )  # fmt: skip
 
 
