@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -304,7 +305,7 @@ def _interleaved(rng: random.Random, depth: int, algorithm: CacheAlgorithm, make
 def test_prefetches_interleaved_at_random_change_no_bit(
     depth: int, algorithm: CacheAlgorithm, make: Callable[..., Any]
 ) -> None:
-    for seed in range(4):
+    for seed in range(int(os.environ.get("TILEREC_TEST_EXAMPLES", "30")) // 15):
         _interleaved(random.Random(100 * depth + seed), depth, algorithm, make)
 
 

@@ -233,6 +233,7 @@ class ReplicaSync:
         if self.hook is not None:
             self.hook([flat])
             return _Chunk(pieces, flat, None)
+        flat = flat.to(self.axis.device)  # rows of cached tables lie in host memory
         return _Chunk(pieces, flat, self.axis.all_reduce_("replica rows", flat))
 
     @torch.no_grad()
@@ -241,7 +242,7 @@ class ReplicaSync:
         shapes = [(p.rows_U.numel(), *p.memory.shape[1:]) for p in chunk.pieces]
         parts = flat.split([torch.Size(shape).numel() for shape in shapes])
         for piece, shape, part in zip(chunk.pieces, shapes, parts, strict=True):
-            piece.memory.index_copy_(0, piece.rows_U, part.view(shape).to(piece.memory.dtype))
+            piece.memory.index_copy_(0, piece.rows_U, part.view(shape).to(piece.memory))
 
 
 def _touched(rows: TileRows) -> Any:

@@ -157,7 +157,7 @@ class RowCache:
         assert self._made is not None
         batch = self._batch(ids, segments)
         for begin, end in segments:
-            self._made.dirty_L[self._made.sets.line_of_E[ids[begin:end].long()].long()] = True
+            self._made.dirty_L.index_fill_(0, self._made.sets.line_of_E[ids[begin:end].long()].long(), True)
         self._dirty = True
         last = self._serial if batch is None else batch.serial
         self._flight = [
@@ -194,6 +194,7 @@ class RowCache:
         self._flush()
         if self._made is not None:
             self._made.sets.forget()
+            self._wait_for_device(self._made)
         self._flight.clear()
 
     def leave(self, rows_M: Tensor) -> None:
@@ -206,6 +207,7 @@ class RowCache:
         lines = torch.unique(lines[lines >= 0])
         self._write_back(made, made.sets.row_in_L[lines], lines)
         made.sets.empty(lines)
+        self._wait_for_device(made)
         self._flight.clear()
 
     def drop(self) -> None:
@@ -221,8 +223,12 @@ class RowCache:
         lines = made.dirty_L.nonzero()[:, 0]
         self._write_back(made, made.sets.row_in_L[lines], lines)
         self._dirty = False
+
+    def _wait_for_device(self, made: _Made) -> None:
+        """Host rows are going to be read and written by the host: the device must be done with them."""
         if made.lines[0].device.type == "cuda":
-            torch.cuda.current_stream(made.lines[0].device).synchronize()  # the host reads it next
+            self._wait_for_other_stream()
+            torch.cuda.current_stream(made.lines[0].device).synchronize()
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -74,10 +74,13 @@ def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor
     if not tensor.numel():
         return torch.empty_like(_plain(tensor), device=device)
     try:
-        _pin(tensor, user)
+        with torch.cuda.device(device):
+            _pin(tensor, user)
         row = tensor.nbytes // tensor.shape[0]
         width = next(w for w in (8, 4, 2, 1) if row % w == 0 and tensor.data_ptr() % w == 0)
         view: Tensor = torch.as_tensor(_DeviceView(tensor, width), device=device)
+        if view.data_ptr() != tensor.data_ptr():  # a copy, which nobody would write back
+            raise RuntimeError(f"{device} does not address it as the host does")
         return view.view(tensor.dtype if tensor.dtype.itemsize > 1 else torch.uint8).view(tensor.shape)
     except RuntimeError as error:
         warnings.warn(
