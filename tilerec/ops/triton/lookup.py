@@ -591,8 +591,6 @@ def _layout(
             numbers += [
                 distance, shapes[tables[f]][0], dims[f], column, keys[f], places[f], stride, means[f], f, plane
             ]  # fmt: skip
-        # Of variable batches a feature's place is a sum of other features' dims.
-        strides = [*places, sum(dims)] if uniform else []
         places_of_rows = [pointers[t] // kind.dtype.itemsize for t in own if math.prod(shapes[t])]
         families.append(
             Family(
@@ -602,7 +600,8 @@ def _layout(
                 start,
                 kind.tile,
                 _power_of_two([*places_of_rows, *(dims[f] for f, _, _ in parts)], 16 // kind.dtype.itemsize),
-                _power_of_two([*dims, *strides], 16 // out_size),
+                # Places and strides in the output are sums of dims, times numbers of bags.
+                _power_of_two(dims, 16 // out_size),
                 kind.one,
                 kind.reader,
             )
@@ -658,7 +657,7 @@ def _check_memory(
     pointers: Sequence[int], shapes: Sequence[Sequence[int]], tables: Sequence[int], names: str
 ) -> None:
     for f, t in enumerate(tables):
-        if not pointers[t] and math.prod(shapes[t]):
+        if not pointers[t] and 0 not in shapes[t]:
             raise_no_rows(names, tables, f)
 
 
