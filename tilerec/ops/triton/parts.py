@@ -540,7 +540,7 @@ def sum_row_gradients_of_tables(
                 4,
                 True,
             )
-            nothing = record.ids
+            nothing = ordered.keys
             launch(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
                 ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), steps=nothing,

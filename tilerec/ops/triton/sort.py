@@ -66,7 +66,10 @@ def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return sorted_N, occurrence_N
 
 
-@triton.jit(do_not_specialize=["features", "ids_count", "total", "sentinel"])
+@triton.jit(
+    do_not_specialize=["features", "ids_count", "total", "sentinel"],
+    do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
+)
 def occurrence_keys(
     ids, offsets, sample_weights, meta, keys, places, scales, features, ids_count, total, sentinel,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
@@ -292,9 +295,9 @@ class Sorted:
     occurrences: Tensor
     places: Tensor
     scales: Tensor | None
-    partials: Tensor | None
-    supers: Tensor | None
-    levels: int
+    partials: Tensor
+    supers: Tensor
+    levels: int  # of chunks that are summed
     pitch: int  # columns of a partial
 
 
@@ -313,7 +316,7 @@ def sort_occurrences(
     )
     scaled = record.means or record.sample_weights is not None
     scales = torch.empty(total, dtype=torch.float32, device=device) if scaled else None
-    nothing = record.ids
+    nothing = keys  # pointers that are not followed must still be some, and of one type whatever the batch
     programs = max(1, min(ceil_div(total, _POSITIONS), ceil_div(4096, record.count)))
     occurrence_keys[(programs, record.count + 1)](
         record.ids, nothing if record.offsets is None else record.offsets,
@@ -323,25 +326,27 @@ def sort_occurrences(
         FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
     )  # fmt: skip
     ordered, occurrences = sort_keys(keys, bits)
-    levels, partials, supers = 0, None, None
+    levels = 0
     pitch = triton.next_power_of_2(max(dims))
     rows = max(1, min(16, CHUNK, CHUNKS, 512 // pitch))
     warps = warps_of(rows * pitch)
-    if total >= 2 * CHUNK:
-        levels, chunks = 1, total // CHUNK
-        partials = torch.empty((chunks, pitch), dtype=torch.float32, device=device)
+    chunks = total // CHUNK if total >= 2 * CHUNK else 0
+    partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
+    supers = partials
+    if chunks:
+        levels = 1
         sum_chunks[(chunks,)](
             ordered, occurrences, places, nothing if scales is None else scales, record.grad, partials, tables, total,
             sentinel, table_count, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, ROWS=rows, COLUMNS=pitch,
             VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-        if total >= 2 * CHUNK * CHUNKS:
-            levels, count = 2, total // (CHUNK * CHUNKS)
-            supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
-            sum_super_chunks[(count,)](
-                ordered, partials, supers, sentinel, CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch,
-                num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    if chunks >= 2 * CHUNKS:
+        levels, count = 2, chunks // CHUNKS
+        supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
+        sum_super_chunks[(count,)](
+            ordered, partials, supers, sentinel, CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch, num_warps=warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch)
 
 

@@ -646,7 +646,9 @@ def _update_group(
     each = len(group.slots)
     own = [slots[start * each + k] for k, start in enumerate(group.slots)]
     rounds = made.rule.h["stochastic_rounding"] and group.dtype != torch.float32
-    nothing = record.ids
+    nothing = (
+        ordered.keys
+    )  # a pointer that is not followed must still be one, and of one type whatever the batch
     launch(
         group, layout.numbers[group.first :], record, ordered, made, weights[group.weight],
         [*own, *[nothing] * (3 - each)], result, step, paces,
@@ -661,13 +663,15 @@ def launch(
     slots: Sequence[Tensor], result: Tensor, step: int, paces: tuple[float, float], *, steps: Tensor, names: Tensor,
     ROUND: int, PER_TABLE: bool, NAMED: bool, runs: Tensor | None = None, rows_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    nothing = record.ids
+    nothing = (
+        ordered.keys
+    )  # a pointer that is not followed must still be one, and of one type whatever the batch
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
     scale = made.rule.h["grad_scale"]
     update_runs[(ceil_div(record.total, span),)](
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
-        given(ordered.partials, nothing), given(ordered.supers, nothing), numbers, steps, names, result,
+        ordered.partials, ordered.supers, numbers, steps, names, result,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
         group.first_key, group.end_key, step, scale, *made.numbers, *paces,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,
