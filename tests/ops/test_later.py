@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops import later
 from tilerec.ops.later import use_all, use_arrived, when_arrived
+from tilerec.optim import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.storage.table_rows import NonFiniteGradientError
 
 CPU = torch.device("cpu")
 
@@ -22,12 +28,13 @@ class Gpu:
     def __init__(self) -> None:
         self.capturing = False
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.made = 0
+        self.recorded = self.done = self.made = 0
 
     def run(self) -> None:
         for host, device in self.copies:
             host.fill_(0).copy_(device)
         self.copies.clear()
+        self.done = self.recorded
 
     def new_copy(self, size: int) -> Any:
         self.made += 1
@@ -48,13 +55,14 @@ class Host:
 
 class Event:
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+        self.gpu, self.number = gpu, 0
 
     def record(self, stream: object) -> None:
-        pass
+        self.gpu.recorded += 1
+        self.number = self.gpu.recorded
 
     def query(self) -> bool:
-        return not self.gpu.copies
+        return self.number <= self.gpu.done
 
 
 @pytest.fixture
@@ -136,3 +144,29 @@ def test_what_a_graph_leaves_is_looked_at_after_replays(gpu: Gpu) -> None:
     numbers.fill_(8)
     use_all(CPU)
     assert seen[-1] == [8]
+
+
+def attached(non_finite: str) -> tuple[EmbeddingBagCollection, KeyedJaggedTensor]:
+    module = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1, "non_finite": non_finite})
+    return module, KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), lengths=torch.tensor([1, 2]))
+
+
+def test_an_update_does_not_wait_for_what_it_skipped(gpu: Gpu) -> None:
+    """The step that learns of it has done its own update when it raises."""
+    module, batch = attached("error")
+    weight = module.embedding_bags["t"].weight
+    (module(batch).values() * torch.nan).sum().backward()
+    gpu.run()
+    before = weight.detach().clone()
+    with pytest.raises(NonFiniteGradientError, match="row 1 is not finite"):
+        module(batch).values().sum().backward()
+    assert ((before - weight.detach())[1:3] > 0.09).all()
+    module(batch).values().sum().backward()
+
+
+def test_reading_how_many_rows_were_skipped_waits(gpu: Gpu) -> None:
+    module, batch = attached("skip")
+    for _ in range(2):
+        (module(batch).values() * torch.inf).sum().backward()
+    assert module.embedding_bags["t"].rows.skipped_rows == 4

@@ -1,5 +1,7 @@
 """Counter-based random numbers: the published answers, and bits that depend on the place alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -69,7 +71,7 @@ def test_tables_of_other_names_and_seeds_differ() -> None:
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0 + 2**-13, -3.14159, 0.1, 2.0**-20 * 1.37, -(2.0**-16) * 1.001, 0.0, 123.456])
     rows = torch.arange(40_000)
@@ -161,3 +163,13 @@ def test_rows_of_other_numbers_than_the_tile_has_are_refused(fill, rows) -> None
 def test_random_rows_pass_opcheck() -> None:
     arguments = (torch.zeros(3, 5), torch.tensor([4, 1, 4]), KEY, 0, "uniform", 0.0, 1.0)
     torch.library.opcheck(torch.ops.tilerec.random_rows_, arguments)
+
+
+def test_stochastic_rounding_to_e4m3_ends_at_its_largest_number() -> None:
+    """It has no infinity; between 448 and where 480 would be, every word gives 448."""
+    x = torch.tensor([[0.0, -0.0, 1.0, -2.5, 2.0**-9, 448.0, 470.0, -1e9, float("inf"), float("nan")]])
+    for row in range(5):
+        words = random_words(torch.tensor([row]), 10, KEY, 0, 9)
+        got = stochastic_round(x, words, torch.float8_e4m3fn).float()[0].tolist()
+        assert got[:9] == [0.0, -0.0, 1.0, -2.5, 2.0**-9, 448.0, 448.0, -448.0, 448.0]
+        assert math.isnan(got[9])
