@@ -346,6 +346,23 @@ def test_what_cannot_be_is_refused_with_the_references_words() -> None:
         assert words[0] == words[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("adam", torch.float32, "bias correction"), ("sgd", torch.bfloat16, "stochastic rounding"),
+        ("sgd", torch.float32, ""),
+    ],
+)  # fmt: skip
+def test_a_captured_update_warns_if_it_counts(name: str, dtype: torch.dtype, words: str) -> None:
+    group = update.Group(0, 1, 0, 5, 0, (), dtype, 4, 1, 1, 1, True)
+    made = ready(*RULES[name][:2])
+    if words:
+        with pytest.warns(UserWarning, match=words):
+            update.warn_of_counts(made, [group])
+    else:
+        update.warn_of_counts(made, [group])
+
+
 def test_the_scan_and_the_loop_over_runs_give_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels add a tile's runs by a scan, interpreted ones (which scan slowly) in a loop."""
     ids, grad = torch.tensor([1, 1, 0, 2, 1, 2, 2, 3, 3]), torch.randint(-9, 9, (9, 4)).float()

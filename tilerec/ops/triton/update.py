@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -625,6 +626,8 @@ def update_rows_(
     result = constants(_NOTHING_SKIPPED, device).clone()
     if not record.total or not layout.sentinel:
         return result[:3]
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        warn_of_counts(made, layout.groups)
     with device_of(ids):
         ordered = sort_occurrences(record, layout.numbers, len(weights), layout.sentinel, layout.dims)
         uniform = min(steps) == max(steps)
@@ -636,6 +639,19 @@ def update_rows_(
                 per_table,
             )  # fmt: skip
     return result[:3]
+
+
+def warn_of_counts(made: Ready, groups: Sequence[Group]) -> None:
+    """Warn that a graph will repeat this update count, if anything depends on it."""
+    rounds = made.rule.h["stochastic_rounding"] and any(group.dtype != torch.float32 for group in groups)
+    if rounds or made.paces(1) != made.paces(2):
+        what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
+        warnings.warn(
+            f"An update by {type(made.rule).__name__} is captured in a CUDA graph: every replay has the update count "
+            f"of the capture, on which {what} depends. Capture the model without its tables' backward, or use a rule (and "
+            "fp32 rows) that does not count.",
+            stacklevel=3,
+        )
 
 
 def _update_group(
