@@ -420,6 +420,52 @@ def test_some_tables_of_a_collection_may_be_cached() -> None:
     assert_same(plain, other)
 
 
+def test_ids_that_are_clamped() -> None:
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        module = EmbeddingBagCollection(ebc(None).embedding_bag_configs(), on_bad_id="clamp")
+        apply_optimizer_in_backward(Adam(0.1), module.parameters())
+        modules.append(module)
+    modules[1].load_state_dict(modules[0].state_dict())
+    plain, other = modules[0], cache_tables(modules[1], 0.15)
+    rng = random.Random(24)
+    for _ in range(4):
+        kjt = batch(rng)
+        kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, kjt.values() * 3 - 20, kjt.lengths())
+        with pytest.warns(UserWarning, match="were clamped"):
+            other.prefetch(kjt)
+        with pytest.warns(UserWarning, match="were clamped"):
+            want, got = step(plain, kjt), step(other, kjt)
+        assert torch.equal(want, got)
+    assert_same(plain, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, where a graph goes on after a break
+def test_under_torch_compile_a_cached_lookup_is_a_graph_break() -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
+    compiled = torch.compile(lambda kjt: other(kjt).values() * 2.0, backend="eager")
+    rng = random.Random(25)
+    for _ in range(3):
+        kjt = batch(rng)
+        want, got = plain(kjt).values() * 2.0, compiled(kjt)
+        assert torch.equal(want, got)
+        for out in (want, got):
+            (out * out).sum().backward()
+    assert_same(plain, other)
+
+
+def test_a_weight_that_functional_call_puts_in_place_is_read_where_it_is() -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
+    kjt = batch(random.Random(26))
+    weights = {name: value.detach() * 2.0 for name, value in plain.named_parameters()}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            outs = [torch.func.functional_call(module, weights, (kjt,)).values() for module in (plain, other)]
+        assert torch.equal(*outs)
+    assert other.cache_stats()["a"].requests == 0
+
+
 # ------------------------------------------------------------------------------- whoever reads or writes whole tables
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
@@ -177,6 +177,11 @@ def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
 
 
 @torch.compiler.disable
+def forward_of(module: nn.Module, features: Any) -> Any:
+    """A module's forward, as it is: a compiled program calls it, and breaks around it."""
+    return type(module).forward(module, features)
+
+
 def cached_lookup(batch: CachedBatch, sinks: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     """The output of `pooled_lookup`, or of `sequence_lookup`, of tables some of which are cached.
 

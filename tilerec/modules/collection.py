@@ -307,6 +307,9 @@ class TableCollection(nn.Module):
         """Per slot, a mark: slots of different marks need lookups of their own."""
         return (0,) * len(self._slots)
 
+    def _has_caches(self) -> bool:
+        return any(table.rows.cache is not None for table in self._tables.values())
+
     def cache_stats(self, reset: bool = False) -> dict[str, CacheStats]:
         """Hits, misses and traffic of each cached table, on this rank, since it was cached or last reset."""
         return {

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilerec.modules.cached_lookup import cached_lookup
+from tilerec.modules.cached_lookup import cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
 from tilerec.ops.upload import constants
@@ -66,6 +66,9 @@ class EmbeddingCollection(TableCollection):
         Raises:
             InputError: a missing feature, an id outside its table, ids that are not integers.
         """
+        if torch.compiler.is_compiling() and self._has_caches():
+            rows: dict[str, JaggedTensor] = forward_of(self, features)
+            return rows
         ids = self._checked(features)
         leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)

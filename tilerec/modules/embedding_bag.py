@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.modules.cached_lookup import CachedBatch, cached_lookup
+from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.table import Tables
 from tilerec.sparse.columns import Columns
@@ -72,6 +72,9 @@ class EmbeddingBagCollection(TableCollection):
         Raises:
             InputError: a missing feature, an id outside its table, ids that are not integers, missing weights.
         """
+        if torch.compiler.is_compiling() and self._has_caches():
+            pooled: KeyedTensor = forward_of(self, features)
+            return pooled
         ids = self._checked(features)
         offsets = features.offsets()
         weights = features.weights() if self._is_weighted else None
@@ -99,8 +102,8 @@ class EmbeddingBagCollection(TableCollection):
             )
             for s, part in zip(lookup.slots, parts, strict=True):
                 blocks[s] = part
-        pooled = torch.cat([block for block in blocks if block is not None], dim=1)
-        return KeyedTensor.from_columns(self._columns, pooled)
+        together = torch.cat([block for block in blocks if block is not None], dim=1)
+        return KeyedTensor.from_columns(self._columns, together)
 
     def _cached_batch(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
