@@ -558,7 +558,7 @@ def _cache_of(limits: ParameterConstraints | None) -> dict[str, Any]:
 
 
 def _data_type(name: str, word: object) -> DataType:
-    found = {d.value: d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64)}
+    found = {d.value: d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)}
     if isinstance(word, str) and word.upper() in found:
         return found[word.upper()]
     raise ConfigError(f"Table '{name}': data_type is {word!r}; use one of {list(found)}.")

@@ -9,7 +9,9 @@ from tilerec.planner.request import PlanRequest
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
 
-TYPES = {d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64)}
+TYPES = {
+    d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)
+}
 
 
 def varied(
