@@ -648,8 +648,8 @@ def warn_of_counts(made: Ready, groups: Sequence[Group]) -> None:
         what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
         warnings.warn(
             f"An update by {type(made.rule).__name__} is captured in a CUDA graph: every replay has the update count "
-            f"of the capture, on which {what} depends. Capture the model without its tables' backward, or use a rule (and "
-            "fp32 rows) that does not count.",
+            f"of the capture, on which {what} depends. Capture the model without its tables' backward, or use a rule "
+            "(and fp32 rows) that does not count.",
             stacklevel=3,
         )
 
