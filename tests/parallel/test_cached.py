@@ -31,6 +31,7 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
 from tilerec.testing.batches import random_batch
@@ -311,6 +312,19 @@ def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut()
     frozen.requires_grad_(False)
     dmp = DistributedModelParallel(frozen, ShardingEnv.from_local(1, 0), plan=cached_plan("row_wise"))
     assert dmp.module.ebc(batch(0, 0)).values().shape == (6, 24)
+
+
+def test_no_host_memory_for_the_rows_is_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any) -> list[Tensor]:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(sharding_embedding, "flat_memory", none)
+    with pytest.raises(
+        ConfigError, match=r"Table 'a': no host memory for 0\.0 GiB of this rank's rows of \['a', 'b'\]"
+    ):
+        alone(plan=cached_plan("row_wise"), sharders=both_sharders())
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        alone(plan=plan("row_wise"), sharders=both_sharders())
 
 
 def test_tied_tables_in_two_memories_are_refused() -> None:

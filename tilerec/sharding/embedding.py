@@ -639,8 +639,17 @@ def _memory(
         shapes.setdefault(key, []).extend((name, shape) for shape in own)
     places: dict[str, list[Tensor]] = {}
     for (dtype, where, _), group in shapes.items():
-        for (name, _), own_memory in zip(
-            group, flat_memory([s for _, s in group], dtype, where), strict=True
-        ):
+        try:
+            memory = flat_memory([shape for _, shape in group], dtype, where)
+        except RuntimeError as error:
+            here = sorted({name for name, _ in group} & set(hosted))
+            if not here:
+                raise
+            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
+            raise ConfigError(
+                f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
+                "are to lie there behind caches; give them to more hosts, or to fewer ranks of each."
+            ) from error
+        for (name, _), own_memory in zip(group, memory, strict=True):
             places.setdefault(name, []).append(own_memory)
     return places
