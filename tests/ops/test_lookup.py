@@ -314,3 +314,12 @@ def test_gradients_of_sample_weights_keep_float64() -> None:
     own = torch.ops.tilerec.sample_weight_grad([table], ids, offsets, grad, [0], [0], [0], [2])
     assert own.dtype == torch.float64
     torch.testing.assert_close(own, (table[ids] * grad[[0, 0, 1]]).sum(1), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_repeat_one_number_are_read_as_they_stand(dtype: torch.dtype) -> None:
+    """The backward of `sum()` gives a gradient whose elements are all one place in memory."""
+    table, ids, offsets = torch.randn(5, 3, dtype=dtype), torch.tensor([4, 1, 1]), torch.tensor([0, 2, 3])
+    grad = torch.full((1,), 2.0, dtype=dtype).expand(2, 3)
+    own = torch.ops.tilerec.sample_weight_grad([table], ids, offsets, grad, [0], [0], [0], [2])
+    torch.testing.assert_close(own, 2 * table[ids].sum(1))

@@ -163,7 +163,7 @@ def _sample_weight_grad_reference(
     starts, bags = bag_starts(keys, batches)
     blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, len(batches) == 1)
     out_N = torch.zeros(ids.numel(), dtype=_sum_dtype(weights), device=ids.device)
-    flat = grad.reshape(-1)
+    flat = grad.contiguous().view(-1)
     for feature, table in enumerate(tables):
         weight = weights[table]
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
