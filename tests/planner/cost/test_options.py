@@ -112,9 +112,10 @@ def test_a_cached_arrangement_costs_what_its_tilings_cost_and_lies_in_host_memor
     weights = sum(work.rows * work.dim * 8 for work in tables) / 8
     assert priced.memory[:, 1].mean() == pytest.approx(weights, rel=0.01)
     saved = plain.memory[:, 0].mean() - priced.memory[:, 0].mean()
-    lines = 24 * 0.1 * sum(work.rows for work in tables) / 8
     if ways == (Way.WHOLE,):  # a column block has lines of its own
-        assert saved == pytest.approx(0.9 * weights - lines, rel=0.01)
+        rows, row = np.array([w.rows for w in tables]), np.array([w.dim * 8 for w in tables])
+        lines = np.maximum(32 * np.ceil(0.1 * rows / 32), problem.model.all_distinct)
+        assert saved == pytest.approx(weights - (lines * (row + 17) + 4 * rows).sum() / 8, rel=0.01)
 
 
 def test_a_table_without_an_attached_optimizer_is_not_cached() -> None:

@@ -36,8 +36,10 @@ DEVICE, HOST = 0, 1
 ID_BYTES = 4  # on the wire; 8 where a piece has 2^31 rows
 KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twice
 LINE_BYTES = (
-    24  # of a cache line beside its row and state: which row it is, when it was used, whether it was written
+    17  # of a cache line beside row and state: which row it is, when it was used, whether it was written
 )
+ROW_BYTES = 4  # on the device, of a row in host memory: its line
+WAYS = 32  # lines of a set
 
 
 class Model:
@@ -93,9 +95,10 @@ class Model:
         return self.missed[table] * share * 2.0 * (width * cell + work.row_state[table]) * self.to_host
 
     def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
-        """Bytes of a piece's cache on the device."""
-        held = np.ceil(self.workload.load_factor[table] * rows)
-        return self.weights(table, held, width) + held * LINE_BYTES
+        """Bytes of a piece's cache on the device: sets of lines, and as many spare ones as a step needs beside."""
+        held = WAYS * np.ceil(self.workload.load_factor[table] * rows / WAYS)
+        spare = np.maximum(self.all_distinct[table] * rows / self.workload.rows[table] - held, 0.0)
+        return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 
     def replicas(self, table: Ints) -> Replicas:
         """Tables of which every rank holds a whole copy: how their gradients meet."""
