@@ -8,18 +8,21 @@ import pytest
 
 from tests.planner.asked import asked, table
 from tilerec.errors import ConfigError
+from tilerec.modules.cached_tables import cache_tables
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.read_plan import _gives
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide, topology_of_ranks
-from tilerec.planner.planner import make_plan
+from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType, Wire
-from tilerec.spec.table import DataType
+from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -240,6 +243,22 @@ def test_a_table_in_host_memory_needs_an_attached_optimizer() -> None:
         asked([table("a", optimizer=None)], Topology(2), limits)
     frozen = asked([table("a", optimizer=None, trained=False)], Topology(2), limits)
     assert decide(frozen).found
+
+
+def test_a_table_that_is_cached_already_stays_in_host_memory() -> None:
+    module = EmbeddingBagCollection(
+        [EmbeddingBagConfig(n, 8, name, feature_names=[name]) for name, n in (("a", 70), ("b", 9))]
+    )
+    apply_optimizer_in_backward(Adam(), module.parameters())
+    cache_tables(module.embedding_bags["a"], load_factor=0.5)
+    request = EmbeddingShardingPlanner(Topology(2)).request(module)
+    again = PlanRequest.from_json(request.to_json())
+    assert [table.cached for table in again.tables] == [0.5, None]
+    decision = decide(again)
+    kernels = {key: sharding.kernel for key, sharding in decision.shardings().items()}
+    assert kernels["a"] is EmbeddingComputeKernel.FUSED_UVM_CACHING
+    assert kernels["b"] is EmbeddingComputeKernel.FUSED
+    assert decision.solution.memory[:, 1].sum() >= 70 * 8 * 4 * 3
 
 
 def test_on_a_cpu_there_is_one_memory() -> None:

@@ -168,7 +168,7 @@ class PlanRequest:
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
-                    **_cache_of(limits),
+                    **_cache_of(table, limits),
                 )
             )
         return works
@@ -282,7 +282,9 @@ class PlanRequest:
             return True, False
         kernels = () if given is None else given.kernels_allowed()
         if not kernels:
-            return True, offload
+            table = self.by_key[key]
+            stays = table.cached is not None and (table.optimizer is not None or not table.trained)
+            return (False, True) if stays else (True, offload)
         behind = any(kernel in HOST_KERNELS for kernel in kernels)
         return any(kernel not in HOST_KERNELS for kernel in kernels), behind
 
@@ -401,6 +403,8 @@ class PlanRequest:
             out["optimizer"] = table.optimizer.to_json()
         if table.wire is not None:
             out["wire"] = {"forward": table.wire.forward, "backward": table.wire.backward}
+        if table.cached is not None:
+            out["cached"] = table.cached
         for flag, usual in (("trained", True), ("pooled", True), ("weighted", False)):
             if getattr(table, flag) is not usual:
                 out[flag] = getattr(table, flag)
@@ -498,6 +502,7 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
             _flag(name, item, "pooled", True),
             _flag(name, item, "weighted", False),
             _wire(name, item.get("wire")),
+            _cached(name, item.get("cached")),
         )
         tables.append(table)
         if item.get("constraints"):
@@ -507,7 +512,7 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
 
 _FIELDS = (
     "name", "num_embeddings", "embedding_dim", "data_type", "feature_names", "module", "also", "optimizer", "trained",
-    "pooled", "weighted", "wire", "constraints",
+    "pooled", "weighted", "wire", "cached", "constraints",
 )  # fmt: skip
 
 
@@ -530,6 +535,12 @@ def _flag(name: str, item: Mapping[str, Any], flag: str, usual: bool) -> bool:
     return value
 
 
+def _cached(name: str, given: object) -> float | None:
+    if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
+        return given
+    raise ConfigError(f"Table '{name}': cached is {given!r}; it must be a load factor from 0 to 1.")
+
+
 def _is_list_of_words(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
 
@@ -541,14 +552,15 @@ def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
     return own or table.wire or Wire()
 
 
-def _cache_of(limits: ParameterConstraints | None) -> dict[str, Any]:
+def _cache_of(table: PlannedTable, limits: ParameterConstraints | None) -> dict[str, Any]:
     """Whether a table that is given by hand lies in host memory, and how many lines its cache would have."""
     if limits is None:
-        return {}
+        return {} if table.cached is None else {"load_factor": table.cached}
     pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None
     kernels = limits.kernels_allowed() if pin is None else (pin.kernel,)
     params = limits.cache_params if pin is None else pin.cache
-    load_factor = LOAD_FACTOR if params is None else params.load_factor
+    known = LOAD_FACTOR if table.cached is None else table.cached
+    load_factor = known if params is None else params.load_factor
     if (
         EmbeddingComputeKernel.FUSED_UVM in kernels
         and EmbeddingComputeKernel.FUSED_UVM_CACHING not in kernels

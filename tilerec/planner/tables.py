@@ -24,6 +24,7 @@ from tilerec.spec.table import (
     EmbeddingConfig,
     dtype_to_data_type,
 )
+from tilerec.storage.cached import RowCache
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class PlannedTable:
         pooled: rows of a bag are added up (a bag collection).
         weighted: ids have weights.
         wire: number formats that a sharder gives; None: fp32.
+        cached: its rows lie in host memory already, and this is its cache's load factor (0: no lines).
     """
 
     names: tuple[tuple[str, str], ...]
@@ -50,6 +52,7 @@ class PlannedTable:
     pooled: bool = True
     weighted: bool = False
     wire: Wire | None = None
+    cached: float | None = None
 
     @cached_property
     def key(self) -> str:
@@ -116,9 +119,16 @@ def tables_of(
                 isinstance(part, EmbeddingBagCollection),
                 isinstance(part, EmbeddingBagCollection) and part.is_weighted(),
                 wires.get(mark),
+                _load_factor(table.rows.cache),
             )
         )
     return found
+
+
+def _load_factor(cache: RowCache | None) -> float | None:
+    if cache is None:
+        return None
+    return 0.0 if cache.params is None else cache.params.load_factor
 
 
 def tables_of_configs(
