@@ -43,7 +43,7 @@ from tests.ops.test_hash import (  # noqa: F401
     test_resizing_slices_is_resizing_the_whole,
     test_rows_used_in_this_step_are_not_evicted,
 )
-from tests.ops.triton.gates import Gate, compiled
+from tests.ops.triton.gates import Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.modules import (
     HashZchManagedCollisionModule,
@@ -426,9 +426,7 @@ GATES = [
 def test_kernels_compile_for_hopper_without_spills_and_locks() -> None:
     results = compiled(GATES)
     for name, result in results.items():
-        # Triton 3.6 keeps to 128 registers, and puts a few numbers of the longest walk aside.
-        old = library.status().version.startswith("3.6.")
-        assert result.spilled <= (16 if old and name.startswith("walk") else 0), name
+        assert result.spilled <= aside(), name
         # A walk is one warp a bucket, so few warps share a processor's registers.
         assert result.registers <= (192 if name.startswith("walk") else 128), name
         # 32 lanes look at 128 slots: four loads a lane of each of the state's columns, one of them per search.
@@ -436,6 +434,14 @@ def test_kernels_compile_for_hopper_without_spills_and_locks() -> None:
         assert result.count("atom.global.cas", "atom.cas", "atom.global.exch") == 0, name
     # Ids are compared 128 at a time, four in each lane; no load stands there slot by slot.
     assert results["walk, LFU, ids alone"].count("ld.global") <= 48
-    # A batch's ids ask for 8 neighbouring slots with 8 lanes; sums and maxima of integers return nothing.
+    # A batch's ids ask for 8 neighbouring slots with 8 lanes; sums and maxima of integers wait for no answer (which
+    # Triton 3.6 leaves to the assembler).
     assert results["find"].count("ld.global") <= 16
-    assert results["hit"].count("red.global.gpu.relaxed.add.u64", "red.relaxed.gpu.global.add.u64") == 1
+    assert (
+        results["hit"].count(
+            "red.global.gpu.relaxed.add.u64",
+            "red.relaxed.gpu.global.add.u64",
+            "atom.global.gpu.relaxed.add.u64",
+        )
+        == 1
+    )
