@@ -47,7 +47,7 @@ class Host:
 
     def copy_(self, device: Tensor, non_blocking: bool) -> None:
         assert non_blocking
-        self.gpu.copies.append((self.numbers, device))
+        self.gpu.copies.append((self.numbers, device.clone()))  # of what is there, in the stream's order
 
     def tolist(self) -> list[int]:
         return self.numbers.tolist()
@@ -144,6 +144,8 @@ def test_what_a_graph_leaves_is_looked_at_after_replays(gpu: Gpu) -> None:
     numbers.fill_(8)
     use_all(CPU)
     assert seen[-1] == [8]
+    use_all(CPU)
+    assert seen.count([7]) == seen.count([8]) == 1  # and not again at every step without a replay
 
 
 def attached(non_finite: str) -> tuple[EmbeddingBagCollection, KeyedJaggedTensor]:

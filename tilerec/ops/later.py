@@ -4,7 +4,7 @@
 have come, `use_all` waits for the rest. On the CPU numbers are there at once.
 
 Under CUDA-graph capture the tensor is the graph's: every `use_arrived` outside of a capture looks at it anew, so it
-sees what the last replay left.
+sees what the last replay left, or zeros if there was none since.
 
     step 1: when_arrived(result, use)      nothing to be seen yet
     step 2: use_arrived(device)            use([0, -1, -1]), if the copy is done by now
@@ -75,11 +75,12 @@ def use_arrived(device: torch.device) -> None:
         if not state.sent:
             for kept, use in state.in_graphs:
                 _send(state, kept, use)
+                kept.zero_()  # behind the copy: what one replay left is used once
 
 
 def use_all(device: torch.device) -> None:
     """Wait for what is under way and use it."""
-    if _at_once(device) or device not in _DEVICES:
+    if _at_once(device) or (device := _numbered(device)) not in _DEVICES:
         return
     for _ in range(2):  # what is on its way; then those of graphs, as they are after it
         torch.cuda.synchronize(device)
@@ -105,3 +106,8 @@ def _new_copy(size: int) -> _Copy:
 
 def _at_once(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """`cuda` is the current device; tensors say which."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +38,69 @@ def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device)
     return pinned.to(device, non_blocking=True)
 
 
-_OF_GRAPHS: list[Tensor] = []
-"""What captured CUDA graphs copy from at every replay."""
+_OF_GRAPHS: list[object] = []
+"""What captured CUDA graphs read at every replay: pinned memory, and what was sent before the capture."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """What a function of hashable arguments makes of numbers sent to a device, made once and kept; the `most` latest.
+
+    Once per stream: a tensor is sent on the stream that asks for it, and no other stream waits for that. So its memory,
+    when it is given up, is used again only behind the kernels that read it.
+
+    Under capture nothing is kept, since what is sent then is there when the graph runs, and not before. What has been
+    made, on whichever stream, is used, and stays for as long as the process, as graphs hold no references.
+    """
+
+    def keep(make: Callable[P, T]) -> Callable[P, T]:
+        memo: dict[tuple[int, tuple[object, ...]], T] = {}
+
+        @functools.wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> T:
+            assert not kwargs, "by position only"
+            if capturing():
+                found = next((value for (_, known), value in list(memo.items()) if known == args), None)
+                if found is None:
+                    return make(*args, **kwargs)
+                _OF_GRAPHS.append(found)
+                return found
+            key = (current_stream(), args)
+            found = memo.get(key)
+            if found is None:
+                found = make(*args, **kwargs)
+                while len(memo) >= most:
+                    memo.pop(next(iter(memo)), None)
+                memo[key] = found
+            return found
+
+        return made
+
+    return keep
+
+
+def capturing() -> bool:
+    """Whether the current stream's launches go into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream() -> int:
+    """The current device's current stream, 0 without GPUs."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
 
 
 def constants(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """The same, made once per process for the numbers of a layout; never write to it."""
+    """The same, made once for the numbers of a layout (`kept`); never write to it."""
     # A tracer's tensors are of its program only.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return upload(numbers, device)
     return _kept(tuple(numbers), device)
 
 
-@functools.lru_cache(maxsize=512)
+@kept(512)
 def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(numbers, device)

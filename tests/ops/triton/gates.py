@@ -104,7 +104,8 @@ def _compile(gate: Gate, folder: Path) -> Compiled:
     }
     aligned = gate.aligned
     if aligned is None:
-        aligned = [name for name, type_ in gate.signature.items() if type_.startswith("*")]
+        anywhere = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
+        aligned = [n for n, type_ in gate.signature.items() if type_.startswith("*") and n not in anywhere]
     source = ASTSource(
         kernel,
         signature={name: gate.signature.get(name, "constexpr") for name in names},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from tilerec.ops.triton.addresses import alignment, base, constants, distances, upload
+from tilerec.ops import upload as sending
+from tilerec.ops.triton.addresses import alignment, base, constants, distances, kept, upload
 
 CPU = torch.device("cpu")
 
@@ -65,3 +67,46 @@ def test_arrays_are_uploaded_too() -> None:
     assert sent.dtype == torch.int64
     assert sent.tolist() == [3, 4]
     assert upload([], CPU).dtype == torch.int64
+
+
+def test_what_a_stream_sends_is_made_once_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream would not wait for it, and its memory would be used again before the other has read it."""
+    made: list[int] = []
+
+    @kept(2)
+    def layout(number: int) -> list[int]:
+        made.append(number)
+        return [number]
+
+    stream = 0
+    monkeypatch.setattr(sending, "current_stream", lambda: stream)
+    first = layout(1)
+    assert layout(1) is first
+    stream = 1
+    assert layout(1) is not first
+    assert made == [1, 1]
+    layout(2)  # the oldest goes
+    stream = 0
+    assert layout(1) is not first
+    assert made == [1, 1, 2, 1]
+
+
+def test_what_a_graph_captures_sending_is_not_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy runs when the graph is replayed, so until then there is nothing in it."""
+    capturing = True
+    monkeypatch.setattr(sending, "capturing", lambda: capturing)
+    monkeypatch.setattr(sending, "_OF_GRAPHS", [])
+
+    @kept(2)
+    def layout(number: int) -> list[int]:
+        return [number]
+
+    in_graph = layout(1)
+    assert sending._OF_GRAPHS == []
+    capturing = False
+    before = layout(1)
+    assert before is not in_graph
+    capturing = True
+    monkeypatch.setattr(sending, "current_stream", lambda: 7)
+    assert layout(1) is before
+    assert [before] == sending._OF_GRAPHS  # graphs hold no references

@@ -183,3 +183,18 @@ def test_a_graphs_report_is_on_its_way_once(gpu: Gpu) -> None:
     for _ in range(50):
         raise_due(CPU)
     assert len(reports._DEVICES[CPU].sent) == 1
+
+
+def test_a_graph_takes_a_report_that_is_free_on_another_stream(gpu: Gpu) -> None:
+    """One made under capture is filled with zeros at every replay, and forgets what the one before it found."""
+    kernel()
+    gpu.run()
+    raise_due(CPU)
+    gpu.stream, gpu.capturing = 1, True
+    of_graph = {kernel().data_ptr() for _ in range(reports._BLOCK)}
+    assert gpu.made == [reports._BLOCK]
+    assert len(of_graph) == reports._BLOCK
+    kernel()
+    assert gpu.made == [reports._BLOCK, 1]
+    gpu.stream, gpu.capturing = 0, False
+    assert kernel().data_ptr() not in of_graph

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tilerec.ops.upload import capturing as capturing
 from tilerec.ops.upload import constants as constants
+from tilerec.ops.upload import current_stream as current_stream
+from tilerec.ops.upload import kept as kept
 from tilerec.ops.upload import upload as upload
 
 

@@ -51,7 +51,8 @@ from tilerec.ops.gradient import bag_starts
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import raise_bad_id
 from tilerec.ops.triton.addresses import constants, upload
-from tilerec.ops.triton.jagged import key_type
+from tilerec.ops.triton.jagged import ANYWHERE, key_type
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.search import segment_at, segments_of
@@ -71,7 +72,7 @@ _PARTS = tl.constexpr(4)  # where its parts begin
 _ROUTE = tl.constexpr(5)
 
 
-@triton.jit(do_not_specialize=["count", "bags", "width", "parts"])
+@triton.jit(do_not_specialize=["count", "bags", "width", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_items(
     places_V, bags_V, told, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
     EACH_ID: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -151,7 +152,7 @@ def deal_items(
         tl.store(bags_V + item, number.to(tl.int32), mask=last >= position)
 
 
-@triton.jit(do_not_specialize=["count", "items", "parts"])
+@triton.jit(do_not_specialize=["count", "items", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def order_items(
     local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V, lower, count, items, parts,
     TILE: tl.constexpr,
@@ -231,7 +232,9 @@ _ADDS = tl.constexpr(7)
 _NUMBER = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["segments", "first_tile", "elements"])
+@triton.jit(
+    do_not_specialize=["segments", "first_tile", "elements"], do_not_specialize_on_alignment=["slots"]
+)
 def move_rows(
     flat, rows, slots, table, report, segments, first_tile, elements,
     PICK: tl.constexpr, ADDS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -665,4 +668,4 @@ def kernels() -> dict[str, Callable[..., Any]]:
 def register(key: str = "CUDA") -> None:
     """Let these kernels serve the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
-        LIBRARY.impl(name, kernel, key, allow_override=True)
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

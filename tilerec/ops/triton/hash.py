@@ -49,6 +49,7 @@ from tilerec.ops.library import LIBRARY
 from tilerec.ops.triton.hash_assign import zch_assign_, zch_assign_each_
 from tilerec.ops.triton.hash_find import zch_buckets, zch_find
 from tilerec.ops.triton.hash_resize import zch_resize
+from tilerec.ops.triton.library import on_own_device
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -66,4 +67,4 @@ def kernels() -> dict[str, Callable[..., Any]]:
 def register(key: str = "CUDA") -> None:
     """Let these kernels serve the ops under a dispatch key."""
     for name, kernel in kernels().items():
-        LIBRARY.impl(name, kernel, key, allow_override=True)
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

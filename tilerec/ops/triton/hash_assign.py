@@ -15,6 +15,7 @@ from torch import Tensor
 from tilerec.ops.hash_policy import Outcome
 from tilerec.ops.triton.hash_find import ENTRIES, LIMIT, PROBES, find_kernel, raises
 from tilerec.ops.triton.hash_place import (
+    ANYWHERE,
     FAR,
     PLAIN,
     STIRRED_AGAIN,
@@ -103,7 +104,7 @@ def _event(
     return id_, tl.where(evicts, row, -2), tl.where(settled, row, -1), place + 1
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
 def walk_kernel(
     ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC,
     order_N, needs_B, begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N,
@@ -169,7 +170,7 @@ def walk_kernel(
         bucket += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
 def hit_kernel(
     counts_N, ttl_N, rows_N, outcomes_N, last_E, hits_E, expires_E, report, count, first, slots, step, now, ttl,
     COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr, BLOCK: tl.constexpr,

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from tilerec.ops.hash_checks import COUNTER_LIMIT, raise_bad_count, raise_bad_ttl, raise_wrong_bucket
 from tilerec.ops.hash_policy import Outcome
-from tilerec.ops.triton.hash_place import PLAIN, blocks, bucket_of, bytes_of, high, low, mixed_bits, wrapped
+from tilerec.ops.triton.hash_place import (
+    ANYWHERE,
+    PLAIN,
+    blocks,
+    bucket_of,
+    bytes_of,
+    high,
+    low,
+    mixed_bits,
+    wrapped,
+)
 from tilerec.ops.triton.reports import Raise, new_report, post, raise_due
 
 LIMIT = tl.constexpr(COUNTER_LIMIT)
@@ -20,7 +30,7 @@ HIT, MISSING = tl.constexpr(int(Outcome.HIT)), tl.constexpr(int(Outcome.MISSING)
 ENTRIES, PROBES = 16, 8  # ids of a program, and slots of each that it looks at together
 
 
-@triton.jit(do_not_specialize=["count", "buckets"])
+@triton.jit(do_not_specialize=["count", "buckets"], do_not_specialize_on_alignment=["ids_N"])
 def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
     """Ids 0, 1, -1 of 768 buckets -> 0, 259, 542."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +40,7 @@ def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
 def find_kernel(
     ids_N,
     counts_N,

@@ -27,6 +27,8 @@ PLAIN = [
     "ttl",
     "threshold",
 ]
+# A batch's tensors are views that may begin anywhere, in the next batch elsewhere.
+ANYWHERE = ["ids_N", "counts_N", "may_insert_N", "ttl_N"]
 FAR = tl.constexpr(2**62)  # a distance that no window reaches
 STIRRED_AGAIN = tl.constexpr(SECOND % 2**64)
 

@@ -46,6 +46,7 @@ from torch import Tensor
 from tilerec.ops.jagged import REFERENCE
 from tilerec.ops.jagged_checks import checked, raise_bad_offsets, raise_bad_order
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.search import segment_at, segments_of
@@ -59,6 +60,9 @@ PAD = tl.constexpr(3)  # its bag's item at its column
 # First number of a report.
 _OFFSETS = tl.constexpr(1)  # then segment, offset
 _ORDER = tl.constexpr(2)  # then position, segment
+
+# Views of a batch may begin anywhere, in the next batch elsewhere: no kernels for that.
+ANYWHERE = ["ids", "offsets", "order", "out_offsets"]
 
 _CHECKED = tl.constexpr(256)
 """Offsets that a program checks."""
@@ -135,7 +139,10 @@ def _sources(
     return tl.where(present, source, 0), present
 
 
-@triton.jit(do_not_specialize=["items", "segments", "selected", "total", "length", "padding"])
+@triton.jit(
+    do_not_specialize=["items", "segments", "selected", "total", "length", "padding"],
+    do_not_specialize_on_alignment=ANYWHERE,
+)
 def copy_items(
     out, values, offsets, order, out_offsets, report, items, segments, selected, total, length, padding,
     MODE: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -176,7 +183,7 @@ def copy_items(
                     tl.store(out + item[:, None] * W + columns, words, mask=here[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["segments", "total"])
+@triton.jit(do_not_specialize=["segments", "total"], do_not_specialize_on_alignment=ANYWHERE)
 def write_segment_ids(out, offsets, report, segments, total, TILE: tl.constexpr):
     """One tile of `segment_ids`."""
     program = tl.program_id(0).to(tl.int64)
@@ -189,7 +196,7 @@ def write_segment_ids(out, offsets, report, segments, total, TILE: tl.constexpr)
         tl.store(out + item, segments_of(offsets, item, low, high), mask=item < total)
 
 
-@triton.jit(do_not_specialize=["items", "segments"])
+@triton.jit(do_not_specialize=["items", "segments"], do_not_specialize_on_alignment=ANYWHERE)
 def sum_segments(
     out, values, offsets, report, items, segments, W: tl.constexpr, SUM: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
@@ -223,7 +230,9 @@ def sum_segments(
     tl.store(out + segment[:, None] * W + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["items", "segments", "selected", "total"])
+@triton.jit(
+    do_not_specialize=["items", "segments", "selected", "total"], do_not_specialize_on_alignment=ANYWHERE
+)
 def sum_copies(
     out, grads, offsets, order, out_offsets, first_copy, copies, report, items, segments, selected, total,
     W: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -272,7 +281,7 @@ def sum_copies(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["items", "segments", "buckets"])
+@triton.jit(do_not_specialize=["items", "segments", "buckets"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_ids(keys, counts, ids, offsets, cuts, report, items, segments, buckets, TILE: tl.constexpr):
     """The bucket of each id of a tile, and one more in its segment's count there.
 
@@ -578,4 +587,4 @@ def kernels() -> dict[str, Callable[..., Any]]:
 def register(key: str = "CUDA") -> None:
     """Let these kernels serve the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
-        LIBRARY.impl(name, kernel, key, allow_override=True)
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

@@ -14,9 +14,12 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 LOG = logging.getLogger("tilerec.triton")
 
@@ -60,3 +63,17 @@ def _find() -> TritonStatus:
     except (ImportError, OSError) as error:
         return TritonStatus(f"Triton cannot be imported: {error}")
     return TritonStatus("", triton.__version__, bool(triton.knobs.runtime.interpret))
+
+
+def on_own_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, run with its first argument's GPU as the current one: that is where Triton launches."""
+
+    @functools.wraps(kernel)
+    def run(first: Tensor | list[Tensor], *rest: Any, **named: Any) -> Any:
+        tensor = first if isinstance(first, Tensor) else first[0] if first else None
+        if tensor is None or not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+            return kernel(first, *rest, **named)
+        with torch.cuda.device(tensor.device):
+            return kernel(first, *rest, **named)
+
+    return run

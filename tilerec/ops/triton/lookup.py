@@ -67,7 +67,8 @@ from tilerec.ops.lookup_checks import (
     raise_no_rows,
     raise_other_dim,
 )
-from tilerec.ops.triton.addresses import constants, upload
+from tilerec.ops.triton.addresses import constants, kept, upload
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import (
     FLOATS,
@@ -98,6 +99,9 @@ _PLANE = tl.constexpr(9)
 
 _BLOCK = tl.constexpr(128)  # parts that are looked at at once
 _NEVER = tl.constexpr(9223372036854775807)
+
+# A batch's tensors are views that may begin anywhere, in the next batch elsewhere: no kernels for that.
+_ANYWHERE = ["ids", "offsets", "starts", "sample_weights"]
 
 # What a report's first number says, besides the feature: feature * 2 + one of these.
 _ID = tl.constexpr(0)
@@ -223,7 +227,7 @@ def _pool(
         _tell_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + _FEATURE))
 
 
-@triton.jit(do_not_specialize=["id_count", "bags", "slots"])
+@triton.jit(do_not_specialize=["id_count", "bags", "slots"], do_not_specialize_on_alignment=_ANYWHERE)
 def pooled_kernel(
     base, out, ids, offsets, sample_weights, parts, runs, chunk_sums, report, id_count, bags, slots,
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, STEPS: tl.constexpr,
@@ -310,7 +314,9 @@ def _chunk(parts, part_count, plane, offsets, runs, report, id_count, bags, VARI
     return part, bag, begin, end
 
 
-@triton.jit(do_not_specialize=["id_count", "bags", "slots", "part_count"])
+@triton.jit(
+    do_not_specialize=["id_count", "bags", "slots", "part_count"], do_not_specialize_on_alignment=_ANYWHERE
+)
 def chunk_kernel(
     base, ids, offsets, sample_weights, parts, runs, chunk_sums, report, id_count, bags, slots, part_count,
     TILE: tl.constexpr, VEC: tl.constexpr, STEPS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -338,7 +344,7 @@ def chunk_kernel(
             _tell_id(report, ids, begin_G, end_G, rows, tl.load(part + _FEATURE))
 
 
-@triton.jit(do_not_specialize=["id_count", "feature_count"])
+@triton.jit(do_not_specialize=["id_count", "feature_count"], do_not_specialize_on_alignment=_ANYWHERE)
 def sequence_kernel(
     base, out, ids, starts, features, report, id_count, feature_count,
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, STEPS: tl.constexpr,
@@ -428,7 +434,7 @@ def _multiply_rows(
     return bad_G
 
 
-@triton.jit(do_not_specialize=["id_count", "bags"])
+@triton.jit(do_not_specialize=["id_count", "bags"], do_not_specialize_on_alignment=_ANYWHERE)
 def sample_weight_kernel(
     base, out, ids, offsets, grad, parts, runs, report, id_count, bags,
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
@@ -461,7 +467,7 @@ def sample_weight_kernel(
         _tell_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + _FEATURE))
 
 
-@triton.jit(do_not_specialize=["id_count", "bags", "part_count"])
+@triton.jit(do_not_specialize=["id_count", "bags", "part_count"], do_not_specialize_on_alignment=_ANYWHERE)
 def sample_weight_chunk_kernel(
     base, out, ids, offsets, grad, parts, runs, report, id_count, bags, part_count,
     TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
@@ -549,7 +555,7 @@ def _power_of_two(values: Sequence[int], most: int) -> int:
     return divisor & -divisor
 
 
-@functools.lru_cache(maxsize=128)
+@kept(128)
 def _layout(
     tables: tuple[int, ...],
     keys: tuple[int, ...],
@@ -864,7 +870,7 @@ class _Rows(NamedTuple):
     out_vec: int
 
 
-@functools.lru_cache(maxsize=128)
+@kept(128)
 def _sequence_layout(
     tables: tuple[int, ...],
     shapes: tuple[tuple[int, ...], ...],
@@ -974,4 +980,4 @@ def register(key: str = "CUDA") -> None:
         ("sequence_lookup", sequence_lookup),
         ("sample_weight_grad", sample_weight_grad),
     ):
-        LIBRARY.impl(name, kernel, key, allow_override=True)
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

@@ -33,6 +33,7 @@ from torch import Tensor
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import BLOCK
 from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.rules import Ready, ready
@@ -552,4 +553,4 @@ def sum_row_gradients_of_tables(
 def register(key: str = "CUDA") -> None:
     """Let the kernels serve the ops of parts on devices of this dispatch key."""
     for function in (sum_row_gradients_of_tables, rule_partials_of_tables, rule_apply_to_tables_):
-        LIBRARY.impl(function.__name__, function, key, allow_override=True)
+        LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)

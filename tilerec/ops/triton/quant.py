@@ -41,6 +41,7 @@ from tilerec.ops.quant import (
     check_segments,
 )
 from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import raise_due
 from tilerec.ops.triton.search import segment_at
 
@@ -240,4 +241,4 @@ def kernels() -> dict[str, Callable[..., Any]]:
 def register(key: str = "CUDA") -> None:
     """Let these kernels serve the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
-        LIBRARY.impl(name, kernel, key, allow_override=True)
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

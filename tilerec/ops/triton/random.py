@@ -20,7 +20,6 @@ Legend: R rows, C columns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +34,7 @@ from tilerec.ops.random import (
     random_fill_reference_,
     random_rows_reference_,
 )
+from tilerec.ops.triton.library import on_own_device
 
 _M0 = tl.constexpr(0xD2511F53)
 _M1 = tl.constexpr(0xCD9E8D57)
@@ -157,10 +157,10 @@ def _fill(
     Columns begin at a multiple of 4 of the whole table, so that a program has both words of a normal pair.
     """
     shift = column_offset % 4
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :] - shift
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :] - shift
     inside = (row < rows) & (column >= 0) & (column < width)
-    first = (column_offset - shift + tl.program_id(0).to(tl.int64) * COLUMNS) + tl.zeros((ROWS, 1), tl.int64)
+    first = (column_offset - shift + tl.program_id(1).to(tl.int64) * COLUMNS) + tl.zeros((ROWS, 1), tl.int64)
     zero = tl.zeros((ROWS, 1), tl.int64)
     place = row + row_offset
     if PLACED:
@@ -217,9 +217,10 @@ def _launch(
     span = width + column_offset % 4
     columns = min(max(triton.next_power_of_2(span), 4), 256)
     block = 1024 // columns
-    while math.ceil(rows / block) > 65535:  # the most that a grid's second axis takes
-        block *= 2
-    grid = (triton.cdiv(span, columns), triton.cdiv(rows, block))
+    grid = (
+        triton.cdiv(rows, block),
+        triton.cdiv(span, columns),
+    )  # the first axis takes 2^31 - 1, the second 65,535
     _fill[grid](
         out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
         float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
@@ -229,5 +230,5 @@ def _launch(
 
 def register(key: str = "CUDA") -> None:
     """Let the kernel serve both ops on devices of this dispatch key."""
-    LIBRARY.impl("random_fill_", random_fill_, key, allow_override=True)
-    LIBRARY.impl("random_rows_", random_rows_, key, allow_override=True)
+    LIBRARY.impl("random_fill_", on_own_device(random_fill_), key, allow_override=True)
+    LIBRARY.impl("random_rows_", on_own_device(random_rows_), key, allow_override=True)

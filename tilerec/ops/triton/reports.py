@@ -74,9 +74,13 @@ def new_report(device: torch.device) -> Tensor:
     with _LOCK:
         state = _DEVICES[device]
         free = state.free[stream]
-        if not free:
-            if torch.cuda.is_current_stream_capturing():
+        if not free and torch.cuda.is_current_stream_capturing():
+            # One of any stream's: its copy has arrived, so nothing is under way. What is made here is a part of the
+            # graph, and every replay would forget what the one before it found.
+            free = next((own for own in state.free.values() if own), free)
+            if not free:
                 return _made(1, device)[0]
+        if not free:
             free.extend(_made(_BLOCK, device))
             state.own.update(map(Tensor.data_ptr, free))
         return free.pop()
@@ -129,6 +133,7 @@ def raise_all(device: torch.device) -> None:
     """Wait for the device's reports and raise the first that is taken."""
     if _at_once(device):
         return
+    device = _numbered(device)
     for _ in range(2):  # what is on its way; then those of graphs, as they are after it
         torch.cuda.synchronize(device)
         raise_due(device)
@@ -170,3 +175,8 @@ def _raise_if_taken(numbers: Tensor, raise_: Raise) -> None:
     taken, a, b, c = numbers.tolist()
     if taken:
         raise_(a, b, c)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """`cuda` is the current device; tensors say which."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

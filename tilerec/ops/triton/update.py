@@ -42,7 +42,8 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.library import LIBRARY
-from tilerec.ops.triton.addresses import constants, upload
+from tilerec.ops.triton.addresses import capturing, constants, current_stream, kept, upload
+from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.random import round_at_random, round_to_nearest, words
 from tilerec.ops.triton.rules import Ready, ready
 from tilerec.ops.triton.sort import (
@@ -372,7 +373,7 @@ def counted(
     return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
 
-@functools.lru_cache(maxsize=256)
+@kept(256)
 def _tables(
     op: str, device: torch.device, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...],
     pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
@@ -493,7 +494,7 @@ def _describe_features(
     return Features(put, _layers(starts, bags), sum(bags), vec, any(means) and offsets_count is not None)
 
 
-@functools.lru_cache(maxsize=256)
+@kept(256)
 def _kept_features(*key: object) -> Features:
     """Features of batches of one size: bags lie where they lay in the step before."""
     return _describe_features(*key)  # type: ignore[arg-type]
@@ -595,12 +596,13 @@ def update_rows_(
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     # What stays the same from step to step is checked and sent once.
     key = (
-        device, rule, kinds, len(steps), tuple(seeds), tuple(row_offsets), tuple(column_offsets),
+        device, current_stream(), rule, kinds, len(steps), tuple(seeds), tuple(row_offsets), tuple(column_offsets),
         tuple([(w.data_ptr(), w.shape, w.dtype, w.is_contiguous()) for w in weights]),
         tuple([(s.data_ptr(), s.shape, s.dtype, s.is_contiguous()) for s in slots]),
         tuple([(n.data_ptr(), n.shape[0]) for n in names]),
     )  # fmt: skip
-    layout = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES else None
+    graph = capturing()  # what a graph reads must be kept for it
+    layout = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES and not graph else None
     if layout is None:
         if not served(device, grad, weights, slots):
             return update_rows_reference_(
@@ -619,14 +621,15 @@ def update_rows_(
         )  # fmt: skip
         if len(_KNOWN) >= 256:
             _KNOWN.clear()
-        _KNOWN[key] = layout
+        if not graph:
+            _KNOWN[key] = layout
     same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
     result = constants(_NOTHING_SKIPPED, device).clone()
     if not record.total or not layout.sentinel:
         return result[:3]
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if graph:
         warn_of_counts(made, layout.groups)
     with device_of(ids):
         ordered = sort_occurrences(record, layout.numbers, len(weights), layout.sentinel, layout.dims)
@@ -713,4 +716,4 @@ def given(tensor: Tensor | None, other: Tensor) -> Tensor:
 def register(key: str = "CUDA") -> None:
     """Let the kernels serve the update ops on devices of this dispatch key."""
     for function in (update_rows_,):
-        LIBRARY.impl(function.__name__, function, key, allow_override=True)
+        LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)
