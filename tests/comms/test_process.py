@@ -305,3 +305,32 @@ def _exchange_of_a_leaf() -> tuple[bool, int]:
 def test_tensors_of_a_graph_travel_without_autograd(pool: Callable[[int], Ranks]) -> None:
     for grad, _ in pool(2).run(_exchange_of_a_leaf):
         assert not grad
+
+
+def _host_memory_that_the_backend_does_not_send() -> None:
+    """As under NCCL; "cpu:0" stands for the GPU: torch tells it from "cpu", and copies."""
+    group = ProcessGroupComms()
+    group._backends, group.device = {"cuda": "nccl"}, torch.device("cpu", 0)
+    me, peer = group.rank, 1 - group.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        mine, theirs = [me + 1.0] * 2, [peer + 1.0] * 2
+        both, sent = torch.zeros(4, dtype=dtype), torch.tensor([*mine, *mine], dtype=dtype)
+        handle: Any = group.all_to_all("rows", both, sent, [2, 2], [2, 2])
+        assert handle._back is not None
+        assert both.tolist() == [0.0] * 4
+        assert handle.wait().tolist() == both.tolist() == [1.0, 1.0, 2.0, 2.0]
+        heard = torch.zeros(2, dtype=dtype)
+        letters: Any = group.exchange("rows", {peer: heard}, {peer: torch.tensor(mine, dtype=dtype)})
+        assert [tensor is heard for tensor, _ in letters._staged] == [True]
+        letters.wait()
+        assert heard.tolist() == theirs
+    total = torch.tensor([me + 1.0])
+    reduced: Any = group.all_reduce_("sums", total)
+    assert reduced._back is not None
+    assert reduced.wait().item() == total.item() == 3.0
+
+
+def test_rows_in_host_memory_travel_through_the_device_that_the_backend_sends_from(
+    pool: Callable[[int], Ranks],
+) -> None:
+    pool(2).run(_host_memory_that_the_backend_does_not_send)

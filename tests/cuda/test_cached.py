@@ -76,6 +76,25 @@ def test_a_prefetch_on_another_stream_is_waited_for() -> None:
         assert torch.equal(a.cpu(), b)
 
 
+def test_the_first_batch_may_be_prefetched_on_another_stream_and_longer_lines_made_there() -> None:
+    plain, other = ebc(Adam(0.1)).cuda(), cache_tables(ebc(Adam(0.1)), 0.05, device="cuda")
+    rng, side = random.Random(5), torch.cuda.Stream()
+    batches = [on_gpu(batch(rng, samples=20 * (i + 1))) for i in range(8)]
+    torch.cuda.synchronize()
+    for i, kjt in enumerate(batches):
+        with torch.cuda.stream(side):
+            if not i:
+                torch.cuda._sleep(50_000_000)  # lines are filled late
+            other.prefetch(kjt)
+            torch.cuda._sleep(5_000_000)
+        # Takes the memory that the shorter lines had, if that is free too early.
+        waste = [torch.full((32 * k, 8), float("nan"), device="cuda") for k in range(1, 20)]
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+        del waste
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
 def test_moving_a_cached_module_moves_its_caches_only() -> None:
     module = cache_tables(ebc(Adam(0.1)), 0.2).cuda()
     assert all(p.device.type == "cpu" for p in module.parameters())

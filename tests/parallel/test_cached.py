@@ -312,6 +312,9 @@ def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut()
     frozen.requires_grad_(False)
     dmp = DistributedModelParallel(frozen, ShardingEnv.from_local(1, 0), plan=cached_plan("row_wise"))
     assert dmp.module.ebc(batch(0, 0)).values().shape == (6, 24)
+    assert all(
+        not table.rows.cache._flight for table in dmp.module.ebc._tables.values()
+    )  # no update is to come
 
 
 def test_no_host_memory_for_the_rows_is_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

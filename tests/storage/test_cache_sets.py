@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def _check_books(sets: CacheSets) -> None:
     assert int((sets.line_of_E >= 0).sum()) == lines.numel()
 
 
+def _asked(sets: CacheSets, rows: Iterable[int], serial: int, *flying: Iterable[int]) -> Moves | NoSpare:
+    """Rows that are asked for get their lines, while batches of other rows fly."""
+    moves = sets.request(_rows(rows), serial, [_rows(own) for own in flying])
+    if isinstance(moves, Moves):
+        sets.seat(moves)
+    return moves
+
+
+def _rows(rows: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(rows), dtype=torch.int64)
+
+
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(("set_count", "ways"), [(1, 4), (3, 2), (5, 8), (0, 4)])
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -35,12 +48,13 @@ def test_hits_misses_and_evictions_are_those_of_a_cache_in_plain_python(
     sets = CacheSets(rows, set_count, ways, 200, algorithm, CPU)
     model = ModelCache(set_count, ways, algorithm)
     misses = conflicts = evictions = 0
+    flown: list[set[int]] = []
     for serial in range(1, 80):
         wanted = _zipf(rng, rows, 12) if serial % 3 else set(rng.sample(range(rows), 9))
-        oldest = max(1, serial - ahead)
-        moves = sets.request(torch.tensor(sorted(wanted)), serial, oldest)
+        flown = [*flown, wanted][-ahead - 1 :]
+        moves = _asked(sets, sorted(wanted), serial, *flown)
         assert isinstance(moves, Moves)
-        model.request(wanted, oldest)
+        model.request(wanted, max(1, serial - ahead))
         _check_books(sets)
         assert set(sets.row_in_L[sets.row_in_L >= 0].tolist()) == model.resident()
         misses += moves.loaded_rows.numel()
@@ -54,7 +68,7 @@ def test_a_cache_of_as_many_lines_as_rows_loads_each_row_once(algorithm: CacheAl
     sets = CacheSets(64, 2, 32, 0, algorithm, CPU)
     rng, loaded = random.Random(0), 0
     for serial in range(1, 40):
-        moves = sets.request(torch.tensor(sorted(_zipf(rng, 64, 30))), serial, 1)
+        moves = _asked(sets, sorted(_zipf(rng, 64, 30)), serial, range(64))
         assert isinstance(moves, Moves)
         loaded += moves.loaded_rows.numel()
         assert moves.conflicts == moves.evictions == 0
@@ -64,9 +78,9 @@ def test_a_cache_of_as_many_lines_as_rows_loads_each_row_once(algorithm: CacheAl
 def test_the_example_of_the_file() -> None:
     sets = CacheSets(9, 2, 2, 0, CacheAlgorithm.LRU, CPU)
     for serial, row in enumerate([4, 6, 1], start=1):
-        sets.request(torch.tensor([row]), serial, serial)
+        _asked(sets, [row], serial)
     assert sets.line_of_E[[4, 6, 1]].tolist() == [0, 1, 2]
-    moves = sets.request(torch.tensor([6, 8]), 4, 4)
+    moves = _asked(sets, [6, 8], 4)
     assert isinstance(moves, Moves)
     assert (moves.leaving_rows.tolist(), moves.leaving_lines.tolist()) == ([4], [0])
     assert (moves.loaded_rows.tolist(), moves.loaded_lines.tolist()) == ([8], [0])
@@ -75,15 +89,15 @@ def test_the_example_of_the_file() -> None:
 def test_a_frequent_row_keeps_its_line_and_the_rare_one_has_a_spare_line() -> None:
     sets = CacheSets(10, 1, 1, 1, CacheAlgorithm.LFU, CPU)
     for serial in (1, 2, 3):
-        sets.request(torch.tensor([5]), serial, serial)
+        _asked(sets, [5], serial)
     for serial in (
         4,
         5,
     ):  # row 7 was named less often than row 5; the second time, its spare line still has it
-        moves = sets.request(torch.tensor([7]), serial, serial)
+        moves = _asked(sets, [7], serial)
         assert isinstance(moves, Moves)
         assert (moves.conflicts, moves.evictions, sets.line_of_E[7].item()) == (serial == 4, 0, 1)
-    moves = sets.request(torch.tensor([7]), 6, 6)  # as often: it comes in
+    moves = _asked(sets, [7], 6)  # as often: it comes in
     assert isinstance(moves, Moves)
     assert (moves.conflicts, moves.evictions, sets.line_of_E[7].item()) == (0, 1, 0)
     assert moves.old_lines.tolist() == [1]
@@ -91,17 +105,17 @@ def test_a_frequent_row_keeps_its_line_and_the_rare_one_has_a_spare_line() -> No
 
 def test_a_row_leaves_its_spare_line_for_one_of_its_set_as_soon_as_there_is_one() -> None:
     sets = CacheSets(10, 1, 1, 2, CacheAlgorithm.LRU, CPU)
-    sets.request(torch.tensor([1, 2]), 1, 1)
+    _asked(sets, [1, 2], 1)
     assert sets.line_of_E[[1, 2]].tolist() == [0, 1]
-    moves = sets.request(torch.tensor([2]), 2, 2)
+    moves = _asked(sets, [2], 2)
     assert isinstance(moves, Moves)
     assert (moves.old_lines.tolist(), moves.new_lines.tolist()) == ([1], [0])
     assert moves.loaded_rows.numel() == 0
-    sets.request(torch.tensor([3, 2]), 3, 2)  # batch 2 is in flight: 2 holds its line, 3 gets a spare one
-    moves = sets.request(torch.tensor([3]), 4, 3)
+    _asked(sets, [3, 2], 3, [2])  # batch 2 is in flight: 2 holds its line, 3 gets a spare one
+    moves = _asked(sets, [3], 4, [3, 2])
     assert isinstance(moves, Moves)
     assert sets.line_of_E[3].item() == 1  # row 2 was named by batch 3 and is held
-    moves = sets.request(torch.tensor([3]), 5, 4)
+    moves = _asked(sets, [3], 5, [3])
     assert isinstance(moves, Moves)
     assert (moves.old_lines.tolist(), moves.new_lines.tolist()) == ([1], [0])
     assert moves.leaving_rows.tolist() == [2]
@@ -110,20 +124,20 @@ def test_a_row_leaves_its_spare_line_for_one_of_its_set_as_soon_as_there_is_one(
 
 def test_a_request_that_lacks_spare_lines_says_how_many_and_changes_nothing() -> None:
     sets = CacheSets(20, 1, 2, 1, CacheAlgorithm.LFU, CPU)
-    sets.request(torch.tensor([0, 1, 2]), 1, 1)
+    _asked(sets, [0, 1, 2], 1)
     before = (sets.line_of_E.clone(), sets.row_in_L.clone(), sets._count_E.clone())
-    answer = sets.request(torch.tensor([3, 4, 5]), 2, 1)
+    answer = _asked(sets, [3, 4, 5], 2, [0, 1, 2])
     assert answer == NoSpare(4)
     for now, then in zip((sets.line_of_E, sets.row_in_L, sets._count_E), before, strict=True):
         assert torch.equal(now, then)
     sets.grow(4)
-    assert isinstance(sets.request(torch.tensor([3, 4, 5]), 2, 2), Moves)
+    assert isinstance(_asked(sets, [3, 4, 5], 2), Moves)
     _check_books(sets)
 
 
 def test_no_rows_and_no_table() -> None:
     for rows in (0, 5):
         sets = CacheSets(rows, 0 if not rows else 1, 2, 0, CacheAlgorithm.LRU, CPU)
-        moves = sets.request(torch.zeros(0, dtype=torch.int64), 1, 1)
+        moves = _asked(sets, [], 1)
         assert isinstance(moves, Moves)
         assert moves.loaded_rows.numel() == 0

@@ -7,12 +7,14 @@ import io
 import os
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.storage.cache_model import ModelCache
 from tilerec import (
@@ -441,7 +443,9 @@ def test_ids_that_are_clamped() -> None:
     assert_same(plain, other)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, where a graph goes on after a break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's, where a graph goes on after a break
 def test_under_torch_compile_a_cached_lookup_is_a_graph_break() -> None:
     plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
     compiled = torch.compile(lambda kjt: other(kjt).values() * 2.0, backend="eager")
@@ -770,3 +774,158 @@ def test_empty_batches_and_many_forwards_without_backward() -> None:
     for kjt in (batch(rng, samples=0), batch(rng, most=1)):
         assert torch.equal(step(plain, kjt), step(other, kjt))
     _goes_on_alike(plain, other, rng)
+
+
+def _spares(module: nn.Module) -> list[int]:
+    return [rows.cache._made.sets.spare for _, rows in rows_below(module)]
+
+
+def test_a_prefetched_batch_that_is_never_used_holds_its_own_rows_and_no_others() -> None:
+    plain, other, rng = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15), random.Random(30)
+    other.prefetch(batch(rng))
+    for _ in range(40):
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert _spares(other) == [0, 0, 0]
+    assert_same(plain, other)
+
+
+def test_weights_of_samples_of_frozen_tables_leave_no_batch_in_flight() -> None:
+    module, rng = cache_tables(ebc(None, weighted=True), 0.15), random.Random(31)
+    module.requires_grad_(False)
+    for _ in range(3):
+        kjt = batch(rng, weighted=True)
+        kjt.weights().requires_grad_()
+        step(module, kjt)
+    assert all(not rows.cache._flight for _, rows in rows_below(module))
+
+
+def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
+    array = torch.tensor([1, 2, 3] * 7).numpy()
+
+    def kjt() -> KeyedJaggedTensor:
+        return KeyedJaggedTensor.from_lengths_sync(KEYS, torch.from_numpy(array), torch.ones(21).long())
+
+    ahead = kjt()
+    other.prefetch(ahead)
+    array[:] = 70
+    assert torch.equal(step(plain, kjt()), step(other, ahead))
+    assert_same(plain, other)
+    ahead = kjt()
+    other.prefetch(ahead)
+    array[2] = 300
+    with pytest.raises(InputError, match=r"Table 'a': id 300 of feature 'f' \(position 2"):
+        other(ahead)
+    _goes_on_alike(plain, other, random.Random(32))
+
+
+class _RaisesAfter(TorchDispatchMode):
+    """Ctrl-C after so many of torch's calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return out
+
+
+def test_an_interrupt_anywhere_in_a_prefetch_loses_no_row() -> None:
+    tables = [EmbeddingBagConfig(120, 4, "t", feature_names=["f"])]
+
+    def kjt(seed: int, ids: int) -> KeyedJaggedTensor:
+        own = torch.randint(120, (ids,), generator=torch.Generator().manual_seed(seed))
+        return KeyedJaggedTensor.from_lengths_sync(["f"], own, torch.tensor([ids]))
+
+    def trained() -> EmbeddingBagCollection:
+        torch.manual_seed(3)
+        module = EmbeddingBagCollection(tables)
+        apply_optimizer_in_backward(SGD(0.1, momentum=0.9), module.parameters())
+        return module
+
+    plain, base = trained(), cache_tables(trained(), 0.2)
+    for seed in range(3):
+        step(plain, kjt(seed, 60))
+    for calls in range(1, 1000):
+        other = copy.deepcopy(base)
+        for seed in range(3):
+            step(other, kjt(seed, 60))
+        try:
+            with _RaisesAfter(calls):
+                other.prefetch(kjt(3, 60))
+                flush_caches(other)
+        except KeyboardInterrupt:
+            assert_same(plain, other)
+            assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
+        else:
+            break
+    assert 40 < calls < 999
+
+
+def test_an_interrupt_after_the_update_leaves_no_row_behind() -> None:
+    plain, other, rng = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15), random.Random(33)
+    kjt = batch(rng)
+    step(plain, kjt)
+    out = output(other, kjt)
+    rows = other.embedding_bags["a"].rows
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    rows.cache.updated = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        (out * out).sum().backward()
+    del rows.cache.updated
+    assert torch.equal(plain.embedding_bags["a"].weight, other.embedding_bags["a"].weight)
+
+
+@pytest.mark.parametrize("load_factor", [0.05, 0.5])
+def test_another_thread_may_prefetch_meanwhile(load_factor: float) -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), load_factor)
+    rng, failed = random.Random(34), []
+    batches = [batch(rng, samples=40) for _ in range(60)]
+
+    def loader() -> None:
+        try:
+            for kjt in batches:
+                other.prefetch(kjt)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=loader)
+    thread.start()
+    outs = [step(other, kjt) for kjt in batches]
+    thread.join()
+    assert not failed
+    for kjt, out in zip(batches, outs, strict=True):
+        assert torch.equal(step(plain, kjt), out)
+    assert_same(plain, other)
+
+
+def test_export_is_refused_with_the_way_out() -> None:
+    module, kjt = cache_tables(ebc(SGD(0.1)), 0.2), batch(random.Random(35))
+
+    class Whole(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+            return self.inner(KeyedJaggedTensor(KEYS, values, lengths=lengths)).values()
+
+    args = (kjt.values(), kjt.lengths())
+    with pytest.raises(ConfigError, match=r"uncache_tables\(copy\.deepcopy\(module\)\)"):
+        torch.export.export(Whole(module), args, strict=False)
+    program = torch.export.export(Whole(uncache_tables(copy.deepcopy(module))), args, strict=False)
+    assert torch.equal(program.module()(*args), output(module, kjt))
+
+
+def test_a_module_on_meta_says_the_shape_of_its_output() -> None:
+    module = cache_tables(ebc(None).to("meta"), 0.2)
+    module.requires_grad_(False)
+    assert output(module, batch(random.Random(36)).to(torch.device("meta"))).shape == (7, 31)

@@ -166,23 +166,36 @@ class ProcessGroupComms(Group):
             wires = _bytes(output), _bytes(input)
             output_splits = [split * item for split in output_splits]
             input_splits = [split * item for split in input_splits]
+        back: tuple[Tensor, Tensor] | None = None
+        if self._carrier(output) != output.device:
+            to = self._carrier(output)
+            back = wires[0], torch.empty_like(wires[0], device=to)
+            wires = back[1], wires[1].to(to)
         try:
             # The process group's own method: torch.distributed's function around it costs more than a small exchange.
             work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], output, (input,))
+        return _Works(self, what, [work], output, (input, *wires), back)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _Works:
         what = f"all_reduce '{name}'"
         self._raise_if_failed(what)
         if self.size == 1:
             return _Works(self, what, [], tensor, ())
+        wire, back = _native(tensor), None
+        if self._carrier(tensor) != tensor.device:
+            wire = wire.to(self._carrier(tensor))
+            back = _native(tensor), wire
         try:
-            work = dist.all_reduce(_native(tensor), group=self._process_group, async_op=True)
+            work = dist.all_reduce(wire, group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], tensor, ())
+        return _Works(self, what, [work], tensor, (wire,), back)
+
+    def _carrier(self, tensor: Tensor) -> torch.device:
+        """Where a tensor has to be to travel: rows of cached tables lie in host memory, which NCCL does not send."""
+        return tensor.device if tensor.device.type in self._backends else self.device
 
     def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
         what = f"exchange '{name}'"
@@ -195,10 +208,13 @@ class ProcessGroupComms(Group):
             for peer, tensor in tensors.items():
                 if peer == self.rank or tensor.numel() == 0:
                     continue
-                wire = _bytes(tensor)
+                wire, to = _bytes(tensor), self._carrier(tensor)
                 if tensor.is_cuda and self._backends.get("cuda") == "gloo":
-                    # gloo's collectives stage GPU tensors themselves, its messages do not.
-                    wire = wire.cpu() if verb is dist.isend else torch.empty_like(wire, device="cpu")
+                    to = torch.device(
+                        "cpu"
+                    )  # gloo's collectives stage GPU tensors themselves, its messages do not
+                if to != tensor.device:
+                    wire = wire.to(to) if verb is dist.isend else torch.empty_like(wire, device=to)
                     if verb is dist.irecv:
                         staged.append((tensor, wire))
                 alive.append(wire)
@@ -298,6 +314,7 @@ class _Works:
         works: Sequence[dist.Work],
         output: Tensor,
         alive: tuple[Tensor, ...],
+        back: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._group = group
         self._what = what
@@ -305,11 +322,16 @@ class _Works:
         self._output = output
         # Read until the call ends.
         self._alive = alive
+        # The output's elements, and what they come in on another device.
+        self._back = back
 
     def wait(self) -> Tensor:
+        device = self._output.device if self._back is None else self._back[1].device
         for work in self._works:
-            self._group._finish(self._what, work, self._output.device, glance=True)
-        self._works, self._alive = (), ()
+            self._group._finish(self._what, work, device, glance=True)
+        if self._back is not None:
+            self._back[0].detach().copy_(self._back[1])
+        self._works, self._alive, self._back = (), (), None
         return self._output
 
 
@@ -328,7 +350,7 @@ class _Letters:
         self._group = group
         self._what = what
         self._works = works
-        # Received in host memory, meant for a GPU.
+        # Received in one memory, meant for another.
         self._staged = staged
         # Read or written until the call ends.
         self._alive = alive

@@ -21,6 +21,7 @@ from tilerec.errors import ConfigError
 from tilerec.ops.gradient import _add, bag_starts, pooled_blocks
 from tilerec.ops.lookup import _reach, raise_bad_id
 from tilerec.ops.upload import upload
+from tilerec.storage.cached import alone
 from tilerec.storage.placed import Placed, per_table, place
 from tilerec.storage.table_rows import TableRows
 
@@ -99,21 +100,8 @@ class _CachedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: CachedBatch, sinks: Tensor, *args: Any) -> Tensor:
         sample_weights, leaves = args[0], args[1:]
-        placed = batch.place()
-        features = list(range(len(batch.tables)))
-        if placed.offsets is None:
-            starts = upload([*placed.starts, placed.ids.numel()], placed.ids.device)
-            out, ticket = torch.ops.tilerec.sequence_lookup(
-                placed.weights, _NO_SINKS, placed.ids, starts, batch.tables, batch.dtype, batch.names
-            )
-        else:
-            uniform = len(batch.batches) == 1
-            out, ticket = torch.ops.tilerec.pooled_lookup(
-                placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, batch.tables, features,
-                batch.means, batch.batches if uniform else batch.bags, batch.dtype, batch.names,
-            )  # fmt: skip
-            out = out if uniform else out.reshape(-1)  # of one feature, the op saw a batch like any other
-        batch.looked_up(sinks.numel() > 0)
+        with alone([rows.cache for rows in batch.rows]):
+            out, ticket = _looked_up(batch, sinks.numel() > 0)
         ctx.save_for_backward(batch.ids, batch.offsets, sample_weights)
         ctx.batch, ctx.sinks, ctx.ticket, ctx.leaves = batch, sinks, ticket, leaves
         return out
@@ -124,12 +112,13 @@ class _CachedLookup(torch.autograd.Function):
         batch: CachedBatch = ctx.batch
         ids, offsets, sample_weights = ctx.saved_tensors
         grad = grads[0].contiguous()
-        sample_grad = None
-        if sample_weights is not None and ctx.needs_input_grad[2]:
-            sample_grad = _sample_weight_grad(batch, grad).to(sample_weights.dtype)
         used = set(batch.tables)
         wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[3:])]
-        if any(wanted) and ctx.sinks.numel():
+        updates = any(wanted) and ctx.sinks.numel() > 0
+        sample_grad = None
+        if sample_weights is not None and ctx.needs_input_grad[2]:
+            sample_grad = _sample_weight_grad(batch, grad, updates).to(sample_weights.dtype)
+        if updates:
             reach = _reach(ctx, grad, ctx.sinks, wanted)
             if any(reach.captured):
                 raise RuntimeError(
@@ -150,14 +139,37 @@ class _CachedLookup(torch.autograd.Function):
         return (None, None, sample_grad, *[None] * len(ctx.leaves))
 
 
-def _sample_weight_grad(batch: CachedBatch, grad: Tensor) -> Tensor:
+def _looked_up(batch: CachedBatch, updates: bool) -> tuple[Tensor, Tensor]:
+    """What the lookup op gives. `updates`: the batch's update is to come."""
     placed = batch.place()
-    assert placed.offsets is not None
-    uniform = len(batch.batches) == 1
-    own = torch.ops.tilerec.sample_weight_grad(
-        placed.weights, placed.ids, placed.offsets, grad, batch.tables, list(range(len(batch.tables))), batch.means,
-        batch.batches if uniform else batch.bags,
-    )  # fmt: skip
+    features = list(range(len(batch.tables)))
+    if placed.offsets is None:
+        starts = upload([*placed.starts, placed.ids.numel()], placed.ids.device)
+        out, ticket = torch.ops.tilerec.sequence_lookup(
+            placed.weights, _NO_SINKS, placed.ids, starts, batch.tables, batch.dtype, batch.names
+        )
+    else:
+        uniform = len(batch.batches) == 1
+        out, ticket = torch.ops.tilerec.pooled_lookup(
+            placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, batch.tables, features,
+            batch.means, batch.batches if uniform else batch.bags, batch.dtype, batch.names,
+        )  # fmt: skip
+        out = out if uniform else out.reshape(-1)  # of one feature, the op saw a batch like any other
+    batch.looked_up(updates)
+    return out, ticket
+
+
+def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool) -> Tensor:
+    """Gradients of the batch's weights. `updates`: the batch's update is to come."""
+    with alone([rows.cache for rows in batch.rows]):
+        placed = batch.place()
+        assert placed.offsets is not None
+        uniform = len(batch.batches) == 1
+        own = torch.ops.tilerec.sample_weight_grad(
+            placed.weights, placed.ids, placed.offsets, grad, batch.tables, list(range(len(batch.tables))), batch.means,
+            batch.batches if uniform else batch.bags,
+        )  # fmt: skip
+        batch.looked_up(updates)
     return placed.back(own, batch.ids.numel())
 
 
@@ -178,7 +190,16 @@ def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
 
 @torch.compiler.disable
 def forward_of(module: nn.Module, features: Any) -> Any:
-    """A module's forward, as it is: a compiled program calls it, and breaks around it."""
+    """A module's forward, as it is: a compiled program calls it, and breaks around it.
+
+    Raises:
+        ConfigError: `torch.export`, whose programs have no breaks.
+    """
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            f"{type(module).__name__}: torch.export cannot trace lookups of cached tables; export a copy without "
+            "caches, uncache_tables(copy.deepcopy(module))."
+        )
     return type(module).forward(module, features)
 
 

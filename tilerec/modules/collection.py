@@ -255,7 +255,9 @@ class TableCollection(nn.Module):
                 )
             self._renew_sinks()
         # A leaf that torch.func.functional_call put here is read where it is.
-        cached = tuple([r.cache is not None and r.leaf is w for r, w in zip(rows, leaves, strict=True)])
+        cached = tuple(
+            [r.cache is not None and r.leaf is w and not w.is_meta for r, w in zip(rows, leaves, strict=True)]
+        )
         return Operands(leaves, attached, cached, self._sinks, self._no_sinks)
 
     def _lookups(

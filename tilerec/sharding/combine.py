@@ -28,6 +28,7 @@ from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 from tilerec.storage.cached import Segments as Segments_
+from tilerec.storage.cached import alone
 from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -185,12 +186,13 @@ class Combiner:
         routed.wait()
         layout = self.layout
         if self._looked_up and holders:
-            placed = self._placed(routed, holders)
-            features = list(range(len(self._looked_up)))
-            rows, _ = torch.ops.tilerec.pooled_lookup(
-                placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables, features,
-                [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
-            )  # fmt: skip
+            with alone([holder.cache for holder in holders]):
+                placed = self._placed(routed, holders)
+                features = list(range(len(self._looked_up)))
+                rows, _ = torch.ops.tilerec.pooled_lookup(
+                    placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables,
+                    features, [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
+                )  # fmt: skip
         elif self._looked_up:
             rows, _ = torch.ops.tilerec.pooled_lookup(
                 list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
@@ -256,7 +258,7 @@ class Combiner:
         for t, _, own in self._cached(routed, holders):
             cache = holders[t].cache
             assert cache is not None
-            cache.looked_up(routed.ids, own, updates=updates)
+            cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
 
     def _kept(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
         """Rows that stay here, as they would have arrived: no value depends on where its table lies."""
@@ -469,6 +471,7 @@ class Combiner:
                 [*self._bags(routed), 0],
             )  # fmt: skip
             own = placed.back(values, routed.ids.numel())
+            self.looked_up(routed, holders, updates=True)
         elif self._looked_up:
             own = torch.ops.tilerec.sample_weight_grad(
                 list(leaves), routed.ids, routed.offsets, grads, self._tables, self._keys, [0] * len(self._keys),

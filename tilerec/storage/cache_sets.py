@@ -7,8 +7,7 @@ Nouns
   spare   lines behind those of the sets: for rows whose set has no line to give. They are given back when no batch
           in flight names their row
   serial  number of a request
-  held    a line whose row a batch in flight names. It is not given away: `oldest` is the serial of the oldest batch
-          in flight, and a row that was named since then is held
+  held    a line whose row a batch in flight names, or the request itself. It is not given away
 
   LRU    of a set's lines that are not held, those that were named longest ago go first
   LFU    those whose rows the fewest requests have named (of equals, the longest ago); counts are kept of all rows of
@@ -24,6 +23,7 @@ Legend: E rows, L lines, U distinct rows of a request, M rows without a line of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -43,6 +43,9 @@ class Moves(NamedTuple):
     new_lines: Tensor  # these
     loaded_rows: Tensor  # they come from the table
     loaded_lines: Tensor
+    old_rows: Tensor  # in `old_lines`
+    named_rows: Tensor  # all that were asked for
+    serial: int
     evictions: int  # of the leaving: those that lost a line of their set
     conflicts: int  # of the loaded: those that got a spare line
 
@@ -85,26 +88,37 @@ class CacheSets:
     def grow(self, spare: int) -> None:
         """Have so many spare lines, not fewer than before."""
         more = spare - self.spare
-        self.row_in_L = torch.cat((self.row_in_L, self.row_in_L.new_full((more,), -1)))
-        self._named_L = torch.cat((self._named_L, self._named_L.new_zeros(more)))
-        self.spare = spare
+        row_in_L = torch.cat((self.row_in_L, self.row_in_L.new_full((more,), -1)))
+        named_L = torch.cat((self._named_L, self._named_L.new_zeros(more)))
+        self.row_in_L, self._named_L, self.spare = row_in_L, named_L, spare
 
-    def request(self, rows_U: Tensor, serial: int, oldest: int) -> Moves | NoSpare:
-        """Give each of these rows a line.
+    def tensors(self) -> list[Tensor]:
+        """All memory."""
+        return [self.line_of_E, self.row_in_L, self._named_L, self._count_E]
+
+    def request(self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()) -> Moves | NoSpare:
+        """Find a line for each of these rows. No row moves before `seat`.
 
         Args:
             rows_U: distinct, ascending.
-            oldest: at most `serial`.
+            flying: rows of each batch in flight; they may have lines or not.
         """
         line_U = self.line_of_E[rows_U].long()
         self._named_L[line_U[line_U >= 0]] = serial
+        lines = self.row_in_L.shape[0]
+        held_L = torch.zeros(
+            lines + 1, dtype=torch.bool, device=rows_U.device
+        )  # the last: of rows without a line
+        for own in (rows_U, *flying):
+            held_L.index_fill_(0, self.line_of_E[own].long() % (lines + 1), True)
+        held_L = held_L[:lines]
         spare_rows = self.row_in_L[self.first_spare :]
         taken = spare_rows >= 0
-        idle = taken & (self._named_L[self.first_spare :] < oldest)
+        idle = taken & ~held_L[self.first_spare :]
         released = idle.nonzero()[:, 0] + self.first_spare
         homeless = (line_U < 0) | (line_U >= self.first_spare)
         rows_M, line_M = rows_U[homeless], line_U[homeless]
-        given_M = self._lines_given(rows_M, oldest)
+        given_M = self._lines_given(rows_M, held_L)
         # Rows that get no line of their set: those that have a spare line keep it.
         wants_spare = (given_M < 0) & (line_M < 0)
         free = (~taken | idle).nonzero()[:, 0] + self.first_spare
@@ -118,22 +132,24 @@ class CacheSets:
         leaving_lines = torch.cat((evicted, released))
         leaving_rows = self.row_in_L[leaving_lines]
         moves, loads = (given_M >= 0) & (line_M >= 0), line_M < 0
-        old_lines, loaded_rows = line_M[moves], rows_M[loads]
-        self.line_of_E[leaving_rows] = -1
-        self.row_in_L[leaving_lines] = -1
-        self.row_in_L[old_lines] = -1
-        seated = given_M >= 0
-        rows, lines = rows_M[seated], given_M[seated]
-        self.line_of_E[rows] = lines.int()
-        self.row_in_L[lines] = rows
-        self._named_L[lines] = serial
-        if self._lfu:
-            self._count_E[rows_U] += 1
         return Moves(
-            leaving_rows, leaving_lines, old_lines, given_M[moves], loaded_rows, given_M[loads], evicted.numel(), wanted
+            leaving_rows, leaving_lines, line_M[moves], given_M[moves], rows_M[loads], given_M[loads], rows_M[moves],
+            rows_U, serial, evicted.numel(), wanted,
         )  # fmt: skip
 
-    def _lines_given(self, rows_M: Tensor, oldest: int) -> Tensor:
+    def seat(self, moves: Moves) -> None:
+        """Have what `request` found, before anything else changes."""
+        self.line_of_E[moves.leaving_rows] = -1
+        self.row_in_L[moves.leaving_lines] = -1
+        self.row_in_L[moves.old_lines] = -1
+        for rows, lines in ((moves.old_rows, moves.new_lines), (moves.loaded_rows, moves.loaded_lines)):
+            self.line_of_E[rows] = lines.int()
+            self.row_in_L[lines] = rows
+            self._named_L[lines] = moves.serial
+        if self._lfu:
+            self._count_E[moves.named_rows] += 1
+
+    def _lines_given(self, rows_M: Tensor, held_L: Tensor) -> Tensor:
         """For each row the line of its set that it gets, -1 for none.
 
         The k-th row of a set that wants one gets the k-th line to go, if there are so many. Rows come by number, with
@@ -153,7 +169,7 @@ class CacheSets:
         lines_SW = set_S[:, None] * self.ways + torch.arange(self.ways, device=rows_M.device)
         row_SW, named_SW = self.row_in_L[lines_SW], self._named_L[lines_SW]
         empty_SW = row_SW < 0
-        held_SW = ~empty_SW & (named_SW >= oldest)
+        held_SW = ~empty_SW & held_L[lines_SW]
         by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
         first_SW = torch.argsort(by_age, dim=1, stable=True)
         if self._lfu:

@@ -17,12 +17,20 @@ first. So an update can never go to a row that is not there any more, whatever w
 batches in flight hold their lines only so that nothing moves twice.
 
 `settle` writes every dirty row back and forgets all lines: the table is the truth, and may be read and written.
+
+Threads: every call has the cache for itself. Whoever reads or writes lines keeps it from others meanwhile (`alone`).
+
+Whatever is raised midway (no memory, Ctrl-C): rows go back before their lines are given away, and where it is not sure
+any more which row is in which line, dirty rows that had stayed are written back and the cache is emptied.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
@@ -59,6 +67,7 @@ class _Batch:
     version: int
     segments: Segments
     serial: int
+    rows_U: Tensor  # distinct ones that it names
     looked: bool = False  # it was looked up, and its update is to come
     bags: Bags = ()  # per segment, if known
 
@@ -92,6 +101,28 @@ def _marks(host: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple((t.data_ptr(), tuple(t.shape), t.dtype) for t in host)
 
 
+def _by_itself(method: Any) -> Any:
+    """A method that runs while no other thread's does."""
+
+    @functools.wraps(method)
+    def run(self: RowCache, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def alone(caches: Iterable[RowCache | None]) -> Iterator[None]:
+    """Lines stay where they are meanwhile, whatever other threads prefetch."""
+    with ExitStack() as stack:
+        for cache in sorted(
+            {cache for cache in caches if cache is not None}, key=id
+        ):  # one order: no deadlock
+            stack.enter_context(cache.lock)
+        yield
+
+
 @final
 class RowCache:
     """The cache of one table (or of one tile of it).
@@ -111,9 +142,11 @@ class RowCache:
         self._serial = 0
         self._dirty = False  # whether any line may be
         self._stream: Any = None  # of the last call
+        self.lock = threading.RLock()
 
     # ------------------------------------------------------------------------------------------------ per batch
 
+    @_by_itself
     def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Bring the rows that a batch names; they stay until its update, or its lookup without one.
 
@@ -126,6 +159,7 @@ class RowCache:
         if self._batch(ids, segments) is None:
             self._request(made, ids, segments, refuse)
 
+    @_by_itself
     def lines_of(
         self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse, bags: Bags = ()
     ) -> list[Tensor]:
@@ -135,13 +169,31 @@ class RowCache:
         assert made is not None
         assert batch is not None
         batch.bags = batch.bags or bags
-        return [made.sets.line_of_E[ids[begin:end].long()] for begin, end in segments]
+        lines = self._lines(made, ids, segments)
+        # Who writes behind torch's back (to a NumPy array under the ids) is not seen in `_version`. A GPU would have to
+        # be waited for, and there ids lie in no array.
+        if ids.device.type == "cpu" and any(int(own.min()) < 0 for own in lines if own.numel()):
+            self._flight.remove(batch)
+            self._request(made, ids, segments, refuse)
+            made = self._made
+            assert made is not None
+            self._flight[-1].bags = bags
+            lines = self._lines(made, ids, segments)
+        return lines
+
+    def _lines(self, made: _Made, ids: Tensor, segments: Segments) -> list[Tensor]:
+        line_of_E, rows_of = made.sets.line_of_E, [ids[begin:end].long() for begin, end in segments]
+        if ids.device.type != "cpu" or not line_of_E.numel():
+            return [line_of_E[own] for own in rows_of]
+        inside = [own.clamp(0, line_of_E.shape[0] - 1) for own in rows_of]  # see above: they may be anything
+        return [line_of_E[a].masked_fill_(a != own, -1) for a, own in zip(inside, rows_of, strict=True)]
 
     def lines_of_rows(self, rows_U: Tensor) -> Tensor:
         """Line numbers of rows that have a line."""
         assert self._made is not None
         return self._made.sets.line_of_E[rows_U].long()
 
+    @_by_itself
     def looked_up(self, ids: Tensor, segments: Segments, *, updates: bool) -> None:
         """A batch was looked up. `updates`: its update is to come."""
         batch = self._batch(ids, segments)
@@ -152,13 +204,18 @@ class RowCache:
         else:
             self._flight.remove(batch)
 
-    def updated(self, ids: Tensor, segments: Segments) -> None:
-        """Lines of a batch's rows were changed. It lands, with those that were looked up before it."""
+    @_by_itself
+    def updates(self, ids: Tensor, segments: Segments) -> None:
+        """Lines of a batch's rows, which have some, are going to be changed."""
         assert self._made is not None
-        batch = self._batch(ids, segments)
+        self._dirty = True
         for begin, end in segments:
             self._made.dirty_L.index_fill_(0, self._made.sets.line_of_E[ids[begin:end].long()].long(), True)
-        self._dirty = True
+
+    @_by_itself
+    def updated(self, ids: Tensor, segments: Segments) -> None:
+        """They were. The batch lands, with those that were looked up before it."""
+        batch = self._batch(ids, segments)
         last = self._serial if batch is None else batch.serial
         self._flight = [
             other
@@ -189,14 +246,19 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ whole
 
+    @_by_itself
     def settle(self) -> None:
         """Write dirty rows back and forget all lines. The host tensors may be read and written until the next batch."""
         self._flush()
         if self._made is not None:
-            self._made.sets.forget()
             self._wait_for_device(self._made)
+        made, self._made = self._made, None  # whatever is raised: not half of it is known
         self._flight.clear()
+        if made is not None:
+            made.sets.forget()
+            self._made = made
 
+    @_by_itself
     def leave(self, rows_M: Tensor) -> None:
         """`settle` for some rows (int64, on any device). Batches in flight ask for all of theirs again."""
         made = self._made
@@ -206,10 +268,15 @@ class RowCache:
         lines = made.sets.line_of_E[rows_M.to(made.dirty_L.device)].long()
         lines = torch.unique(lines[lines >= 0])
         self._write_back(made, made.sets.row_in_L[lines], lines)
-        made.sets.empty(lines)
+        try:
+            made.sets.empty(lines)
+        except BaseException:
+            self._rescue(made, lines[:0], lines[:0], made.dirty_L)
+            raise
         self._wait_for_device(made)
         self._flight.clear()
 
+    @_by_itself
     def drop(self) -> None:
         """`settle`, and give the memory back: the table is going to be another one."""
         self.settle()
@@ -265,6 +332,8 @@ class RowCache:
                 f"Table '{self.name}': no memory on {device} for {count} cache lines of {each} bytes (and 4 to 8 "
                 f"bytes for each of {rows} rows); lower the load_factor, or give the table to more ranks."
             ) from error
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
         return _Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made)
 
     def _within_reserve(self, sets: int, each: int, device: torch.device) -> int:
@@ -290,22 +359,32 @@ class RowCache:
         if len(self._flight) >= MOST_IN_FLIGHT:
             del self._flight[0]
         self._serial += 1
-        batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial)
+        batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial, rows_U)
         while True:
-            oldest = min([other.serial for other in self._flight], default=self._serial)
-            moves = made.sets.request(rows_U, self._serial, oldest)
+            moves = made.sets.request(rows_U, self._serial, [other.rows_U for other in self._flight])
             if not isinstance(moves, NoSpare):
                 break
             made = self._with_spare(made, moves.lines)
-        self._flight.append(batch)
         self._write_back(made, moves.leaving_rows, moves.leaving_lines)
-        for tensor in made.lines if moves.old_lines.numel() else ():
-            tensor.index_copy_(0, moves.new_lines, tensor.index_select(0, moves.old_lines))
-        made.dirty_L[moves.new_lines] = made.dirty_L[moves.old_lines]
-        made.dirty_L[moves.old_lines] = False
-        if moves.loaded_rows.numel():
-            for lines, host in zip(made.lines, made.host, strict=True):
-                host.read_into(lines, moves.loaded_lines, moves.loaded_rows)
+        dirty_L = made.dirty_L
+        moved = dirty_L[moves.old_lines]
+        try:
+            made.sets.seat(moves)
+            for tensor in made.lines if moves.old_lines.numel() else ():
+                tensor.index_copy_(0, moves.new_lines, tensor.index_select(0, moves.old_lines))
+            dirty_L[moves.new_lines] = moved
+            dirty_L[moves.old_lines] = False
+            if moves.loaded_rows.numel():
+                for lines, host in zip(made.lines, made.host, strict=True):
+                    host.read_into(lines, moves.loaded_lines, moves.loaded_rows)
+            self._flight.append(batch)
+        except BaseException:
+            # Rows are in their old lines yet: nobody else got those.
+            dirty_L = dirty_L.clone()
+            dirty_L[moves.new_lines] = False
+            dirty_L[moves.old_lines] = moved
+            self._rescue(made, moves.old_rows, moves.old_lines, dirty_L)
+            raise
         stats, misses = self.stats, moves.loaded_rows.numel()
         stats.requests += 1
         stats.ids += count
@@ -314,6 +393,17 @@ class RowCache:
         stats.misses += misses
         stats.conflict_misses += moves.conflicts
         stats.evictions += moves.evictions
+
+    def _rescue(self, made: _Made, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
+        """Empty a cache of which some lines have or had these rows: what is dirty goes back to the table."""
+        row_in_L = made.sets.row_in_L.clone()
+        row_in_L[lines] = rows
+        lines = dirty_L.nonzero()[:, 0]
+        for tensor, host in zip(made.lines, made.host, strict=True):
+            host.write_from(tensor, lines, row_in_L[lines])
+        self._wait_for_device(made)
+        self._made, self._dirty = None, False
+        self._flight.clear()
 
     def _distinct(self, made: _Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
         """The rows that a batch names, ascending, and how many ids it has."""
@@ -341,9 +431,10 @@ class RowCache:
             for k, tensor in enumerate(made.lines):
                 made.lines[k] = torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
             dirty_L = torch.cat((made.dirty_L, made.dirty_L.new_zeros(more)))
+            # Lines that the sets do not know of yet do no harm.
+            self._made = made = made._replace(dirty_L=dirty_L)
             made.sets.grow(spare)
-            self._made = made._replace(dirty_L=dirty_L)
-            return self._made
+            return made
         except (RuntimeError, MemoryError):
             self.drop()
         host = [rows.tensor for rows in made.host]
@@ -375,8 +466,12 @@ class RowCache:
         if made is None or made.lines[0].device.type != "cuda":
             return
         stream = torch.cuda.current_stream(made.lines[0].device)
-        if self._stream is not None and self._stream != stream:
+        if self._stream != stream:
             stream.wait_stream(self._stream)
+            for tensor in (*made.lines, made.dirty_L, *made.sets.tensors()):
+                tensor.record_stream(
+                    stream
+                )  # their memory is not another's before this stream is done with it
         self._stream = stream
 
     # ------------------------------------------------------------------------------------------------ copies

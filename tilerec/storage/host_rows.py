@@ -7,6 +7,7 @@ Where the driver refuses to pin (a limit on locked memory), rows are gathered on
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections import Counter
@@ -74,6 +75,8 @@ def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor
     if not tensor.numel():
         return torch.empty_like(_plain(tensor), device=device)
     try:
+        if not tensor.is_contiguous():
+            raise RuntimeError("its rows do not lie one after the other")
         with torch.cuda.device(device):
             _pin(tensor, user)
         row = tensor.nbytes // tensor.shape[0]
@@ -83,6 +86,7 @@ def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor
             raise RuntimeError(f"{device} does not address it as the host does")
         return view.view(tensor.dtype if tensor.dtype.itemsize > 1 else torch.uint8).view(tensor.shape)
     except RuntimeError as error:
+        _forget_error(device)
         warnings.warn(
             f"cached rows: {tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}), so rows are "
             "gathered by the host's cores; raise the limit on locked memory (ulimit -l).",
@@ -91,10 +95,16 @@ def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor
         return None
 
 
+def _forget_error(device: torch.device) -> None:
+    """CUDA tells the next kernel of a call that failed, whoever launches it: here is one that nobody minds."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
 def _pin(tensor: Tensor, user: HostRows) -> None:
     if tensor.is_pinned() and not _PINNED[tensor.untyped_storage().data_ptr()]:
         return  # its owner pinned it
-    storage, runtime = tensor.untyped_storage(), torch.cuda.cudart()
+    storage, runtime, device = tensor.untyped_storage(), torch.cuda.cudart(), user.device
     assert runtime is not None
     address = storage.data_ptr()
     if not _PINNED[address]:
@@ -104,7 +114,7 @@ def _pin(tensor: Tensor, user: HostRows) -> None:
     def unpin() -> None:
         _PINNED[address] -= 1
         if not _PINNED[address]:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             runtime.cudaHostUnregister(address)
 
     weakref.finalize(user, unpin)  # before the tensor's memory goes: the user holds it

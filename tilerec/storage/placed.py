@@ -30,6 +30,10 @@ class Holder(Protocol):
 
     cache: RowCache | None
 
+    @property
+    def trained(self) -> bool:
+        """Whether a backward pass updates it."""
+
     def host(self) -> list[Tensor]:
         """The table, and its optimizer's slots."""
 

@@ -32,8 +32,8 @@ from tilerec.ops.later import use_all, use_arrived, when_arrived
 from tilerec.ops.update_checks import raise_bad_row
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.cached import RowCache
-from tilerec.storage.placed import per_table, place
+from tilerec.storage.cached import RowCache, alone
+from tilerec.storage.placed import Refuse, per_table, place
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,11 @@ class TableRows(GradientSink):
     def arrive(self) -> None:
         """Called before a batch reads or updates rows: what other ranks have sent to them comes first."""
 
+    @property
+    def trained(self) -> bool:
+        """Whether a backward pass updates them."""
+        return self.takes_gradients and self.leaf.requires_grad
+
     def host(self) -> list[Tensor]:
         """The rows and their slots, where they are at home."""
         return [self.leaf.detach(), *self.slots]
@@ -236,14 +241,28 @@ class TableRows(GradientSink):
 
         for table in tables:
             table.arrive()
+        with alone([table.cache for table in tables]):
+            result = self._update_placed(tables, record, of_feature, spec, hyper, refuse)
+        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
+        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        use_arrived(result.device)
+
+    def _update_placed(
+        self, tables: Sequence[TableRows], record: GradientRecord, of_feature: list[int], spec: OptimizerSpec,
+        hyper: list[float], refuse: Refuse,
+    ) -> Tensor:  # fmt: skip
         placed = place(
             tables, of_feature, record.ids, record.offsets, record.sample_weights, record.starts, record.bags, refuse
         )  # fmt: skip
+        read = [(tables[t].cache, own) for t, _, own in per_table(tables, of_feature, placed.segments)]
+        for cache, segments in read:
+            assert cache is not None
+            cache.updates(record.ids, segments)
         places = [table.place for table in tables]
         starts = placed.starts
         if placed.offsets is not None:
             starts = list(itertools.accumulate(record.bags, initial=0))[:-1]
-        result = torch.ops.tilerec.update_rows_(
+        result: Tensor = torch.ops.tilerec.update_rows_(
             placed.weights, [slot for own in placed.tensors for slot in own[1:]], record.grad, placed.ids,
             placed.offsets, placed.sample_weights, of_feature, starts, record.bags, record.grad_starts,
             record.grad_strides, record.means, spec.rule, hyper, [table.updates + 1 for table in tables],
@@ -251,23 +270,23 @@ class TableRows(GradientSink):
             [own.column_offset for own in places], placed.names,
         )  # fmt: skip
         count_updates(tables, spec)
-        for t, _, segments in per_table(tables, of_feature, placed.segments):
-            cache = tables[t].cache
+        for cache, segments in read:
             assert cache is not None
             cache.updated(record.ids, segments)
-        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
-        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
-        use_arrived(result.device)
+        return result
 
     def held(self, rows_U: Tensor) -> list[Tensor]:
-        """What holds these distinct rows (and their slots): if they are cached, they are brought into lines."""
+        """What holds these distinct rows (and their slots), to be written: if they are cached, they are brought into
+        lines."""
         if self.cache is None:
             return self.host()
 
         def refuse(f: int, at: int, id_: int) -> None:
             raise_bad_row("update_rows_", id_, f, at, self.leaf.shape[0], 0)
 
-        self.cache.prefetch(self.host(), rows_U, ((0, rows_U.numel()),), refuse)
+        segments = ((0, rows_U.numel()),)
+        self.cache.prefetch(self.host(), rows_U, segments, refuse)
+        self.cache.updates(rows_U, segments)
         return self.cache.lines
 
     def places(self, rows_U: Tensor) -> Tensor:
