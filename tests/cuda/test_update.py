@@ -159,19 +159,20 @@ def test_an_update_of_sgd_is_captured_and_replayed() -> None:
 
 @pytest.mark.parametrize("name", PHASED)
 @pytest.mark.parametrize("exact", [True, False])
-def test_cut_rows_have_the_references_sums_and_rows(name: str, exact: bool) -> None:
+@pytest.mark.parametrize("widths", [[128, 37], [1400, 520]])  # of one warp and of several
+def test_cut_rows_have_the_references_sums_and_rows(name: str, exact: bool, widths: list[int]) -> None:
     rule, hyper, _ = RULES[name]
-    offsets, widths = [8, 3], [128, 37]
+    offsets, dims = [8, 3], [2000, 2000]
     parts, made = parts_of(name, offsets, widths, torch.float32), make_rule(rule, hyper)
     for phase in range(made.phases):
         scalars = scalars_for(parts, sum(made.sums(p) for p in range(phase)))
         given = [parts[k] for k in ("weights", "slots", "rows", "grads")]
-        rest = (phase, [200, 200], exact, phase == 0, offsets, rule, hyper, [2, 3])
+        rest = (phase, dims, exact, phase == 0, offsets, rule, hyper, [2, 3])
         got = rule_partials_of_tables(*on_gpu(given), on_gpu(scalars), *rest)
         want = rule_partials_of_tables_reference(*given, scalars, *rest)
         torch.testing.assert_close(got.cpu(), want, rtol=2e-6, atol=1e-7)
     scalars = scalars_for(parts, sum(made.sums(p) for p in range(made.phases)))
-    rest_ = ([200, 200], rule, hyper, [2, 3], [1, 2, 3, 4], [0, 0], offsets)
+    rest_ = (dims, rule, hyper, [2, 3], [1, 2, 3, 4], [0, 0], offsets)
     on = on_gpu(parts["weights"]), on_gpu(parts["slots"])
     rule_apply_to_tables_(*on, on_gpu(parts["rows"]), on_gpu(parts["grads"]), on_gpu(scalars), *rest_)
     rule_apply_to_tables_reference_(

@@ -44,7 +44,7 @@ class _Device:
     in_graphs: list[tuple[Tensor, Use]] = field(default_factory=list)
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a finalizer may run an op in the midst of one
 _DEVICES: defaultdict[torch.device, _Device] = defaultdict(_Device)
 
 

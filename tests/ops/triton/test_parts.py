@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import ELEMENT, RULES, pooled, single, slots_for
 from tilerec.errors import InputError
@@ -228,3 +229,28 @@ def test_bad_ids_of_row_sums_are_told_with_the_references_words() -> None:
 
 def test_slots_of_every_kind_are_among_the_rules() -> None:
     assert {ELEMENT, "row"} == {kind for _, _, kinds in RULES.values() for kind in kinds}
+
+
+def apply_gate(columns: int, warps: int) -> Gate:
+    kinds = {"KIND0": 2, "KIND1": 0, "KIND2": 0}
+    flags = {"MODE": 0, "WD": False, "ROW_STEP": False, "GRAD_SCALED": False, "ROUND": 0, "NAMED": False}
+    rule = {"APPLY": "tilerec.ops.triton.rules:row_wise_adagrad_apply", "SUMS": 1}
+    numbers = ("rows", "names", "meta", "paces", "report")
+    values = ("grads", "scalars", "weights", "slot0", "slot1", "slot2")
+    by_value = ("grad_scale", *(f"h{i}" for i in range(8)))
+    signature = {
+        **dict.fromkeys(numbers, "*i64"),
+        **dict.fromkeys(values, "*fp32"),
+        **dict.fromkeys(by_value, "fp32"),
+    }
+    return Gate(
+        f"{warps}", "tilerec.ops.triton.parts:apply_to_parts", signature,
+        {**rule, **kinds, **flags, "ROWS": 1, "COLUMNS": columns},
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+def test_of_several_warps_none_writes_a_rows_slot_before_all_have_read_it() -> None:
+    """The interpreter has no warps; what the compiler makes has one barrier more where there are two."""
+    one, two = compiled([apply_gate(512, 1), apply_gate(1024, 2)]).values()
+    assert two.count("bar.sync") == one.count("bar.sync") + 1

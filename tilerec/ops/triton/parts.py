@@ -241,6 +241,10 @@ def apply_to_parts(
             has = take & (row * 0 + tl.load(numbers + 13) != 0)
             name = tl.load(names + (tl.load(numbers + 12) + row), mask=has, other=0)
             name = tl.where(has, name, row)
+        if (
+            COLUMNS > 512
+        ):  # several warps: each has read the row's slots, of which one writes what they become
+            tl.debug_barrier()
         store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, 1)
         store_slot(slot0, s0, at0, row, width, take, columns, inside, KIND0, 1)
         store_slot(slot1, s1, at1, row, width, take, columns, inside, KIND1, 1)
