@@ -72,8 +72,9 @@ def hit_rate(ids: Tensor, rows: int, batch: int, factor: float, algorithm: Cache
     parts, hits, asked = ids.split(batch), 0, 0
     for serial, part in enumerate(parts, start=1):
         rows_U = torch.unique(part)
-        moves = sets.request(rows_U, serial, serial)
+        moves = sets.request(rows_U, serial)
         assert not isinstance(moves, NoSpare), "a spare line per id"
+        sets.seat(moves)
         if serial > len(parts) // 2:
             asked += rows_U.numel()
             hits += rows_U.numel() - moves.loaded_rows.numel()

@@ -23,6 +23,7 @@ from tilerec import (
     cache_tables,
     reshard,
     shard,
+    uncache_tables,
 )
 from tilerec.comms.group import Group
 from tilerec.modules.reset import reset_rows
@@ -209,6 +210,29 @@ def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
         assert_same(everything(plain), everything(other))
         with pytest.raises(ConfigError, match="leave compute_kernel and cache_params out"):
             reshard(other, plan("column_wise"))
+
+    run_virtual_ranks(WORLD, run)
+
+
+def test_tables_that_are_cached_or_not_any_more_after_the_sharding_are_cut_anew_as_they_are() -> None:
+    base = Model()
+
+    def run(group: Group) -> None:
+        plain, other = both(base, group, Adam(0.1), "row_wise")
+        cache_tables(plain, 0.2, "lfu")
+        uncache_tables(other)
+        cuts = {"ebc": dict.fromkeys("ab", "column_wise"), "ec": {"c": "row_wise"}}
+        for model in (plain, other):
+            train(model, group, range(2))
+            reshard(
+                model, {p: {n: ParameterSharding(k) for n, k in part.items()} for p, part in cuts.items()}
+            )
+        assert kernels(plain) == dict.fromkeys("abc", "fused_uvm_caching")
+        assert kernels(other) == dict.fromkeys("abc", "fused")
+        assert all(r.cache is not None for t in plain.ebc._sharded_tables for r in t.tile_rows)
+        assert all(r.cache is None for t in other.ebc._sharded_tables for r in t.tile_rows)
+        assert_same(train(plain, group, range(2, 4)), train(other, group, range(2, 4)))
+        assert_same(everything(plain), everything(other))
 
     run_virtual_ranks(WORLD, run)
 

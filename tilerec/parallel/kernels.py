@@ -173,6 +173,23 @@ def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) 
     return _mapped(plan, kept)
 
 
+def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+    """The plan of sharded tables with the memory where each is: it may have been cached, or not any more, since."""
+
+    def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        rows = collections[path]._tables[name].rows
+        if rows.cache is None:
+            if sharding.kernel is not CACHED:
+                return sharding
+            return replace(sharding, compute_kernel=DENSE if rows.spec is None else FUSED, cache_params=None)
+        params = rows.cache.params
+        if params is None or (sharding.kernel is CACHED and sharding.cache == params):
+            return sharding
+        return replace(sharding, compute_kernel=CACHED, cache_params=params)
+
+    return _mapped(plan, stored)
+
+
 def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
     """A plan that leaves every table in the memory where it is."""
 

@@ -16,7 +16,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.cuts import without_cuts
-from tilerec.parallel.kernels import check_storage, gifts_of, with_kernels
+from tilerec.parallel.kernels import as_it_is, check_storage, gifts_of, with_kernels
 from tilerec.parallel.move_progress import ProgressOption, check_progress
 from tilerec.parallel.mover import Ready, joined, said_of
 from tilerec.parallel.plan_of import kept_plans
@@ -80,7 +80,10 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
             "pass the module that was given to shard() or to DistributedModelParallel, so that its plan stays true."
         )
     topology = next(iter(collections.values())).exchange.topology
-    return ShardingPlan({path: known[path] for path in collections}, topology.world_size, topology.host_ranks)
+    whole = ShardingPlan(
+        {path: known[path] for path in collections}, topology.world_size, topology.host_ranks
+    )
+    return as_it_is(whole, collections)
 
 
 def check_moment() -> None:
