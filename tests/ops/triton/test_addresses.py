@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tilerec.ops import upload as sending
+from tilerec.ops.triton import lookup, random, update
 from tilerec.ops.triton.addresses import alignment, base, constants, distances, kept, upload
+from tilerec.ops.triton.rows import reads
 
 CPU = torch.device("cpu")
 
@@ -110,3 +112,24 @@ def test_what_a_graph_captures_sending_is_not_kept_for_others(monkeypatch: pytes
     monkeypatch.setattr(sending, "current_stream", lambda: 7)
     assert layout(1) is before
     assert [before] == sending._OF_GRAPHS  # graphs hold no references
+
+
+def test_rows_of_e4m3_are_left_to_the_reference_where_gpus_do_not_convert_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that converts them does not compile there: neither lookups nor updates nor initial values."""
+    fp8, device = torch.float8_e4m3fn, torch.device("cuda", 0)
+    for version, capability, served in (
+        ("12.8", (8, 0), False),
+        ("12.8", (8, 9), True),
+        ("12.8", (9, 0), True),
+        (None, (9, 4), False),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        reads.cache_clear()
+        assert reads(fp8, device) == served
+        assert reads(torch.bfloat16, device)
+    reads.cache_clear()
+    assert reads(fp8, CPU)
+    assert lookup.reads is update.reads is random.reads is reads

@@ -33,7 +33,6 @@ Legend: F features, T tables, N ids, S parts of a family, G rows of a group, C c
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -71,9 +70,9 @@ from tilerec.ops.triton.addresses import constants, kept, upload
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import (
-    FLOATS,
     group_rows,
     load_tiles,
+    reads,
     store_tiles,
     tell,
     tile_columns,
@@ -642,16 +641,8 @@ def _layout_of(
     return layout
 
 
-@functools.lru_cache(maxsize=32)
-def _reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels read rows of this type there: GPUs before Ada and Hopper do not convert e4m3fn, nor do AMD's."""
-    if dtype == torch.float8_e4m3fn and device.type == "cuda":
-        return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
-    return dtype in FLOATS
-
-
 def _serves(weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype in OUTPUTS and all([_reads(w.dtype, device) for w in weights])  # noqa: C419 - faster for few items
+    return dtype in OUTPUTS and all([reads(w.dtype, device) for w in weights])  # noqa: C419 - faster for few items
 
 
 def _check_tables(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:

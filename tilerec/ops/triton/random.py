@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,6 +34,7 @@ from tilerec.ops.random import (
     random_rows_reference_,
 )
 from tilerec.ops.triton.library import on_own_device
+from tilerec.ops.triton.rows import reads
 
 _M0 = tl.constexpr(0xD2511F53)
 _M1 = tl.constexpr(0xCD9E8D57)
@@ -178,9 +178,6 @@ def _fill(
     tl.store(out + row * width + column, round_to_nearest(values, out.dtype.element_ty), mask=inside)
 
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-
-
 def random_fill_(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
 ) -> None:
@@ -204,7 +201,7 @@ def random_rows_(
 
 
 def _reads(out: Tensor) -> bool:
-    return out.dtype in _TYPES and out.is_contiguous() and out.shape[0] < 1 << 31
+    return reads(out.dtype, out.device) and out.is_contiguous() and out.shape[0] < 1 << 31
 
 
 def _launch(

@@ -20,6 +20,8 @@ Legend: G rows of a group, C columns of a tile.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,15 @@ WARP_BYTES = 512
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Types of rows that kernels read."""
+
+
+@functools.lru_cache(maxsize=32)
+def reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels read and write rows of this type there: GPUs before Ada and Hopper do not convert e4m3fn, nor do
+    AMD's."""
+    if dtype == torch.float8_e4m3fn and device.type == "cuda":
+        return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return dtype in FLOATS
 
 
 def tile_width(dim: int, element_size: int) -> int:

@@ -28,7 +28,6 @@ Legend: T tables, F features, N occurrences, R rows of a tile, C columns of a ti
 
 from __future__ import annotations
 
-import functools
 import struct
 import warnings
 from collections.abc import Sequence
@@ -45,6 +44,8 @@ from tilerec.ops.library import LIBRARY
 from tilerec.ops.triton.addresses import capturing, constants, current_stream, kept, upload
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.random import round_at_random, round_to_nearest, words
+from tilerec.ops.triton.rows import FLOATS as ROW_TYPES
+from tilerec.ops.triton.rows import reads
 from tilerec.ops.triton.rules import Ready, ready
 from tilerec.ops.triton.sort import (
     CHUNK,
@@ -72,7 +73,6 @@ from tilerec.ops.update_checks import (
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 WIDEST = 16384
-ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _INDEX = (torch.int64, torch.int32)
 GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ELEMENT, _ROW = tl.constexpr(1), tl.constexpr(2)
@@ -559,14 +559,6 @@ def served(device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots:
         and all([reads(w.dtype, device) and w.is_contiguous() and w.shape[1] <= WIDEST for w in weights])  # noqa: C419
         and all([s.dtype == torch.float32 and s.is_contiguous() for s in slots])  # noqa: C419
     )
-
-
-@functools.lru_cache(maxsize=32)
-def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels read rows of this type there: GPUs before Ada and Hopper cannot convert fp8."""
-    if dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.version.cuda is not None:
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return dtype in ROW_TYPES
 
 
 def pace_table(rule: Ready, steps: Sequence[int], order: Sequence[int], device: torch.device) -> Tensor:
