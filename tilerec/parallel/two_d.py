@@ -514,7 +514,11 @@ def _group_plan(
         if given is None:
             tables = [table for table in tables_of(module, sharders) if table.names[0][0] in collections]
             made = EmbeddingShardingPlanner(topology=topology).plan(tables, sharders) if tables else None
-            given = ShardingPlan({}) if made is None else keep_caches(_named_alike(made, collections), collections)
+            given = (
+                ShardingPlan({})
+                if made is None
+                else keep_caches(_named_alike(made, collections), collections)
+            )
         elif given.world_size not in (None, size):
             raise ConfigError(f"ShardingPlan: it was made for {given.world_size} ranks.")
         elif node is None and _other_hosts(given.hosts, topology):
