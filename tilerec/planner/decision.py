@@ -85,9 +85,10 @@ class Decision:
                 found[table.key] = pin if given else _finished(pin, table, limits, self.request.topology)
                 continue
             t = free[table.key]
-            made = self.problem.sharding(t, self.option(t), self.places(t), self.shares(t))
+            o = self.option(t)
+            made = self.problem.sharding(t, o, self.places(t), self.shares(t))
             finished = _finished(made, table, limits, self.request.topology)
-            if self.problem.options[self.option(t)].cached:
+            if self.problem.options[o].cached:
                 finished = _behind_a_cache(finished, self.problem.tables[t], limits)
             found[table.key] = finished
         return found

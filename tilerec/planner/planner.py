@@ -17,6 +17,7 @@ from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.planner.cache import PlanCache
+from tilerec.planner.collector import collector_at_rest
 from tilerec.planner.constraints import USED, ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
@@ -242,6 +243,7 @@ class EmbeddingShardingPlanner:
 
     # ---------------------------------------------------------------------------------------------- what is asked for
 
+    @collector_at_rest()
     def _request(
         self,
         module: Any,
@@ -334,6 +336,7 @@ class EmbeddingShardingPlanner:
         return plan
 
 
+@collector_at_rest()
 def make_plan(request: PlanRequest) -> ShardingPlan:
     """The plan of a request, with its report.
 

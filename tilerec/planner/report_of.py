@@ -66,10 +66,12 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
         notes.append(
             f"seconds of single tables are left out for the {len(decision.pins)} that were given by hand"
         )
-    behind = [t for t in range(len(free)) if decision.problem.options[decision.option(t)].cached]
+    behind = 0
+    if any(option.cached for option in decision.problem.options):
+        behind = sum(decision.problem.options[decision.option(t)].cached for t in range(len(free)))
     if behind:
         notes.append(
-            f"{len(behind)} of {len(request.tables)} tables have their rows in host memory, behind a cache on their "
+            f"{behind} of {len(request.tables)} tables have their rows in host memory, behind a cache on their "
             "rank's device; what they miss is priced with the topology's hbm_to_ddr_mem_bw"
         )
     if request.topology.speeds is None:

@@ -168,7 +168,7 @@ class PlanRequest:
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
-                    **_cache_of(table, limits),
+                    **({} if limits is None and table.cached is None else _cache_of(table, limits)),
                 )
             )
         return works
@@ -294,7 +294,9 @@ class PlanRequest:
         offload: tables of which nobody said where their rows lie may lie in host memory, too.
         """
         found: dict[str, Limits] = {}
-        for table in self.tables:
+        said = offload or any(table.cached is not None for table in self.tables)
+        some = self.tables if said else [self.by_key[key] for key in self.constraints]
+        for table in some:
             on_device, cached = self._storages(table.key, offload)
             if (cached or not on_device) and table.key not in pins:
                 found[table.key] = Limits(on_device=on_device, cached=cached)
@@ -555,7 +557,7 @@ def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
 def _cache_of(table: PlannedTable, limits: ParameterConstraints | None) -> dict[str, Any]:
     """Whether a table that is given by hand lies in host memory, and how many lines its cache would have."""
     if limits is None:
-        return {} if table.cached is None else {"load_factor": table.cached}
+        return {"load_factor": table.cached}
     pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None
     kernels = limits.kernels_allowed() if pin is None else (pin.kernel,)
     params = limits.cache_params if pin is None else pin.cache
