@@ -10,6 +10,7 @@ others along:
   native     the CPU library, if there is a compiler (the host side of tests uses it)
   tests      tests/cuda and tests/ops/triton, compiled and on the GPU, not interpreted
   lookup     benchmarks/gpu_lookup.py: time, bytes and roofline per case
+  moves      benchmarks/gpu_moves.py: jagged ops, exchanged and packed rows
   hash       benchmarks/hash.py --device cuda
 
 Exits with 1 if a step failed; the summary comes last.
@@ -75,7 +76,8 @@ def steps(out: Path) -> list[Step]:
             540,
             ("--case", "P1-fp32", "P3-bf16", "small", "--rounds", "10"),
         ),
-        Step("hash", [python, "benchmarks/hash.py", "--device", "cuda"], 300),
+        Step("moves", [python, "benchmarks/gpu_moves.py"], 300),
+        Step("hash", [python, "benchmarks/hash.py", "--device", "cuda", "--peer", "none"], 300),
     ]
 
 
