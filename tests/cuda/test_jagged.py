@@ -18,7 +18,7 @@ from tilerec.ops.jagged import REFERENCE, offsets_from_lengths
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import exchange, jagged, quant, reports
+from tilerec.ops.triton import exchange, jagged, jagged_copy, quant, reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
@@ -148,7 +148,7 @@ def test_a_new_number_of_items_compiles_nothing() -> None:
         JAGGED["repeat_segments"](torch.randn(2, 64, device=DEVICE), offsets, total)
 
     launch(1000)
-    kernel = jagged.copy_items
+    kernel = jagged_copy.copy_items
     known = sum(len(cache[0]) for cache in kernel.device_caches.values())
     for total in (1, 16, 17, 4096, 100_003):
         launch(total)

@@ -18,7 +18,7 @@ from tilerec.ops import exchange as reference
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import exchange, library
+from tilerec.ops.triton import exchange, exchange_rows, library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -292,7 +292,7 @@ def test_columns_that_overlap_in_part_are_taken_in_order() -> None:
 def test_segments_that_meet_wait_for_each_other(
     widths: list[int], places: list[int], strides: list[int], waves: list[int]
 ) -> None:
-    assert exchange._wave_of(widths, places, strides) == waves
+    assert exchange_rows._wave_of(widths, places, strides) == waves
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def move_gate(name: str, number: str, width: int, pick: bool = False, adds: bool
                  "VEC": vec}  # fmt: skip
     pointers = {"flat": number, "rows": number, "slots": "*i32", "table": "*i64", "report": "*i64"}
     sizes = dict.fromkeys(["segments", "first_tile", "elements"], "i32")
-    return Gate(name, "tilerec.ops.triton.exchange:move_rows", pointers | sizes, constants)
+    return Gate(name, "tilerec.ops.triton.exchange_rows:move_rows", pointers | sizes, constants)
 
 
 def route_gates() -> list[Gate]:
@@ -394,7 +394,7 @@ def route_gates() -> list[Gate]:
     order |= dict.fromkeys(["local_V", "numbers_V", "begun_T", "bags_V"], "*i32")
     number = dict.fromkeys(["lengths_P", "slots_P", "numbers_V", "begun_T"], "*i32")
     places, sizes, tile = {"places_V": "*u8"}, {"items": "i32", "parts": "i32"}, {"TILE": 256}
-    module = "tilerec.ops.triton.exchange"
+    module = "tilerec.ops.triton.exchange_route"
     return [
         Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
             ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),

@@ -19,7 +19,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import jagged, library
+from tilerec.ops.triton import jagged, jagged_copy, library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -348,14 +348,14 @@ def test_shapes_that_do_not_fit_are_refused_as_everywhere() -> None:
 
 
 def copy_gate(name: str, mode: int, word: str, width: int) -> Gate:
-    tile, group, columns = jagged.tiles(width, {"*i64": 8, "*i32": 4}[word])
+    tile, group, columns = jagged_copy.tiles(width, {"*i64": 8, "*i32": 4}[word])
     pointers = {"out": word, "values": word, "offsets": "*i64", "order": "*i64", "out_offsets": "*i64"}
     sizes = dict.fromkeys(["items", "segments", "selected", "total", "length", "padding"], "i32")
     constants = {"MODE": mode, "W": width, "TILE": tile, "GROUP": group, "COLUMNS": columns}
     options = {"num_warps": 4 if width == 1 else 1}
     return Gate(
         name,
-        "tilerec.ops.triton.jagged:copy_items",
+        "tilerec.ops.triton.jagged_copy:copy_items",
         pointers | {"report": "*i64"} | sizes,
         constants,
         options=options,
@@ -379,11 +379,11 @@ def sum_gate(name: str, number: str, width: int) -> Gate:
         "items": "i32",
         "segments": "i32",
     }
-    return Gate(name, "tilerec.ops.triton.jagged:sum_segments", signature, constants)
+    return Gate(name, "tilerec.ops.triton.jagged_sum:sum_segments", signature, constants)
 
 
 def transpose_gate(name: str, number: str, width: int) -> Gate:
-    tile, group, columns = jagged.tiles(width, 4)
+    tile, group, columns = jagged_copy.tiles(width, 4)
     pointers = dict.fromkeys(["offsets", "order", "out_offsets", "first_copy", "copies", "report"], "*i64")
     sizes = dict.fromkeys(["items", "segments", "selected", "total"], "i32")
     constants = {
@@ -394,17 +394,17 @@ def transpose_gate(name: str, number: str, width: int) -> Gate:
         "COLUMNS": columns,
     }
     signature = {"out": number, "grads": number} | pointers | sizes
-    return Gate(name, "tilerec.ops.triton.jagged:sum_copies", signature, constants)
+    return Gate(name, "tilerec.ops.triton.jagged_sum:sum_copies", signature, constants)
 
 
 @pytest.fixture(scope="module")
 def gates() -> dict[str, Compiled]:
     return compiled(
         [
-            copy_gate("select ids", jagged.SELECT.value, "*i64", 1),
-            copy_gate("select rows", jagged.SELECT.value, "*i32", 64),
-            copy_gate("pad rows", jagged.PAD.value, "*i32", 128),
-            copy_gate("unpad rows", jagged.UNPAD.value, "*i32", 300),
+            copy_gate("select ids", jagged_copy.SELECT.value, "*i64", 1),
+            copy_gate("select rows", jagged_copy.SELECT.value, "*i32", 64),
+            copy_gate("pad rows", jagged_copy.PAD.value, "*i32", 128),
+            copy_gate("unpad rows", jagged_copy.UNPAD.value, "*i32", 300),
             sum_gate("sums", "*fp32", 128),
             sum_gate("sums of halves", "*bf16", 64),
             transpose_gate("copies", "*fp32", 64),
