@@ -12,7 +12,8 @@ Types: "*fp32", "*bf16", "*fp16", "*fp8e4nv" (e4m3fn), "*i64", "*i32" of pointer
 constant that is a jitted function is written "module:name", with a `:` in it. `aligned`: pointers (or numbers) that are
 multiples of 16, as Triton finds them to be at a launch; by default every pointer.
 
-As a script, it reads a list of gates from stdin as JSON and prints a list of results.
+As a script, it reads a list of gates from stdin as JSON and prints a list of results. With two arguments, a file and a
+time (of `time.time()`), it appends results to the file, a line each, errors too, until all are done or it is that late.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +51,7 @@ class Gate:
     constants: Mapping[str, Any]
     aligned: Sequence[str] | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 1, "enable_fp_fusion": False})
+    capability: int = 90  # of the GPU, times 10: 80 Ampere, 90 Hopper, 100 Blackwell
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,21 @@ def _compile(gate: Gate, folder: Path) -> Compiled:
         constexprs=constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(gate.options))
+    out = triton.compile(source, target=GPUTarget("cuda", gate.capability, 32), options=dict(gate.options))
     ptx = folder / "kernel.ptx"
     ptx.write_text(out.asm["ptx"])
     arch = re.search(r"\.target\s+(\w+)", out.asm["ptx"])
     assert arch is not None
     assembled = subprocess.run(
-        [get_ptxas(90).path, "-v", "--gpu-name", arch[1], str(ptx), "-o", str(folder / "kernel.o")],
+        [
+            get_ptxas(gate.capability).path,
+            "-v",
+            "--gpu-name",
+            arch[1],
+            str(ptx),
+            "-o",
+            str(folder / "kernel.o"),
+        ],
         capture_output=True,
         text=True,
     )
@@ -135,8 +147,29 @@ def _compile(gate: Gate, folder: Path) -> Compiled:
     )
 
 
+def _tried(gate: Gate, folder: Path) -> dict[str, Any]:
+    """What came out, or the compiler's words."""
+    try:
+        return {"name": gate.name, **dataclasses.asdict(_compile(gate, folder))}
+    except Exception as error:
+        return {"name": gate.name, "error": f"{type(error).__name__}: {error}"}
+
+
 def _main() -> None:
     gates = [Gate(**gate) for gate in json.load(sys.stdin)]
+    if len(sys.argv) == 3:
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilerec-gates-")
+        with (
+            tempfile.TemporaryDirectory(dir=os.environ["TRITON_CACHE_DIR"]) as folder,
+            open(sys.argv[1], "a") as out,
+        ):
+            for gate in gates:
+                if time.time() > float(sys.argv[2]):
+                    break
+                out.write(json.dumps(_tried(gate, Path(folder))) + "\n")
+                out.flush()
+        shutil.rmtree(os.environ["TRITON_CACHE_DIR"])
+        return
     with tempfile.TemporaryDirectory(prefix="tilerec-gates-") as folder:
         results = [dataclasses.asdict(_compile(gate, Path(folder))) for gate in gates]
     json.dump(results, sys.stdout)
