@@ -312,6 +312,26 @@ def test_assigning_each_says_whom_each_evicted() -> None:
         assert torch.equal(mine, expected)
 
 
+def test_tensors_that_count_are_numbers_that_are_given() -> None:
+    """What a CUDA graph does: the same call again, of the step and the time that its tensors say by then."""
+    table, mine = HashRange(2, 3), empty_state(2, 3, expires=True)
+    theirs = HashState(*(values.clone() for values in mine))
+    step_there, now_there = torch.tensor([0, 3]).unbind()
+    seen = []
+    for step in range(1, 5):
+        step_there += 1
+        now_there += 5
+        ids = torch.arange(7 * step, 7 * step + 9)
+        options: dict[str, Any] = {"policy": Policy.TTL, "ttl": 4, "evict": 2}
+        there = zch_assign_each_(ids, mine, table, step=step_there, now=now_there, **options)
+        here = zch_assign_each_(ids, theirs, table, step=step, now=3 + 5 * step, **options)
+        for one, other in zip((*there, *mine), (*here, *theirs), strict=True):
+            assert torch.equal(one, other)
+        seen.append(bool((here.outcomes_N == Outcome.EVICTED).any()))
+    assert [step_there.item(), now_there.item()] == [4, 23]  # read, not written
+    assert seen == [False, True, False, True]
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[HashRange, int, list[Tensor], dict[str, Any]]:
     buckets, slots = draw(st.sampled_from([(1, 1), (1, 8), (3, 1), (2, 3), (5, 9), (16, 17)]))
@@ -595,6 +615,7 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Tensor], message
         (ONE, {"step": -1}, "step is -1"),
         (ONE, {"now": 2**62}, "now is"),
         (ONE, {"ttl": -1}, "ttl is -1"),
+        (ONE, {"evict": -1}, "evict is -1"),
         (ONE, {"threshold": 0}, "threshold is 0"),
         (ONE, {"threshold": 2}, "threshold 2 needs counters"),
         (ONE, {"policy": 4}, "policy 4 is none of"),
@@ -622,6 +643,11 @@ def test_numbers_out_of_range_are_refused(table: HashRange, options: dict[str, A
         ({"may_insert_N": torch.tensor([1])}, "may_insert is torch.int64, wanted torch.bool"),
         ({"ttl": torch.tensor([-1])}, r"time to live of ids\[0\] is -1"),
         ({"ttl": torch.tensor([1.0])}, "ttl is torch.float32"),
+        (
+            {"step": torch.tensor([1])},
+            r"step is torch.int64 of shape \[1\] on cpu, wanted int64 of no dimension on cpu",
+        ),
+        ({"now": torch.tensor(1.0)}, r"now is torch.float32 of shape \[\]"),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -683,7 +709,8 @@ def test_ops_are_well_formed(extras: bool) -> None:
     opcheck(
         OPS.zch_assign_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 2 if extras else 1)
     )
-    opcheck(OPS.zch_assign_each_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 1))
+    clocks = (torch.tensor(2), torch.tensor(0)) if extras else ()
+    opcheck(OPS.zch_assign_each_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 1, *clocks))
     opcheck(OPS.zch_resize.default, (*state[:6], 1, 5, 4, 10, 3, 3, 2, 0, 1.0))
 
 

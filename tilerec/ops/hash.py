@@ -91,12 +91,12 @@ def zch_assign_(
     state: HashState,
     table: HashRange,
     *,
-    step: int,
+    step: int | Tensor,
     policy: Policy = Policy.LRU,
     exponent: float = 1.0,
-    now: int = 0,
+    now: int | Tensor = 0,
     ttl: int | Tensor = 0,
-    evict: bool = True,
+    evict: int = 1,
     threshold: int = 1,
     counts_N: Tensor | None = None,
     may_insert_N: Tensor | None = None,
@@ -104,9 +104,11 @@ def zch_assign_(
     """Give ids rows, in their order; `state` changes in place.
 
     Args:
-        step: of training; `since` and `last` are steps. Rows used in a step are not evicted in it. Must not go back.
-        now, ttl: the clock of expiry and the time an id lives after its last use (one number, or int64 [N]).
-        evict: False rejects ids whose window is full.
+        step: of training; `since` and `last` are steps. Rows used in a step are not evicted in it. Must not go back. A
+            number, or a tensor (int64, no dimension) on the ids' device: what a CUDA graph reads at each replay.
+        now, ttl: the clock of expiry (a number, or a tensor as `step`) and the time an id lives after its last use (a
+            number, or int64 [N]).
+        evict: in steps that it divides ids whose window is full evict; in others, and with 0, they are rejected.
         threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.
         counts_N: int64, how many occurrences each id stands for. may_insert_N: bool, False only looks an id up.
     """
@@ -135,12 +137,12 @@ def zch_assign_each_(
     state: HashState,
     table: HashRange,
     *,
-    step: int,
+    step: int | Tensor,
     policy: Policy = Policy.LRU,
     exponent: float = 1.0,
-    now: int = 0,
+    now: int | Tensor = 0,
     ttl: int | Tensor = 0,
-    evict: bool = True,
+    evict: int = 1,
     threshold: int = 1,
     counts_N: Tensor | None = None,
     may_insert_N: Tensor | None = None,
@@ -170,22 +172,29 @@ def _arguments(
     ids_N: Tensor,
     state: HashState,
     table: HashRange,
-    step: int,
+    step: int | Tensor,
     policy: Policy,
     exponent: float,
-    now: int,
+    now: int | Tensor,
     ttl: int | Tensor,
-    evict: bool,
+    evict: int,
     threshold: int,
     counts_N: Tensor | None,
     may_insert_N: Tensor | None,
 ) -> tuple[Any, ...]:
     """What both ops take, in their order."""
-    each = isinstance(ttl, Tensor)
+    ttl_N, ttl = _there(ttl)
+    step_there, step = _there(step)
+    now_there, now = _there(now)
     return (
-        ids_N, counts_N, may_insert_N, ttl if each else None, *state, table.first, table.buckets, table.slots,
-        table.max_probe, step, now, int(policy), exponent, 0 if each else ttl, evict, threshold,
+        ids_N, counts_N, may_insert_N, ttl_N, *state, table.first, table.buckets, table.slots, table.max_probe, step,
+        now, int(policy), exponent, ttl, int(evict), threshold, step_there, now_there,
     )  # fmt: skip
+
+
+def _there(number: int | Tensor) -> tuple[Tensor | None, int]:
+    """A tensor, and a number in its place; or no tensor, and the number."""
+    return (number, 0) if isinstance(number, Tensor) else (None, number)
 
 
 def zch_resize(

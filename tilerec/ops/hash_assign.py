@@ -17,7 +17,7 @@ _ARGUMENTS = (
     "(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, Tensor(b!) used_E, "
     "Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, Tensor(g!) counters_BC, "
     "int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, float exponent, "
-    "SymInt ttl, bool evict, int threshold)"
+    "SymInt ttl, int evict, int threshold, Tensor? step_there=None, Tensor? now_there=None)"
 )
 LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
@@ -73,6 +73,18 @@ class Bucket(NamedTuple):
         self.since[slot] = self.last[slot] = step
 
 
+def numbers_of(
+    step: int, now: int, evict: int, step_there: Tensor | None, now_there: Tensor | None
+) -> tuple[int, int, bool]:
+    """The step and the time of a batch, for a host that may look at them, and whether somebody may be evicted.
+
+    step 6, evict 4 -> no; step 8 -> yes
+    """
+    step = step if step_there is None else int(step_there)
+    now = now if now_there is None else int(now_there)
+    return step, now, evict > 0 and step % evict == 0
+
+
 def zch_assign_reference(
     ids_N: Tensor,
     counts_N: Tensor | None,
@@ -94,8 +106,10 @@ def zch_assign_reference(
     policy: int,
     exponent: float,
     ttl: int,
-    evict: bool,
+    evict: int,
     threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Give every id a row, one after the other.
 
@@ -105,10 +119,13 @@ def zch_assign_reference(
     3. otherwise, if `threshold` > 1: the lesser of the id's two counters, plus its occurrences (at most 2**31 - 1), is
        written to those of the two that are less; below the threshold the id is not admitted.
     4. otherwise, an empty slot: inserted there.
-    5. otherwise, with `evict`: of the slots that this step has not touched (and with TTL: that have expired), the least
-       by `policy` is evicted and the id inserted in its place.
+    5. otherwise, if `evict` divides the step (0: never): of the slots that this step has not touched (and with TTL: that
+       have expired), the least by `policy` is evicted and the id inserted in its place.
     6. otherwise rejected.
     An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
+
+    `step_there` and `now_there` (int64 of no dimension, on the ids' device) are read in place of `step` and `now`: a
+    CUDA graph keeps the numbers of its capture, and reads tensors as they are at each replay. Nothing is written there.
 
     Returns rows_N (int64, of the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32, slots looked at
     to find the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of their evictors; a row is
@@ -118,6 +135,7 @@ def zch_assign_reference(
     and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
     """
     op = "zch_assign_"
+    step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
     mixed_N = mixed(ids_N)
     bucket_N = local_buckets(op, ids_N, mixed_N, first, ids_E.shape[0] // slots, buckets)
     ids, starts = ids_N.tolist(), low(mixed_N, slots).tolist()
@@ -162,7 +180,7 @@ def zch_assign_reference(
             else:
                 outcome = Outcome.INSERTED
                 if slot is None:
-                    slot = content.victim(window, policy, exponent, step, now) if evict else None
+                    slot = content.victim(window, policy, exponent, step, now) if evicts else None
                     outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
                 if slot is not None:
                     if outcome == Outcome.EVICTED:

@@ -145,8 +145,10 @@ def _zch_assign_(
     policy: int,
     exponent: float,
     ttl: int,
-    evict: bool,
+    evict: int,
     threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
 ) -> None:
     op = "zch_assign_"
     _ids(op, ids_N)
@@ -176,6 +178,13 @@ def _zch_assign_(
     _number(op, "step", step, 0, LONGEST)
     _number(op, "now", now, -LONGEST, LONGEST)
     _number(op, "ttl", ttl, 0, LONGEST)
+    _number(op, "evict", evict, 0, MOST - 1)
+    for name, value in (("step", step_there), ("now", now_there)):
+        if value is not None and (value.dtype != torch.int64 or value.dim() or value.device != ids_N.device):
+            raise InputError(
+                f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}, wanted int64 of no "
+                f"dimension on {ids_N.device}, where the ids are; or give a number."
+            )
     _number(op, "threshold", threshold, 1, 2**31 - 1)
     if threshold > 1 and counters_BC.shape[1] == 0 and ids_N.shape[0]:
         raise ConfigError(

@@ -42,6 +42,7 @@ from tests.ops.test_hash import (  # noqa: F401
     test_resizing_refuses_what_cannot_be,
     test_resizing_slices_is_resizing_the_whole,
     test_rows_used_in_this_step_are_not_evicted,
+    test_tensors_that_count_are_numbers_that_are_given,
 )
 from tests.ops.triton.gates import Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
@@ -373,7 +374,8 @@ def test_bools_of_any_bits_are_read_as_true() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # what the compiler makes of them for Hopper
 
-_TYPES = {"key_N": "*i16", "probes_N": "*i32", "counters_BC": "*i32", "report": "*i64"}
+_TYPES = {"key_N": "*i16", "probes_N": "*i32", "counters_BC": "*i32", "report": "*i64", "step_there": "*i64",
+          "now_there": "*i64"}  # fmt: skip
 _BYTES = ("used", "may_insert", "outcomes", "new_used")
 
 
@@ -400,7 +402,8 @@ def _arguments(module: str, function: str) -> list[str]:
 
 def walk(name: str, policy: Policy, exponent: int = 0, extras: bool = True) -> Gate:
     constants = {"POLICY": int(policy), "EXPONENT": exponent, "EVICT": True, "EXPIRING": extras, "ADMITS": extras,
-                 "COUNTS": extras, "INSERTS": extras, "TTLS": extras, "WIDTH": 128, "CHUNK": 128}  # fmt: skip
+                 "COUNTS": extras, "INSERTS": extras, "TTLS": extras, "STEPS": extras, "NOWS": extras, "WIDTH": 128,
+                 "CHUNK": 128}  # fmt: skip
     return gate(name, "hash_assign:walk_kernel", constants, 1)
 
 
@@ -416,7 +419,12 @@ GATES = [
     walk("walk, LFU, ids alone", Policy.LFU, extras=False),
     walk("walk, distance LFU", Policy.DISTANCE_LFU, 179),
     walk("walk, TTL", Policy.TTL),
-    gate("hit", "hash_assign:hit_kernel", {"COUNTS": True, "TTLS": True, "EXPIRING": True, "BLOCK": 128}, 4),
+    gate(
+        "hit",
+        "hash_assign:hit_kernel",
+        {"COUNTS": True, "TTLS": True, "EXPIRING": True, "STEPS": True, "NOWS": True, "BLOCK": 128},
+        4,
+    ),  # fmt: skip
     gate("live", "hash_resize:live_kernel", {"POLICY": 2, "EXPONENT": 256, "BLOCK": 128}, 4),
     gate("place", "hash_resize:place_kernel", {"WIDTH": 128, "CHUNK": 128}, 1),
     gate("carry", "hash_resize:carry_kernel", {"EXPIRING": True, "BLOCK": 128}, 4),

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilerec.ops.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Zch, ZchResizing
+from tilerec.ops.hash_assign import numbers_of
 from tilerec.ops.hash_checks import checked, raise_bad_count, raise_bad_ttl, raise_lost_id, raise_wrong_bucket
 from tilerec.ops.hash_place import high, mixed
 from tilerec.ops.hash_resize import new_held_of
@@ -109,9 +110,12 @@ def _zch_assign_(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Te
         policy: int,
         exponent: float,
         ttl: int,
-        evict: bool,
+        evict: int,
         threshold: int,
+        step_there: Tensor | None = None,
+        now_there: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
         ids_N, counts_N, may_insert_N, ttl_N = (
             ids_N.contiguous(), _dense(counts_N), _dense(may_insert_N), _dense(ttl_N),
         )  # fmt: skip
@@ -123,7 +127,7 @@ def _zch_assign_(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Te
             ids_N.data_ptr(), count, _address(counts_N), _address(may_insert_N), _address(ttl_N), ids_E.data_ptr(),
             used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),
             expires_E.data_ptr() if expires_E.shape[0] else None, counters_BC.data_ptr(), counters_BC.shape[1], first,
-            ids_E.shape[0] // slots, buckets, slots, max_probe, step, now, ttl, policy, evict, threshold, exponent,
+            ids_E.shape[0] // slots, buckets, slots, max_probe, step, now, ttl, policy, evicts, threshold, exponent,
             rows_N.data_ptr(), outcomes_N.data_ptr(), probes_N.data_ptr(), evicted_rows_N.data_ptr(),
             evicted_ids_N.data_ptr(), 0, torch.get_num_threads(),
         )  # fmt: skip

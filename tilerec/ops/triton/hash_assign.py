@@ -39,9 +39,10 @@ HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (tl.constexpr(int(outc
 @triton.jit
 def _event(
     n, ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_C,
-    base, first_row, counters_each, slots, window, step, now, ttl, threshold, rows_N, probes_N, outcomes_N,
+    base, first_row, counters_each, slots, window, step, now, ttl, threshold, every, rows_N, probes_N, outcomes_N,
     evicted_ids_N, POLICY: tl.constexpr, EXPONENT: tl.constexpr, EVICT: tl.constexpr, EXPIRING: tl.constexpr,
-    ADMITS: tl.constexpr, COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, WIDTH: tl.constexpr,
+    ADMITS: tl.constexpr, COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One entry's turn: rules 1 to 6 of `zch_assign_`.
 
@@ -76,8 +77,11 @@ def _event(
     place = end
     if EVICT:  # known when the kernel is compiled, so this is not one condition  # noqa: SIM102
         if admitted & (end == FAR):
+            reach = window
+            if STEPS:  # found out here, and not once for all, so that no register is kept for it
+                reach = tl.where(step % every.to(tl.int64) == 0, window, 0)
             place = victim(
-                last_E, hits_E, expires_E, base, start, slots, window, step, now, POLICY, EXPONENT, WIDTH
+                last_E, hits_E, expires_E, base, start, slots, reach, step, now, POLICY, EXPONENT, WIDTH
             )
     puts = admitted & (place < FAR)
     settled = hit | puts
@@ -107,10 +111,11 @@ def _event(
 @triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
 def walk_kernel(
     ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC,
-    order_N, needs_B, begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N,
-    first, held, slots, window, counters_each, step, now, ttl, threshold,
+    order_N, needs_B, begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N, step_there, now_there,
+    first, held, slots, window, counters_each, step, now, ttl, threshold, every,
     POLICY: tl.constexpr, EXPONENT: tl.constexpr, EVICT: tl.constexpr, EXPIRING: tl.constexpr, ADMITS: tl.constexpr,
-    COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr, NOWS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One bucket's entries in their order: the events take their turns. See the top of the file for an example.
 
@@ -123,6 +128,10 @@ def walk_kernel(
         window.to(tl.int64),
     )
     step, now, ttl, threshold = step.to(tl.int64), now.to(tl.int64), ttl.to(tl.int64), threshold.to(tl.int64)
+    if STEPS:
+        step = tl.load(step_there)
+    if NOWS:
+        now = tl.load(now_there)
     counters_each = counters_each.to(tl.int64)
     first_row = first * slots
     lane = tl.arange(0, CHUNK)
@@ -153,8 +162,8 @@ def walk_kernel(
                 turned, given, taken, probes = _event(
                     tl.load(order_N + at + next_), ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E,
                     last_E, hits_E, expires_E, counters_BC + bucket * counters_each, base, first_row, counters_each,
-                    slots, window, step, now, ttl, threshold, rows_N, probes_N, outcomes_N, evicted_ids_N,
-                    POLICY, EXPONENT, EVICT, EXPIRING, ADMITS, COUNTS, INSERTS, TTLS, WIDTH,
+                    slots, window, step, now, ttl, threshold, every, rows_N, probes_N, outcomes_N, evicted_ids_N,
+                    POLICY, EXPONENT, EVICT, EXPIRING, ADMITS, COUNTS, INSERTS, TTLS, STEPS, WIDTH,
                 )  # fmt: skip
                 event = event | (had & (row == given))  # who was evicted comes later in the batch
                 # The same id again, as hot ones come: hits, all at once. No entry can take the row from them.
@@ -172,8 +181,9 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
 def hit_kernel(
-    counts_N, ttl_N, rows_N, outcomes_N, last_E, hits_E, expires_E, report, count, first, slots, step, now, ttl,
-    COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr, BLOCK: tl.constexpr,
+    counts_N, ttl_N, rows_N, outcomes_N, last_E, hits_E, expires_E, report, step_there, now_there,
+    count, first, slots, step, now, ttl, COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr,
+    STEPS: tl.constexpr, NOWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every hit counts itself: sums and maxima of integers, the same in any order. hits 3, two hits -> 5."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -183,12 +193,17 @@ def hit_kernel(
     each = n * 0 + 1
     if COUNTS:
         each = tl.load(counts_N + n, mask=hit, other=0)
+    step, now = step.to(tl.int64), now.to(tl.int64)
+    if STEPS:
+        step = tl.load(step_there)
+    if NOWS:
+        now = tl.load(now_there)
     tl.store(last_E + row, n * 0 + step, mask=hit)
     tl.atomic_add(hits_E + row, each, mask=hit, sem="relaxed")
     if EXPIRING:
-        until = n * 0 + now.to(tl.int64) + ttl
+        until = n * 0 + now + ttl
         if TTLS:
-            until = now.to(tl.int64) + tl.load(ttl_N + n, mask=hit, other=0)
+            until = now + tl.load(ttl_N + n, mask=hit, other=0)
         tl.atomic_max(expires_E + row, until, mask=hit, sem="relaxed")
 
 
@@ -218,8 +233,10 @@ def zch_assign_each_(
     policy: int,
     exponent: float,
     ttl: int,
-    evict: bool,
+    evict: int,
     threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `tilerec/ops/hash_assign.py`. Entries that do not fit change nothing, and are told at a later op."""
     ids_N = ids_N.contiguous()
@@ -233,7 +250,11 @@ def zch_assign_each_(
     if count == 0:
         return rows_N, outcomes_N, probes_N, evicted_ids_N
 
+    if step_there is None:  # then it is known here whether anybody is evicted, and no kernel has to find out
+        evict = int(evict > 0 and step % evict == 0)
     given = {"COUNTS": counts_N is not None, "TTLS": ttl_N is not None}
+    clocks = {"STEPS": step_there is not None, "NOWS": now_there is not None}
+    clocks_there = (ids_N if step_there is None else step_there, ids_N if now_there is None else now_there)
     entries_N = (
         ids_N, ids_N if counts_N is None else counts_N, ids_N if inserts_N is None else inserts_N,
         ids_N if ttl_N is None else ttl_N,
@@ -256,14 +277,15 @@ def zch_assign_each_(
         runs_kernel[grid](sorted_N, begin_B, end_B, count, held, BLOCK=block)
         walk_kernel[walkers(held, ids_N)](
             *entries_N, ids_E, used_bytes_E, since_E, last_E, hits_E, expires_E, counters_BC, order_N, needs_B,
-            begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N, first, held, slots, window,
-            counters_BC.shape[1], step, now, ttl, threshold,
-            POLICY=policy, EXPONENT=exponent_of(policy, exponent), EVICT=evict, EXPIRING=expiring, ADMITS=threshold > 1,
-            INSERTS=inserts_N is not None, WIDTH=width_of(window), CHUNK=128, num_warps=1, **given,
+            begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N, *clocks_there, first, held, slots,
+            window, counters_BC.shape[1], step, now, ttl, threshold, max(evict, 1),
+            POLICY=policy, EXPONENT=exponent_of(policy, exponent), EVICT=evict > 0, EXPIRING=expiring,
+            ADMITS=threshold > 1, INSERTS=inserts_N is not None, WIDTH=width_of(window), CHUNK=128, num_warps=1,
+            **given, **clocks,
         )  # fmt: skip
         hit_kernel[grid](
-            entries_N[1], entries_N[3], rows_N, outcomes_N, last_E, hits_E, expires_E, report, count, first, slots,
-            step, now, ttl, EXPIRING=expiring, BLOCK=block, **given,
+            entries_N[1], entries_N[3], rows_N, outcomes_N, last_E, hits_E, expires_E, report, *clocks_there, count,
+            first, slots, step, now, ttl, EXPIRING=expiring, BLOCK=block, **given, **clocks,
         )  # fmt: skip
     post(report, raises("zch_assign_", ids_N, counts_N, ttl_N, first, held, buckets))
     return rows_N, outcomes_N, probes_N, evicted_ids_N

@@ -26,9 +26,10 @@ PLAIN = [
     "now",
     "ttl",
     "threshold",
+    "every",
 ]
 # A batch's tensors are views that may begin anywhere, in the next batch elsewhere.
-ANYWHERE = ["ids_N", "counts_N", "may_insert_N", "ttl_N"]
+ANYWHERE = ["ids_N", "counts_N", "may_insert_N", "ttl_N", "step_there", "now_there"]
 FAR = tl.constexpr(2**62)  # a distance that no window reaches
 STIRRED_AGAIN = tl.constexpr(SECOND % 2**64)
 
