@@ -119,8 +119,8 @@ def zch_assign_reference(
     3. otherwise, if `threshold` > 1: the lesser of the id's two counters, plus its occurrences (at most 2**31 - 1), is
        written to those of the two that are less; below the threshold the id is not admitted.
     4. otherwise, an empty slot: inserted there.
-    5. otherwise, if `evict` divides the step (0: never): of the slots that this step has not touched (and with TTL: that
-       have expired), the least by `policy` is evicted and the id inserted in its place.
+    5. otherwise, if `evict` divides the step (0: never): of the slots that this step has not touched (and with TTL:
+       that have expired), the least by `policy` is evicted and the id inserted in its place.
     6. otherwise rejected.
     An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
 

@@ -424,7 +424,7 @@ GATES = [
         "hash_assign:hit_kernel",
         {"COUNTS": True, "TTLS": True, "EXPIRING": True, "STEPS": True, "NOWS": True, "BLOCK": 128},
         4,
-    ),  # fmt: skip
+    ),
     gate("live", "hash_resize:live_kernel", {"POLICY": 2, "EXPONENT": 256, "BLOCK": 128}, 4),
     gate("place", "hash_resize:place_kernel", {"WIDTH": 128, "CHUNK": 128}, 1),
     gate("carry", "hash_resize:carry_kernel", {"EXPIRING": True, "BLOCK": 128}, 4),
