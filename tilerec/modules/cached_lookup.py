@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient import _add, bag_starts, pooled_blocks
+from tilerec.ops.gradient import _add, bag_starts, expect_reads, pooled_blocks
 from tilerec.ops.lookup import _reach, raise_bad_id
+from tilerec.ops.reader import Reader
 from tilerec.ops.upload import upload
 from tilerec.storage.cached import alone
 from tilerec.storage.placed import Placed, per_table, place
@@ -104,6 +105,9 @@ class _CachedLookup(torch.autograd.Function):
             out, ticket = _looked_up(batch, sinks.numel() > 0)
         ctx.save_for_backward(batch.ids, batch.offsets, sample_weights)
         ctx.batch, ctx.sinks, ctx.ticket, ctx.leaves = batch, sinks, ticket, leaves
+        ctx.reader = None
+        if sample_weights is not None and ctx.needs_input_grad[2]:
+            ctx.reader = _reader(batch, any(ctx.needs_input_grad[3:]) and sinks.numel() > 0)
         return out
 
     @staticmethod
@@ -117,7 +121,7 @@ class _CachedLookup(torch.autograd.Function):
         updates = any(wanted) and ctx.sinks.numel() > 0
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[2]:
-            sample_grad = _sample_weight_grad(batch, grad, updates).to(sample_weights.dtype)
+            sample_grad = _sample_weight_grad(batch, grad, updates, ctx.reader).to(sample_weights.dtype)
         if updates:
             reach = _reach(ctx, grad, ctx.sinks, wanted)
             if any(reach.captured):
@@ -136,6 +140,8 @@ class _CachedLookup(torch.autograd.Function):
                     reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
                     places, strides, batch.means,
                 )  # fmt: skip
+        if ctx.reader is not None:
+            ctx.reader.finish()
         return (None, None, sample_grad, *[None] * len(ctx.leaves))
 
 
@@ -159,14 +165,33 @@ def _looked_up(batch: CachedBatch, updates: bool) -> tuple[Tensor, Tensor]:
     return out, ticket
 
 
-def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool) -> Tensor:
+def _reader(batch: CachedBatch, updates: bool) -> Reader:
+    """The rows that the gradient of the batch's weights is to read. `updates`: the batch's update is to come."""
+
+    def copy(features: Sequence[int]) -> list[Tensor]:
+        with alone([rows.cache for rows in batch.rows]):
+            copies = batch.place().copies(batch.tables, features)
+            batch.looked_up(updates)
+        return copies
+
+    reader = Reader(batch.tables, {}, str, copy)
+    expect_reads({t: batch.rows[t].handle for t in batch.tables}, reader)
+    return reader
+
+
+def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool, reader: Reader) -> Tensor:
     """Gradients of the batch's weights. `updates`: the batch's update is to come."""
+    features = list(range(len(batch.tables)))
     with alone([rows.cache for rows in batch.rows]):
+        rows = reader.rows()
         placed = batch.place()
         assert placed.offsets is not None
+        tables: Sequence[int] = batch.tables
+        if rows is not None:
+            placed, tables = placed.of_copies(rows), features
         uniform = len(batch.batches) == 1
         own = torch.ops.tilerec.sample_weight_grad(
-            placed.weights, placed.ids, placed.offsets, grad, batch.tables, list(range(len(batch.tables))), batch.means,
+            placed.weights, placed.ids, placed.offsets, grad, tables, features, batch.means,
             batch.batches if uniform else batch.bags,
         )  # fmt: skip
         batch.looked_up(updates)

@@ -39,7 +39,8 @@ class Table(nn.Module):
         self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
         self.rows = TableRows(config.name, Place((first, second)))
-        self.weight = nn.Parameter(memory)
+        # `data`: tables side by side in one storage have version counters of their own.
+        self.weight = nn.Parameter(memory.data)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -47,6 +48,7 @@ class Table(nn.Module):
         weight = self.weight
         if weight.is_meta:
             return
+        self.rows.about_to_write()
         place = self.rows.place
         fill_initial(weight, self.config, place.key, place.row_offset, place.column_offset)
 
@@ -134,6 +136,7 @@ class Table(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()
+        self.rows.about_to_write()
         super()._load_from_state_dict(*args, **kwargs)
         self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
 

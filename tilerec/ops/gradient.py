@@ -19,7 +19,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tilerec.errors import CommsError, TilerecError
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,15 @@ class GradientSink(ABC):
 
     def __init__(self) -> None:
         self.handle = next(_HANDLES)
+        # Lookups whose backward reads the rows, with the table's number among theirs.
+        self.readers: weakref.WeakKeyDictionary[Reader, int] = weakref.WeakKeyDictionary()
         _SINKS[self.handle] = self
+
+    def about_to_write(self) -> None:
+        """Called before the table's rows are written: lookups whose backward reads them keep them as they are."""
+        while self.readers:
+            reader, table = self.readers.popitem()
+            reader.keep(table)
 
     @abstractmethod
     def batch_key(self) -> Hashable:
@@ -94,6 +103,14 @@ class GradientSink(ABC):
 _HANDLES = itertools.count(1)
 _SINKS: weakref.WeakValueDictionary[int, GradientSink] = weakref.WeakValueDictionary()
 _SERIALS = itertools.count()
+
+
+def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
+    """Have sinks tell a reader before rows are written. `handles`: by the reader's number of the table."""
+    for table, handle in handles.items():
+        sink = _SINKS.get(handle)
+        if sink is not None:
+            sink.readers[reader] = table
 
 
 def new_ticket() -> Tensor:

@@ -30,8 +30,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import InputError
-from tilerec.ops.gradient import bag_starts, new_ticket, pooled_blocks
+from tilerec.ops.gradient import bag_starts, expect_reads, new_ticket, pooled_blocks
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.reader import Reader, copied, id_segments, places_in_copies
 
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
 LIBRARY.define(
@@ -270,6 +271,48 @@ def _dense_grads(
     return out
 
 
+def _reader(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: Sequence[Any], names: str
+) -> Reader | None:
+    """The rows that the gradient of sample weights is to read. None while torch traces: compiled programs save the
+    tables as torch's own ops do, and refuse to read what was written since."""
+    if isinstance(ids, (FakeTensor, FunctionalTensor)):
+        return None
+    tables, keys, _, batches = layout
+    used = list(dict.fromkeys(tables))
+
+    def name(t: int) -> str:
+        return names.split(",")[tables.index(t)].rpartition("@")[2] or str(t)
+
+    def copy(features: Sequence[int]) -> list[Tensor]:
+        segments = id_segments(offsets, *bag_starts([keys[f] for f in features], batches))
+        return [
+            copied(weights[tables[f]], ids[begin:end])
+            for f, (begin, end) in zip(features, segments, strict=True)
+        ]
+
+    reader = Reader(tables, {t: weights[t] for t in used}, name, copy)
+    if sinks.shape[0]:
+        handles = sinks.tolist()
+        expect_reads({t: handles[t] for t in used}, reader)
+    return reader
+
+
+def _sample_weight_grad(
+    reader: Reader | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
+    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """The op, of the rows as the forward read them."""
+    rows = None if reader is None else reader.rows()
+    if rows is not None:
+        ids = places_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
+        weights, tables = rows, range(len(rows))
+    out: Tensor = torch.ops.tilerec.sample_weight_grad(
+        weights, ids, offsets, grad, tables, keys, means, batches
+    )
+    return out
+
+
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -281,6 +324,9 @@ class _PooledLookup(torch.autograd.Function):
         ctx.save_for_backward(ids, offsets, sample_weights)
         ctx.leaves = (weights, sinks, ticket)
         ctx.layout = layout
+        ctx.reader = None
+        if sample_weights is not None and ctx.needs_input_grad[3]:
+            ctx.reader = _reader(weights, sinks, ids, offsets, layout, names)
         ctx.mark_non_differentiable(ticket)
         return out, ticket
 
@@ -292,7 +338,7 @@ class _PooledLookup(torch.autograd.Function):
         grad = grads[0].contiguous()
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
-            sample_grad = torch.ops.tilerec.sample_weight_grad(weights, ids, offsets, grad, *ctx.layout)
+            sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, *ctx.layout)
             sample_grad = sample_grad.to(sample_weights.dtype)
         weight_grads: list[Tensor | None] = [None] * len(weights)
         used = set(ctx.layout[0])
@@ -309,6 +355,8 @@ class _PooledLookup(torch.autograd.Function):
                     )
             if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
+        if ctx.reader is not None:
+            ctx.reader.finish()
         return (None, None, None, sample_grad, *[None] * (_POOLED - 4), *weight_grads)
 
 

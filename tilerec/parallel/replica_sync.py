@@ -114,6 +114,8 @@ class ReplicaSync:
             _agreed(rows, done)
             return
         touched = self._union(rows, done)
+        for own in rows:
+            own.about_to_write()
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)

@@ -22,14 +22,16 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient import GradientRecord, next_serial
+from tilerec.ops.gradient import GradientRecord, expect_reads, next_serial
 from tilerec.ops.lookup import raise_bad_id
+from tilerec.ops.reader import Reader, copied, id_segments, places_in_copies
 from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 from tilerec.storage.cached import Segments as Segments_
 from tilerec.storage.cached import alone
 from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of
+from tilerec.storage.table_rows import TableRows
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -48,11 +50,12 @@ class Looked:
     routed: Routed
     handle: Handle
     local: Tensor  # rows of my own bags that I hold
+    reader: Reader | None = None  # where sample weights need gradients: the rows as they were read
 
     def without_rows(self) -> Looked:
         """What the backward needs of it."""
         nothing = self.local[:0].clone()
-        return Looked(self.routed, Here(nothing), nothing)
+        return Looked(self.routed, Here(nothing), nothing, self.reader)
 
 
 class Segments(NamedTuple):
@@ -403,7 +406,7 @@ class Combiner:
             unions=kept(routed.unions, self._table_of_union),
             member_counts=kept(routed.member_counts, self._table_of_member),
         )
-        return Looked(fewer, looked.handle, looked.local)
+        return Looked(fewer, looked.handle, looked.local, looked.reader)
 
     def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
         """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
@@ -459,23 +462,64 @@ class Combiner:
             order=tuple([s.slot * self.layout.size + s.home for s in own]),
         )
 
+    def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> Reader:
+        """The rows that the gradients of sample weights are to read.
+
+        Args:
+            holders: of the leaves, cached or not.
+            bare: of tables that this rank holds nothing of: what is written on all ranks shows in them, too.
+        """
+        cached = any(holder.cache is not None for holder in holders)
+        every = [*holders, *bare]
+
+        def copy(features: Sequence[int]) -> list[Tensor]:
+            if cached:
+                with alone([holder.cache for holder in holders]):
+                    copies = self._placed(routed, holders).copies(self._tables, features)
+                    self.looked_up(routed, holders, updates=True)
+                return copies
+            segments = self._segments_of_ids(routed, features)
+            return [
+                copied(holders[self._tables[f]].leaf, routed.ids[begin:end])
+                for f, (begin, end) in zip(features, segments, strict=True)
+            ]
+
+        watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
+        reader = Reader(self._tables, watched, lambda t: every[t].name, copy)
+        expect_reads({t: holders[t].handle for t in set(self._tables)}, reader)
+        return reader
+
+    def _segments_of_ids(self, routed: Routed, features: Sequence[int]) -> list[tuple[int, int]]:
+        starts, bags = self._starts(routed), self._bags(routed)
+        return id_segments(routed.offsets, [starts[f] for f in features], [bags[f] for f in features])
+
     def sample_weight_grads(
-        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, holders: Sequence[Holder] = ()
+        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, rows: Sequence[Tensor] | None,
+        holders: Sequence[Holder] = (),
     ) -> Tensor:  # fmt: skip
-        """Gradients of my batch's sample weights `[count]`; a collective of its own."""
+        """Gradients of my batch's sample weights `[count]`; a collective of its own.
+
+        Args:
+            rows: as the reader has them; None: they are in the leaves as they were.
+        """
+        features = list(range(len(self._looked_up)))
         if self._looked_up and holders:
-            placed = self._placed(routed, holders)
-            features = list(range(len(self._looked_up)))
+            placed, tables = self._placed(routed, holders), self._tables
+            if rows is not None:
+                placed, tables = placed.of_copies(rows), features
             values = torch.ops.tilerec.sample_weight_grad(
-                placed.weights, placed.ids, placed.offsets, grads, self._tables, features, [0] * len(features),
+                placed.weights, placed.ids, placed.offsets, grads, tables, features, [0] * len(features),
                 [*self._bags(routed), 0],
             )  # fmt: skip
             own = placed.back(values, routed.ids.numel())
             self.looked_up(routed, holders, updates=True)
         elif self._looked_up:
+            weights, ids, tables = list(leaves), routed.ids, self._tables
+            if rows is not None:
+                ids = places_in_copies(ids, self._segments_of_ids(routed, features))
+                weights, tables = list(rows), features
             own = torch.ops.tilerec.sample_weight_grad(
-                list(leaves), routed.ids, routed.offsets, grads, self._tables, self._keys, [0] * len(self._keys),
-                [*routed.present, 0],
+                weights, ids, routed.offsets, grads, tables, self._keys, [0] * len(self._keys), [*routed.present, 0],
             )  # fmt: skip
         else:
             own = torch.empty(0, dtype=torch.float32, device=grads.device)

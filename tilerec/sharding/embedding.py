@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -270,7 +270,11 @@ class ShardedCollection(TableCollection):
         combiner, holders = routed.stages.combiner, self._holders()
         if holders and torch.is_grad_enabled():
             check_trained(self._rows(), range(len(holders)))
-        looked = combiner.lookup(routed.routed, self._leaves(), holders)
+        reader = None
+        if routed.routed.weights_need_grad:
+            bare = [table.tile_rows[0] for table in self._sharded_tables if not table.tiles]
+            reader = combiner.reader(routed.routed.wait(), self._rows(), bare)
+        looked = replace(combiner.lookup(routed.routed, self._leaves(), holders), reader=reader)
         if holders:
             combiner.looked_up(routed.routed, holders, updates=torch.is_grad_enabled())
         return LookedUp(routed, looked)

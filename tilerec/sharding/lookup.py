@@ -146,6 +146,8 @@ class _Combine(torch.autograd.Function):
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
             grad = ctx.output.divide_(grad.clone())
         grad = ctx.output.spread_non_finite(grad, gradients.guarded)
+        reader = ctx.looked.reader
+        as_read = None if reader is None else reader.rows()  # refuses before anything travels
         # Gradients of sample weights need those of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
         looked = combiner.thawed(ctx.looked, live)
@@ -154,7 +156,7 @@ class _Combine(torch.autograd.Function):
         if routed.weights_need_grad:  # of any rank: a collective
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(
-                routed, rows, gradients.leaves, count, gradients.holders
+                routed, rows, gradients.leaves, count, as_read, gradients.holders
             )
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
         sinks = [
@@ -165,6 +167,8 @@ class _Combine(torch.autograd.Function):
         dense = gradients.dense(record) if -1 in gradients.sinks else {}
         if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
             ctx.spent, ctx.looked = True, None
+        if reader is not None:
+            reader.finish()
         bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
         return (
             *(None,) * 5,

@@ -89,7 +89,7 @@ def take_tiles(
             leaf = before[i]
             replace_memory(leaf, memory[i])
         else:
-            leaf = nn.Parameter(memory[i], requires_grad=first.requires_grad)
+            leaf = nn.Parameter(memory[i].data, requires_grad=first.requires_grad)
             if getattr(first, "_ddp_ignored", False):
                 cast(Any, leaf)._ddp_ignored = True
         leaf.grad = grads[i]

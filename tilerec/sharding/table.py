@@ -53,10 +53,15 @@ class ShardedTable(Table, TiledTable):
 
     def reset_parameters(self) -> None:
         """Write the initial values: those that the whole table would have here."""
-        self.settle()
+        self._about_to_write()
         for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
             if not leaf.is_meta:
                 fill_initial(leaf, self.config, self.rows.place.key, tile.r0, tile.c0)
+
+    def _about_to_write(self) -> None:
+        self.settle()
+        for rows in self.tile_rows:
+            rows.about_to_write()
 
     def _check(self, weight: nn.Parameter) -> None:
         tile = self.place_of(0)
@@ -235,6 +240,7 @@ class ShardedTable(Table, TiledTable):
         elif tuple(value.shape) != want:
             error_msgs.append(size_mismatch(key, value.shape, want))
         else:
+            self._about_to_write()
             load(self.weight_of(), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
@@ -337,7 +343,7 @@ def shard_table(
                 fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:
                 own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
-        leaf = nn.Parameter(own, requires_grad=whole.requires_grad)
+        leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # with a version counter of its own
         peers = (
             peers_of(tiling, tile, group, topology, exact, teams)
             if tiles

@@ -158,6 +158,8 @@ class TileRows(TableRows):
         failures: list[NonFiniteGradientError] = []
         for table in tables:
             table.arrive()
+            if table.group is not None:
+                table.about_to_write()
             if table.touched is not None:
                 table.touched.count()
         specs = {id(table.group): table.rule() for table in tables if table.group is not None}

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilerec.ops.reader import copied, id_segments, places_in_copies
 from tilerec.storage.cached import RowCache, Segments
 
 
@@ -63,6 +64,21 @@ class Placed:
         """Per feature, where its ids begin."""
         return list(itertools.accumulate([end - begin for begin, end in self.segments], initial=0))[:-1]
 
+    def _own(self) -> list[tuple[int, int]]:
+        """Per feature, where its ids are."""
+        ends = itertools.accumulate([end - begin for begin, end in self.segments], initial=0)
+        return list(itertools.pairwise(ends))
+
+    def copies(self, tables: Sequence[int], features: Sequence[int]) -> list[Tensor]:
+        """Copies of the rows of some features. `tables`: per feature."""
+        own = self._own()
+        return [copied(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
+
+    def of_copies(self, rows: Sequence[Tensor]) -> Placed:
+        """The same batch, reading such copies: a table per feature."""
+        ids = places_in_copies(self.ids, self._own())
+        return Placed([[own] for own in rows], [], ids, self.offsets, None, self.segments)
+
     def back(self, values_n: Tensor, count: int) -> Tensor:
         """Values of ids, added up per id of the batch `[count]`."""
         out = values_n.new_zeros(count)
@@ -83,11 +99,7 @@ def segments_of(
         known = _in_flight(holders, tables, ids, starts, bags)
         if known is not None:
             return known
-    # Features without bags may begin anywhere.
-    first = [start if count else 0 for start, count in zip(starts, bags, strict=True)]
-    edges = torch.tensor([*first, *[s + b for s, b in zip(first, bags, strict=True)]], dtype=torch.int64)
-    bounds = offsets[edges.to(offsets.device)].tolist()  # waits anyway
-    return list(zip(bounds[: len(starts)], bounds[len(starts) :], strict=True))
+    return id_segments(offsets, starts, bags)
 
 
 def _in_flight(

@@ -160,11 +160,13 @@ class TableRows(GradientSink):
         """Called before rows or slots are read or written from elsewhere: what is on its way to them comes first."""
         self.arrive()
         if self.cache is not None:
+            self.about_to_write()  # who asks for a cached table's rows may write them
             self.cache.settle()
 
     def leave(self, rows_M: Tensor) -> None:
-        """`settle` for some rows (int64, of this leaf)."""
+        """`settle` for some rows (int64, of this leaf), which are going to be written."""
         self.arrive()
+        self.about_to_write()
         if self.cache is not None:
             self.cache.leave(rows_M)
 
@@ -200,6 +202,8 @@ class TableRows(GradientSink):
             return
         spec = self.rule()
         tables = cast("Sequence[TableRows]", sinks)
+        for table in tables:
+            table.about_to_write()
         position = {table.handle: t for t, table in enumerate(tables)}
         if any(table.cache is not None for table in tables):
             self._take_placed(tables, record)
@@ -346,7 +350,7 @@ class TableRows(GradientSink):
     def __getstate__(self) -> dict[str, Any]:
         if self.cache is not None:
             self.settle()
-        own = ("handle", "leaf", "holders")
+        own = ("handle", "leaf", "holders", "readers")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
