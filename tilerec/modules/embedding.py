@@ -73,23 +73,25 @@ class EmbeddingCollection(TableCollection):
         leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)
         keys = features.keys()
-        starts = key_starts(features)
         sizes = features.length_per_key()
         results: dict[str, JaggedTensor] = {}
         for lookup in self._lookups(keys, attached, cached, self._split()):
-            own_ids, own_starts, own_sizes = ids[lookup.size], starts, [sizes[k] for k in lookup.keys]
+            own_ids, own_sizes = ids[lookup.size], [sizes[k] for k in lookup.keys]
             own_sinks = sinks if lookup.attached else no_sinks
             if lookup.cached:
                 batch = self._cached_batch(features, lookup, own_ids, dtype)
                 self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
                 continue
-            if lookup.keys != tuple(range(len(keys))):
+            moved, traced = lookup.keys != tuple(range(len(keys))), torch.compiler.is_compiling()
+            if moved or traced:
+                starts = own_starts = key_starts(features)
+            if moved:
                 order = constants(lookup.keys, own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(
                     own_ids, starts, order, own_starts, sum(own_sizes)
                 )
-            if not torch.compiler.is_compiling():
+            if not traced:
                 # The host knows them: where they are on a GPU, the backward would wait for it to read them.
                 own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
             out, _ = torch.ops.tilerec.sequence_lookup(
@@ -110,7 +112,7 @@ class EmbeddingCollection(TableCollection):
                 rows,
                 feature.values() if self._need_indices else None,
                 feature.lengths(),
-                feature.offsets(),
+                feature.offsets_or_none(),  # else derived when they are asked for
             )
 
     def _split(self) -> Sequence[int]:

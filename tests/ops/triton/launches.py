@@ -12,7 +12,7 @@ can be counted; that is nearly all of them (`run=True` lets the kernels run, for
 
     with counted() as given:
         module(batch)
-    given.launches    ["chunk_kernel", "pooled_kernel"]
+    given.launches    ["chunk_kernel", "pooled_kernel"]; given.variants: what Triton would compile for them
     given.kernels     ["aten.sort.stable"]
     given.copies      ["report"]
 """
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
+from tests.ops.triton.variants import Variant, variant_of
 from tilerec.ops import upload as sending
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.triton import reports
@@ -52,6 +53,7 @@ class Given:
 
     def __init__(self) -> None:
         self.all: list[tuple[str, str]] = []  # kind, name
+        self.variants: list[Variant] = []  # of the launches
 
     def of(self, kind: str) -> list[str]:
         return [name for own, name in self.all if own == kind]
@@ -147,6 +149,7 @@ def counted(run: bool = False) -> Iterator[Given]:
 
     def launched(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         given.all.append(("launch", self.fn.__name__))
+        given.variants.append(variant_of(self, args, kwargs))
         if not run:
             return None
         with _disable_current_modes():
