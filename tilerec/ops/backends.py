@@ -12,6 +12,7 @@ from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup
 from tilerec.ops import quant as quant
 from tilerec.ops import random as random
+from tilerec.ops import renew as renew
 from tilerec.ops import update as update
 from tilerec.ops.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.cpu.library import library
@@ -33,9 +34,9 @@ def _register_cpu() -> bool:
 def _register_gpu() -> bool:
     if not serves_gpus():
         return False
-    from tilerec.ops.triton import exchange, hash, jagged, lookup, parts, quant, random, update
+    from tilerec.ops.triton import exchange, hash, jagged, lookup, parts, quant, random, renew, update
 
-    for backend in (exchange, hash, jagged, lookup, parts, quant, random, update):
+    for backend in (exchange, hash, jagged, lookup, parts, quant, random, renew, update):
         backend.register()
     return True
 

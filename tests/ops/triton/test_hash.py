@@ -412,6 +412,25 @@ def find(name: str, assigns: bool) -> Gate:
     return gate(name, "hash_find:find_kernel", {**constants, "ENTRIES": 16, "PROBES": 8}, 1)
 
 
+def renew(name: str, dtype: str, columns: int) -> Gate:
+    """Rows that begin anew, when ids take those of others."""
+    types = {"rows_N": "*i64", "count": "i32", "row_offset": "i64", "held": "i32", "width": "i32"}
+    if name == "values":
+        more = {
+            "tile": dtype,
+            "column_offset": "i32",
+            "k0": "i64",
+            "k1": "i64",
+            "low": "fp32",
+            "high": "fp32",
+        }
+    else:
+        more = {"beside": dtype, "number": "fp32"}
+    constants = {"ENTRIES": 64, "ROWS": min(64, 512 // columns), "COLUMNS": columns}
+    place = f"tilerec.ops.triton.renew:{name}_kernel"
+    return Gate(f"renew {name}, {dtype} x {columns}", place, {**types, **more}, constants)
+
+
 GATES = [
     find("find", False),
     find("find to assign", True),
@@ -428,6 +447,10 @@ GATES = [
     gate("live", "hash_resize:live_kernel", {"POLICY": 2, "EXPONENT": 256, "BLOCK": 128}, 4),
     gate("place", "hash_resize:place_kernel", {"WIDTH": 128, "CHUNK": 128}, 1),
     gate("carry", "hash_resize:carry_kernel", {"EXPIRING": True, "BLOCK": 128}, 4),
+    renew("values", "*fp32", 128),
+    renew("values", "*bf16", 256),
+    renew("number", "*fp32", 1),
+    renew("number", "*fp32", 128),
 ]
 
 
