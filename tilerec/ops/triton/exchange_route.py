@@ -38,6 +38,7 @@ from tilerec.ops.lookup import raise_bad_id
 from tilerec.ops.triton.addresses import constants, upload
 from tilerec.ops.triton.jagged_bucketize import key_type
 from tilerec.ops.triton.jagged_offsets import ANYWHERE
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -282,7 +283,7 @@ def route_ids(
     places_V = torch.empty(items, dtype=key_type(parts + 1), device=device)
     bags_V = torch.empty(items, dtype=torch.int32, device=device)
     programs = max(-(-max(count, offsets.numel() - 1) // _TILE), 1)
-    deal_items[(programs, layers)](
+    launch(deal_items, (programs, layers),
         places_V, bags_V, told, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
         constants(tuple(wire), device), count, offsets.numel() - 1, len(keys), parts,
         EACH_ID=each_id, STEPS=layout.steps, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
@@ -295,11 +296,13 @@ def route_ids(
     tiles = -(-items // _TILE)
     if items:
         begun_T = torch.empty(tiles, dtype=torch.int32, device=device)
-        order_items[(tiles,)](
+        launch(order_items, (tiles,),
             local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V,
             constants(layout.lower, device), count, items, parts, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        number_bags[(tiles,)](
+        launch(
+            number_bags,
+            (tiles,),
             lengths_P,
             slots_P,
             told,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tilerec.ops.exchange import _pick_rows_reference_, _place_rows_reference_
 from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.search import segment_at
@@ -257,7 +258,7 @@ def _move(
     for end in moves.waves[1:]:
         to = int(ends_S[end - 1])
         if to > done:
-            move_rows[(to - done,)](
+            launch(move_rows, (to - done,),
                 flat, rows, slots, sent, report, segments, done, elements,
                 PICK=adds is None, ADDS=adding, HALF=flat.dtype in _HALVES, ROWS=tile, COLUMNS=columns, VEC=vec,
                 num_warps=1, enable_fp_fusion=False,

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilerec.ops.jagged import REFERENCE
 from tilerec.ops.triton.jagged_copy import ITEMS
 from tilerec.ops.triton.jagged_offsets import ANYWHERE, CHECKED, ceil_div, check_offsets, long, raise_as
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -67,7 +68,9 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
     tile = 256
     programs = max(ceil_div(items, tile), ceil_div(segments + 1, CHECKED.value))
     report = new_report(device)
-    deal_ids[(programs,)](
+    launch(
+        deal_ids,
+        (programs,),
         keys_N,
         lengths_CS,
         ids_N,
@@ -85,7 +88,9 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
     keys_N, positions_N = torch.sort(keys_N, stable=True)
     local_ids_N = torch.empty_like(ids_N)
     if items:
-        local_ids[(ceil_div(items, ITEMS),)](
+        launch(
+            local_ids,
+            (ceil_div(items, ITEMS),),
             local_ids_N,
             ids_N,
             keys_N,

@@ -22,6 +22,7 @@ from tilerec.ops.triton.jagged_offsets import (
     long,
     raise_as,
 )
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -178,7 +179,7 @@ def _copy(
     tile, group, columns = tiles(width, words.element_size())
     programs = max(ceil_div(total, tile), ceil_div(selected + 1, CHECKED.value))
     report = new_report(device)
-    copy_items[(programs,)](
+    launch(copy_items, (programs,),
         into, words, offsets, order, out_offsets, report, items, offsets.shape[0] - 1, selected, total, length, pad,
         MODE=mode, W=width, TILE=tile, GROUP=group, COLUMNS=columns,
         num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
@@ -193,8 +194,17 @@ def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     out_N = torch.empty(total, dtype=torch.int64, device=offsets_S1.device)
     report = new_report(out_N.device)
     programs = max(ceil_div(total, ITEMS), ceil_div(segments + 1, CHECKED.value))
-    write_segment_ids[(programs,)](
-        out_N, offsets_S1, report, segments, total, TILE=ITEMS, num_warps=4, enable_fp_fusion=False
+    launch(
+        write_segment_ids,
+        (programs,),
+        out_N,
+        offsets_S1,
+        report,
+        segments,
+        total,
+        TILE=ITEMS,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     post(report, raise_as("segment_ids"))
     return out_N

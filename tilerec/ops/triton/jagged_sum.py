@@ -23,6 +23,7 @@ from tilerec.ops.triton.jagged_offsets import (
     long,
     raise_as,
 )
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -142,7 +143,7 @@ def select_segments_backward(
     group = max(group // (4 // min(grad_M.element_size(), 4)), 1)  # sums are 4 bytes wide
     programs = max(ceil_div(total, tile) if width else 0, ceil_div(selected + 1, CHECKED.value))
     report = new_report(device)
-    sum_copies[(programs,)](
+    launch(sum_copies, (programs,),
         out_N, grad_M, offsets_S1, order_P, out_offsets_P1, first_copy_S1, copies_P, report, total if width else 0,
         segments, selected, grad_M.shape[0], W=max(width, 1), SUM=sum_type, TILE=tile, GROUP=group, COLUMNS=columns,
         num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
@@ -167,7 +168,7 @@ def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     # Programs past the last segment, if any, only check offsets.
     programs = max(ceil_div(segments, group), ceil_div(segments + 1, CHECKED.value))
     report = new_report(device)
-    sum_segments[(programs, max(ceil_div(width, columns), 1))](
+    launch(sum_segments, (programs, max(ceil_div(width, columns), 1)),
         out_S, values_N, offsets_S1, report, values_N.shape[0], segments, W=width, SUM=sum_type, GROUP=group,
         COLUMNS=columns, AHEAD=8, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

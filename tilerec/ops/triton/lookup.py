@@ -64,6 +64,7 @@ from tilerec.ops.lookup_checks import (
     raise_other_dim,
 )
 from tilerec.ops.triton.addresses import constants, kept, upload
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.lookup_layout import (
     Family,
@@ -213,14 +214,14 @@ def _sum_family(
         chunk_sums = torch.empty(
             family.planes * batch.slots * family.tile, dtype=torch.float32, device=ids.device
         )
-        chunk_kernel[(batch.slots, family.planes)](
+        launch(chunk_kernel, (batch.slots, family.planes),
             base, ids, offsets, sample, family.parts, runs, chunk_sums, report, ids.shape[0], batch.bags, batch.slots,
             family.count, TILE=family.tile, VEC=family.vec,
             STEPS=_chunk_steps(family), WEIGHTED=weighted, VARIABLE=variable, **_OPTIONS,
         )  # fmt: skip
     group, waves = family.group, _WAVES if batch.few else 1
     for parts, count in launches_of(family):
-        pooled_kernel[(ceil_div(batch.most_bags, group * waves), count)](
+        launch(pooled_kernel, (ceil_div(batch.most_bags, group * waves), count),
             base, out, ids, offsets, sample, parts, runs, chunk_sums, report, ids.shape[0], batch.bags, batch.slots,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
             VARIABLE=variable, SPLIT=batch.split, WAVES=waves, **_OPTIONS,
@@ -267,13 +268,13 @@ def _multiply_family(
     ids, offsets, variable = batch.ids, batch.offsets, batch.runs is not None
     runs = family.parts if batch.runs is None else batch.runs
     if batch.split:
-        sample_weight_chunk_kernel[(batch.slots,)](
+        launch(sample_weight_chunk_kernel, (batch.slots,),
             base, out, ids, offsets, grad, family.parts, runs, report, ids.shape[0], batch.bags, family.count,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_chunk_steps(family), ONE=family.one,
             ADD=family.reader > 0, VARIABLE=variable, **_OPTIONS,
         )  # fmt: skip
     for parts, count in launches_of(family):
-        sample_weight_kernel[(ceil_div(batch.most_bags, family.group), count)](
+        launch(sample_weight_kernel, (ceil_div(batch.most_bags, family.group), count),
             base, out, ids, offsets, grad, parts, runs, report, ids.shape[0], batch.bags, GROUP=family.group,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
             ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, **_OPTIONS,
@@ -366,7 +367,7 @@ def sequence_lookup(
             group = group_rows(family.tile, family.vec)
             # One program at least: the starts of no ids are looked at, too.
             grid = (max(ceil_div(count, group * _STEPS), 1), ceil_div(dim, family.tile))
-            sequence_kernel[grid](
+            launch(sequence_kernel, grid,
                 weights[family.table], out, ids, starts, family.features, report, count, len(tables), GROUP=group,
                 TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, CHECK=number == 0 and not known,
                 **_OPTIONS,

@@ -41,6 +41,7 @@ from tilerec.ops.quant import (
     check_segments,
 )
 from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import raise_due
 from tilerec.ops.triton.search import segment_at
@@ -202,7 +203,7 @@ def _launch(
     table = upload(np.concatenate((tile_S, count_S, number_S, byte_S, width_S)), into.device)
     if kernel is pack:
         constants["WHOLE"] = widest <= columns
-    kernel[(programs,)](
+    launch(kernel, (programs,),
         into, source, table, len(counts), *arguments, ROWS=rows, COLUMNS=columns, VEC=vec, BYTES_VEC=bytes_vec,
         num_warps=1, enable_fp_fusion=False, **constants,
     )  # fmt: skip

@@ -33,6 +33,7 @@ from tilerec.ops.random import (
     random_fill_reference_,
     random_rows_reference_,
 )
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.rows import reads
 
@@ -218,7 +219,7 @@ def _launch(
         triton.cdiv(rows, block),
         triton.cdiv(span, columns),
     )  # the first axis takes 2^31 - 1, the second 65,535
-    _fill[grid](
+    launch(_fill, grid,
         out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
         float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
         enable_fp_fusion=False,
