@@ -41,13 +41,14 @@ from tilerec.ops.update_checks import (
     check_tables,
     slot_kinds,
 )
+from tilerec.ops.update_counts import advance, numbers_of_step
 
 LIBRARY.define(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
     "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, "
     "int[] means, "
     "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
-    "Tensor[]? row_names=None) -> Tensor"
+    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None) -> Tensor"
 )
 LIBRARY.define(
     "sum_row_gradients(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int rows, int dim, "
@@ -69,13 +70,13 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "rule_partials_of_tables(Tensor[] weights, Tensor[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
-    "int phase, int[] dims, bool exact, bool finite, int[] column_offsets, str rule, float[] hyper, int[] steps) -> "
-    "Tensor"
+    "int phase, int[] dims, bool exact, bool finite, int[] column_offsets, str rule, float[] hyper, int[] steps, "
+    "Tensor[]? counts=None, Tensor? lr=None) -> Tensor"
 )
 LIBRARY.define(
     "rule_apply_to_tables_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
     "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
-    "Tensor[]? row_names=None) -> ()"
+    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None) -> ()"
 )
 
 
@@ -261,11 +262,14 @@ def rule_partials_of_tables_reference(
     rule: str,
     hyper: Sequence[float],
     steps: Sequence[int],
+    counts: Sequence[Tensor] | None = None,
+    lr: Tensor | None = None,
 ) -> Tensor:
     """Shares of T parts in the row sums of a phase, flat: per part `[U, K, 1]`, or `[U, K, blocks]` if exact.
 
     Args:
-        weights, slots, steps, column_offsets: as in `update_rows_reference_`.
+        weights, slots, steps, column_offsets, counts, lr: as in `update_rows_reference_`, but counts stay as they are:
+            the update is still to come.
         rows, grads, scalars: per part: distinct rows `[U]`, their gradients `[U, W]`, the row sums so far `[P, U]`.
         dims: per part, the columns of the whole row.
         exact: a sum for every aligned block of 8 global columns that the part touches.
@@ -273,7 +277,9 @@ def rule_partials_of_tables_reference(
 
     Example: a part of 2 columns, "rowwise_adagrad", gradient rows (3, 4), (1, inf), finite -> (25, 1, inf, 0).
     """
-    op, made = "rule_partials", make_rule(rule, hyper)
+    op = "rule_partials"
+    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+    made = make_rule(rule, hyper)
     check_tables(op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1))
     check_parts(op, made, rule, weights, rows, grads, scalars, dims, phase)
     check_rows(op, rows, weights)
@@ -363,16 +369,20 @@ def rule_apply_to_tables_reference_(
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
+    counts: Sequence[Tensor] | None = None,
+    lr: Tensor | None = None,
 ) -> None:
     """Write the rows and slots of T parts, given the reduced row sums of all phases.
 
-    weights, slots, steps, seeds, row_offsets, column_offsets, row_names: as in `update_rows_reference_`; rows, grads,
-    scalars, dims: as in `rule_partials_of_tables_reference`.
+    weights, slots, steps, seeds, row_offsets, column_offsets, row_names, counts, lr: as in `update_rows_reference_`;
+    rows, grads, scalars, dims: as in `rule_partials_of_tables_reference`.
 
     Example: two parts of one column each, w = (1, 1) and (2, 2), rows (1) and (0), gradients (3) and (5), "sgd" with lr
     0.1 -> (1, 0.7) and (1.5, 2).
     """
-    op, made = "rule_apply_", make_rule(rule, hyper)
+    op = "rule_apply_"
+    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+    made = make_rule(rule, hyper)
     check_tables(
         op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1), (seeds, 2), (row_offsets, 1)
     )  # fmt: skip
@@ -382,6 +392,7 @@ def rule_apply_to_tables_reference_(
     for t, part in enumerate(_parts(weights, slots, rows, grads, scalars)):
         key, place = seeds[2 * t : 2 * t + 2], (row_offsets[t], column_offsets[t])
         _apply(made, part, dims[t], steps[t], key, *place, names[t])
+    advance(counts)
 
 
 def _names(op: str, row_names: Sequence[Tensor] | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
@@ -428,6 +439,8 @@ def update_rows_reference_(
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
+    counts: Sequence[Tensor] | None = None,
+    lr: Tensor | None = None,
 ) -> Tensor:
     """Sum and apply for tables that share a rule; rows whose summed gradient is not finite are left alone.
 
@@ -444,6 +457,10 @@ def update_rows_reference_(
         seeds, row_offsets, column_offsets: key words (two per table) and global place for stochastic rounding.
         row_names: per table int64 `[rows]`, or `[0]`: row r goes by the number `names[r]` in random words and in what
             is returned (a cache's lines hold rows of all numbers). None: by r.
+        counts: per table its update count where the ids are, int64 0-d. The update reads `counts[t] + 1` in place of
+            `steps` (then empty) and leaves it there, whether or not the record has rows of the table: a captured call
+            counts on with every replay.
+        lr: 0-d, with `counts`: the learning rate, in place of `hyper[0]`.
 
     Returns:
         int64 `[3]`, where the ids are: rows skipped, and the table and row of the first of them (-1, -1 if none).
@@ -451,9 +468,10 @@ def update_rows_reference_(
     Example: one table of one column, w = (1, 1, 1), ids (2, 2), gradient rows (1), (3), "sgd" with lr 0.1 ->
     w = (1, 1, 0.6).
     """
+    op = "update_rows_"
+    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
     made = make_rule(rule, hyper)
     per_table = len(made.slot_kinds)
-    op = "update_rows_"
     check_tables(
         op, weights, slots, slot_kinds(made), rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
     )
@@ -489,6 +507,7 @@ def update_rows_reference_(
             part = part._replace(scalars_PU=torch.cat((part.scalars_PU, sums[:, :, 0].T)))
         key, place = seeds[2 * t : 2 * t + 2], (row_offsets[t], column_offsets[t])
         _apply(made, part, dim, steps[t], key, *place, names[t])
+    advance(counts)
     return torch.tensor([skipped, first_table, first_row], device=ids.device)
 
 
@@ -587,7 +606,7 @@ def _fake_sum_row_gradients_of_tables(
 @torch.library.register_fake("tilerec::rule_partials_of_tables", lib=LIBRARY)
 def _fake_rule_partials_of_tables(
     weights: Any, slots: Any, rows: Any, grads: Any, scalars: Any, phase: Any, dims: Any, exact: Any, finite: Any,
-    column_offsets: Any, rule: Any, hyper: Any, steps: Any,
+    column_offsets: Any, rule: Any, hyper: Any, steps: Any, counts: Any = None, lr: Any = None,
 ) -> Tensor:  # fmt: skip
     kinds = make_rule(rule, hyper).sums(phase) + int(finite)
     size = sum(

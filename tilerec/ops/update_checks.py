@@ -105,7 +105,7 @@ def check_reach(
 
 def check_tables(
     op: str, weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rule: str, column_offsets: Sequence[int],
-    *per_table: tuple[Sequence[int], int],
+    *per_table: tuple[Sequence[object], int],
 ) -> None:  # fmt: skip
     """Raise an `InputError` for tables, slots or per-table lists that do not belong together.
 

@@ -353,14 +353,16 @@ def test_what_cannot_be_is_refused_with_the_references_words() -> None:
         ("sgd", torch.float32, ""),
     ],
 )  # fmt: skip
-def test_a_captured_update_warns_if_it_counts(name: str, dtype: torch.dtype, words: str) -> None:
-    group = update.Group(0, 1, 0, 5, 0, (), dtype, 4, 1, 1, 1, True)
-    made = ready(*RULES[name][:2])
+def test_a_captured_update_by_a_count_of_the_host_is_refused(
+    name: str, dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update, "capturing", lambda: True)
+    call = Call([torch.ones(5, 4).to(dtype)], RULES[name], single(torch.tensor([1, 2]), torch.ones(2, 4)))
     if words:
-        with pytest.warns(UserWarning, match=words):
-            update.warn_of_counts(made, [group])
+        with pytest.raises(ConfigError, match=f"{words}.* depends on it. Attach .*'capturable': True"):
+            call.run(update_rows_)
     else:
-        update.warn_of_counts(made, [group])
+        call.check()
 
 
 def test_the_scan_and_the_loop_over_runs_give_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +405,7 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     signature = {
         "keys": "*i32", "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "grad": f"*{dtype}",
         "weights": f"*{dtype}", "slot0": "*fp32", "slot1": "*fp32", "slot2": "*fp32", "partials": "*fp32",
-        "supers": "*fp32", "meta": "*i64", "steps": "*i64", "names": "*i64", "result": "*i64", "runs": "*i64",
+        "supers": "*fp32", "meta": "*i64", "paces": "*i64", "names": "*i64", "result": "*i64", "runs": "*i64",
         "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
         **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
     }  # fmt: skip

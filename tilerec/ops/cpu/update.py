@@ -40,6 +40,7 @@ from tilerec.ops.update_checks import (
     raise_bad_offset,
     raise_bad_row,
 )
+from tilerec.ops.update_counts import advance, numbers_of_step
 
 
 @dataclass(frozen=True)
@@ -234,18 +235,22 @@ def register(library: ctypes.CDLL) -> None:
         grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str,
         hyper: Sequence[float], steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int],
         column_offsets: Sequence[int], row_names: Sequence[Tensor] | None = None,
+        counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         op = "update_rows_"
+        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         rows = None
         if _served(grad, weights):
             rows = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
         if rows is None:
-            return update_rows_reference_(
+            result = update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
                 means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names,
             )  # fmt: skip
+            advance(counts)
+            return result
         record, kept = _describe(
             op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
@@ -264,6 +269,7 @@ def register(library: ctypes.CDLL) -> None:
             )  # fmt: skip
             _raise(op, report, [w.shape[0] for w in weights], tables, record.ids_count)
         del kept, rows
+        advance(counts)
         return skipped
 
     def sum_row_gradients_of_tables(
@@ -320,8 +326,10 @@ def register(library: ctypes.CDLL) -> None:
         weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
         scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
         column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
+        counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         op = "rule_partials"
+        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
         if _served_parts(weights, grads):
             zeros = [0] * len(weights)
@@ -346,9 +354,9 @@ def register(library: ctypes.CDLL) -> None:
             )
         made = make_rule(rule, hyper)
         check_parts(op, made, rule, weights, rows, grads, scalars, dims, phase)
-        parts, kept, counts = _describe_parts(rows, grads, scalars, dims)
+        parts, kept, rows_of_parts = _describe_parts(rows, grads, scalars, dims)
         kinds = made.sums(phase) + int(finite)
-        sizes = [kinds * distinct for distinct in counts]
+        sizes = [kinds * distinct for distinct in rows_of_parts]
         if exact:
             sizes = [
                 size * block_count(offset, weight.shape[1])
@@ -370,30 +378,22 @@ def register(library: ctypes.CDLL) -> None:
         weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
         scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
         seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
-        row_names: Sequence[Tensor] | None = None,
+        row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ) -> None:  # fmt: skip
         op = "rule_apply_"
+        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
         if _served_parts(weights, grads):
             described = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
         if described is None:
-            return rule_apply_to_tables_reference_(
-                weights,
-                slots,
-                rows,
-                grads,
-                scalars,
-                dims,
-                rule,
-                hyper,
-                steps,
-                seeds,
-                row_offsets,
-                column_offsets,
+            rule_apply_to_tables_reference_(
+                weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
                 row_names,
-            )
+            )  # fmt: skip
+            advance(counts)
+            return
         check_parts(op, make_rule(rule, hyper), rule, weights, rows, grads, scalars, dims, None)
         parts, kept, _ = _describe_parts(rows, grads, scalars, dims)
         report = Report()
@@ -403,7 +403,7 @@ def register(library: ctypes.CDLL) -> None:
         if report.status:
             _raise(op, report, [w.shape[0] for w in weights], range(len(weights)), 0)
         del described, kept
-        return None
+        advance(counts)
 
     for kernel in (
         update_rows_,

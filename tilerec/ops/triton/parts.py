@@ -32,7 +32,8 @@ from torch import Tensor
 
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import BLOCK
-from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.addresses import capturing, upload
+from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
@@ -47,8 +48,8 @@ from tilerec.ops.triton.update import (
     device_of,
     launch,
     load_slot,
-    pace_table,
     read_record,
+    refuse_frozen_counts,
     same_device,
     served,
     store_rows,
@@ -68,6 +69,7 @@ from tilerec.ops.update_checks import (
     raise_bad_row,
     slot_kinds,
 )
+from tilerec.ops.update_counts import check_counts
 
 PER_PART = 24
 
@@ -118,17 +120,9 @@ def _read_part(
 
 
 @triton.jit
-def _pace(paces, part):
-    at = paces + part * 3
-    e0 = tl.load(at + 1).to(tl.int32).to(tl.float32, bitcast=True)
-    e1 = tl.load(at + 2).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.load(at), e0, e1
-
-
-@triton.jit
 def part_sums(
     rows, grads, scalars, weights, slot0, slot1, slot2, out, meta, paces, report, grad_scale,
-    h0, h1, h2, h3, h4, h5, h6, h7,
+    h1, h2, h3, h4, h5, h6,
     TERMS: tl.constexpr, PHASE: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
     SUMS: tl.constexpr, KINDS: tl.constexpr, FINITE: tl.constexpr, KIND0: tl.constexpr, KIND1: tl.constexpr,
     KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -143,7 +137,7 @@ def part_sums(
         u, here, row, take, width, columns, inside, g, whole, z0, z1, z2 = _read_part(
             rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
         )
-        _, e0, e1 = _pace(paces, part)
+        _, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
         start = tl.load(numbers + 2) + row * width
         w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
             tl.float32
@@ -209,7 +203,7 @@ def add_block_sums(sums, out, meta, EACH: tl.constexpr, FINITE: tl.constexpr, BL
 @triton.jit
 def apply_to_parts(
     rows, grads, scalars, weights, slot0, slot1, slot2, names, meta, paces, report, grad_scale,
-    h0, h1, h2, h3, h4, h5, h6, h7,
+    h1, h2, h3, h4, h5, h6,
     APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr, SUMS: tl.constexpr,
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROUND: tl.constexpr,
     NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -221,7 +215,7 @@ def apply_to_parts(
         _, _, row, take, width, columns, inside, g, _, z0, z1, z2 = _read_part(
             rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
         )
-        t, e0, e1 = _pace(paces, part)
+        t, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
         start = tl.load(numbers + 2) + row * width
         w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
             tl.float32
@@ -344,29 +338,20 @@ def rule_partials_of_tables(
     weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
     scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
     column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
+    counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`tilerec/ops/update.py`; every operation rounded once, sums in the reference's order."""
     if not _serves(weights, slots, grads):
         return rule_partials_of_tables_reference(
-            weights,
-            slots,
-            rows,
-            grads,
-            scalars,
-            phase,
-            dims,
-            exact,
-            finite,
-            column_offsets,
-            rule,
-            hyper,
-            steps,
-        )
+            weights, slots, rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps,
+            counts, lr,
+        )  # fmt: skip
     op, device = "rule_partials", weights[0].device
     raise_due(device)
+    check_counts(op, steps, counts, lr, len(weights))
     made = ready(rule, hyper)
     kinds = slot_kinds(made.rule)
-    check_tables(op, weights, slots, kinds, rule, column_offsets, (dims, 1), (steps, 1))
+    check_tables(op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1))
     check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, phase)
     same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
     each = made.sums[phase] + int(finite)
@@ -385,16 +370,15 @@ def rule_partials_of_tables(
     zeros = [0] * len(weights)
     with device_of(out):
         report = new_report(device)
-        paces = pace_table(made, steps, range(len(weights)), device)
+        paces = _paces(op, made, steps, counts, lr, weights, False)
         for parts in _by_type(weights, slots, kinds, rows, grads, scalars, []):
             numbers = parts.numbers(dims, outs, zeros + zeros, zeros, column_offsets)
-            own = _own_paces(paces, parts)
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
             part_sums[(ceil_div(parts.most, height), len(parts.own))](
-                at_rows, at_grads, at_scalars, at_weights, *at_slots, out, numbers, own, report,
-                made.rule.h["grad_scale"], *made.numbers, TERMS=made.bundle.terms, PHASE=phase,
+                at_rows, at_grads, at_scalars, at_weights, *at_slots, out, numbers, paces, report,
+                made.rule.h["grad_scale"], *made.numbers[1:7], TERMS=made.bundle.terms, PHASE=phase,
                 SUMS=sum(made.sums[:phase]), KINDS=made.sums[phase], FINITE=int(finite), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
@@ -406,11 +390,16 @@ def rule_partials_of_tables(
     return added
 
 
-def _own_paces(paces: Tensor, parts: _Parts) -> Tensor:
-    """Those of some of the call's parts."""
-    if len(parts.own) * 3 == paces.numel():
-        return paces
-    return paces.view(-1, 3)[upload(parts.own, paces.device)]
+def _paces(
+    op: str, made: Ready, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
+    weights: Sequence[Tensor], advance: bool,
+) -> Tensor:  # fmt: skip
+    """Per part of the call its update count, paces and rates."""
+    if counts:
+        return paces_on_device(op, made, counts, lr, weights[0].device, advance)
+    if capturing():
+        refuse_frozen_counts(made, [w.dtype for w in weights])
+    return pace_table(made, steps, weights[0].device)
 
 
 def _teller(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
@@ -425,41 +414,41 @@ def rule_apply_to_tables_(
     weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
     scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
     seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
-    row_names: Sequence[Tensor] | None = None,
+    row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`tilerec/ops/update.py`; every operation rounded once, sums in the reference's order."""
     if not _serves(weights, slots, grads):
         rule_apply_to_tables_reference_(
             weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
-            row_names,
+            row_names, counts, lr,
         )  # fmt: skip
         return
     op, device = "rule_apply_", weights[0].device
     raise_due(device)
+    check_counts(op, steps, counts, lr, len(weights))
     made = ready(rule, hyper)
     kinds = slot_kinds(made.rule)
     check_tables(
-        op, weights, slots, kinds, rule, column_offsets, (dims, 1), (steps, 1), (seeds, 2), (row_offsets, 1)
-    )
+        op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1), (seeds, 2), (row_offsets, 1)
+    )  # fmt: skip
     check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, None)
     same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
     names = [] if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     outs = [(0, 0)] * len(weights)
     with device_of(weights[0]):
         report = new_report(device)
-        paces = pace_table(made, steps, range(len(weights)), device)
+        paces = _paces(op, made, steps, counts, lr, weights, True)
         for parts in _by_type(weights, slots, kinds, rows, grads, scalars, names):
             numbers = parts.numbers(dims, outs, seeds, row_offsets, column_offsets)
-            own = _own_paces(paces, parts)
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases[: 4 + len(kinds)]
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
             rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
             apply_to_parts[(ceil_div(parts.most, height), len(parts.own))](
                 at_rows, at_grads, at_scalars, at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
-                own, report, made.rule.h["grad_scale"], *made.numbers, APPLY=made.bundle.apply, SUMS=sum(made.sums),
-                ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns, **_rule_arguments(made),
-                num_warps=warps_of(height * columns), enable_fp_fusion=False,
+                paces, report, made.rule.h["grad_scale"], *made.numbers[1:7], APPLY=made.bundle.apply,
+                SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
+                **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
         post(report, _teller(op, weights))
 
@@ -548,7 +537,7 @@ def sum_row_gradients_of_tables(
             nothing = ordered.keys
             launch(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
-                ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), steps=nothing,
+                ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), paces=nothing,
                 names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
             )  # fmt: skip
     return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")

@@ -5,6 +5,8 @@ Nouns
   numbers  h0 … h7: what a rule computes from `hyper` once per step, in float64, rounded to fp32 as PyTorch rounds a
            Python number that meets a tensor
   paces    e0, e1: numbers that depend on a table's update count (bias corrections, decayed learning rate)
+  rates    h0, the learning rate, and h7, what a rule makes of it once per step (1 - lr * weight decay, lr * trust): all
+           that a schedule changes
   mode     the rule's variant, known when the kernel is compiled
 
 Every function takes the same arguments, so that the kernel needs to know no rule:
@@ -42,16 +44,67 @@ from tilerec.ops.rules import Rule, make_rule
 
 
 @triton.jit
-def power(high, low, t_R1):
-    """`(high + low) ** t` in float64 for whole t (fp32) in [0, 2^31), by squaring."""
-    zero = t_R1 * 0.0  # fp32, as are the two numbers
-    base = (zero + high).to(tl.float64) + (zero + low).to(tl.float64)
-    t = t_R1.to(tl.int64)
-    result = (zero + 1.0).to(tl.float64)
+def whole_power(base, t):
+    """`base ** t` in float64 for whole t (int64) in [0, 2^31), by squaring; `squared_power` is the same on the host."""
+    result = base * 0.0 + 1.0
     for bit in tl.static_range(31):
         result = tl.where(((t >> bit) & 1) != 0, result * base, result)
         base = base * base
     return result
+
+
+@triton.jit
+def power(high, low, t_R1):
+    """`(high + low) ** t` in float64 for whole t (fp32) in [0, 2^31)."""
+    zero = t_R1 * 0.0  # fp32, as are the two numbers
+    return whole_power((zero + high).to(tl.float64) + (zero + low).to(tl.float64), t_R1.to(tl.int64))
+
+
+@triton.jit
+def no_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """As `Bundle.paces` and the rates, in float64: e0, e1, h7 of tables at update count t; c: `Bundle.constants`."""
+    return lr * 0.0, lr * 0.0, lr * 0.0
+
+
+@triton.jit
+def adagrad_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """c0: lr_decay."""
+    return lr / (1.0 + (t - 1).to(tl.float64) * c0), lr * 0.0, lr * 0.0
+
+
+@triton.jit
+def decayed_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """c0: weight decay."""
+    return lr * 0.0, lr * 0.0, 1.0 - lr * c0
+
+
+@triton.jit
+def scaled_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """c0: trust."""
+    return lr * 0.0, lr * 0.0, lr * c0
+
+
+@triton.jit
+def corrected_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """c: weight decay, beta1, beta2."""
+    if ROW_STEP:
+        return (
+            c1 - c1.to(tl.float32).to(tl.float64),
+            c2 - c2.to(tl.float32).to(tl.float64),
+            1.0 - lr * c0,
+        )
+    else:
+        return 1.0 - whole_power(c1, t), 1.0 - whole_power(c2, t), 1.0 - lr * c0
+
+
+@triton.jit
+def adam_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
+    """c: weight decay, beta1, beta2."""
+    e0, e1, h7 = corrected_paces(t, lr, c0, c1, c2, ROW_STEP)
+    if ROW_STEP:
+        return e0, e1, h7
+    else:
+        return lr / e0, tl.sqrt(e1), h7
 
 
 @triton.jit
@@ -102,13 +155,13 @@ def adagrad_apply(
 
 
 @triton.jit
-def _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE: tl.constexpr):
+def _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE: tl.constexpr):
     s = s0 + tl.div_rn(z0, dim)
     k = tl.div_rn(tl.zeros_like(s) + h0, tl.sqrt_rn(s) + h2)
     if MODE == 1:
         w = (1.0 - k * h1) * w
     elif MODE == 2:
-        w = h3 * w
+        w = h7 * w
     return w - k * g, s
 
 
@@ -123,7 +176,7 @@ def row_wise_adagrad_terms(
             g = g + h1 * w
         return g * g, 0.0
     else:
-        moved, _ = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+        moved, _ = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
         return moved * moved, 0.0
 
 
@@ -132,8 +185,8 @@ def row_wise_adagrad_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, eps, 1 - lr * weight decay. MODE: decay mode."""
-    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+    """h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
+    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     return moved, s, s1, s2
 
 
@@ -142,11 +195,11 @@ def row_wise_adagrad_bounded_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """As above, and h4: the longest a row may be."""
-    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h3, MODE)
+    """As above, and h3: the longest a row may be."""
+    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     norm = tl.sqrt_rn(z1)
-    long = norm > h4
-    factor = tl.div_rn(tl.zeros_like(norm) + h4, tl.where(long, norm, 1.0))
+    long = norm > h3
+    factor = tl.div_rn(tl.zeros_like(norm) + h3, tl.where(long, norm, 1.0))
     return tl.where(long, moved * factor, moved), s, s1, s2
 
 
@@ -264,11 +317,11 @@ def lars_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, momentum, lr * trust."""
+    """h: lr, weight decay, momentum; h7: lr * trust."""
     w_norm = tl.sqrt_rn(z0)
     g_norm = tl.sqrt_rn(z1)
     both = (w_norm > 0) & (g_norm > 0)
-    local = tl.div_rn(h3 * w_norm, tl.where(both, g_norm + h1 * w_norm, 1.0))
+    local = tl.div_rn(h7 * w_norm, tl.where(both, g_norm + h1 * w_norm, 1.0))
     a = tl.where(both, local, h0)
     m = h2 * s0 + a * (g + h1 * w)
     return w - m, m, s1, s2
@@ -283,10 +336,15 @@ class Bundle:
 
     terms: Any
     apply: Any
-    numbers: Callable[[Numbers], list[float]]
+    numbers: Callable[[Numbers], list[float]]  # from h0 on
     mode: Callable[[Numbers], int] = lambda h: 0
     paces: Callable[[Numbers, int], tuple[float, float]] = lambda h, t: (0.0, 0.0)
     keeps: bool = True  # rows whose gradient is not finite are left as they are
+    of_rate: Callable[[Numbers], float] = lambda h: 0.0  # h7
+    on_device: Any = (
+        no_paces  # jitted: `paces` and `of_rate` where counts and the learning rate lie on the device
+    )
+    constants: Callable[[Numbers], list[float]] = lambda h: []  # up to three that it reads, in float64
 
 
 @dataclass(frozen=True)
@@ -301,6 +359,7 @@ class Ready:
     mode: int
     decays: bool
     row_step: bool
+    constants: tuple[int, ...]  # bits of float64: lr, and three that the paces on the device are made of
 
     def paces(self, t: int) -> tuple[float, float]:
         """e0 and e1 of a table at update count `t`."""
@@ -319,17 +378,30 @@ def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
     if name == "rowwise_adagrad" and rule.phases == 2:
         bundle = _BOUNDED
     numbers = bundle.numbers(h)
+    constants = [h["lr"], *bundle.constants(h)]
     kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds] + [0, 0, 0]
     sums = [rule.sums(phase) for phase in range(rule.phases)] + [0, 0]
     return Ready(
-        bundle, rule, (*numbers, *[0.0] * (8 - len(numbers))), (kinds[0], kinds[1], kinds[2]), (sums[0], sums[1]),
-        bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
+        bundle, rule, (*numbers, *[0.0] * (7 - len(numbers)), bundle.of_rate(h)), (kinds[0], kinds[1], kinds[2]),
+        (sums[0], sums[1]), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
+        struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),
     )  # fmt: skip
 
 
+def squared_power(base: float, t: int) -> float:
+    """`base ** t` by squaring: `whole_power`'s bits. Example: 0.5, 3 -> 0.125."""
+    result = 1.0
+    while t:
+        if t & 1:
+            result *= base
+        base *= base
+        t >>= 1
+    return result
+
+
 def _moments(h: Numbers) -> list[float]:
-    b1, b2, wd = h["beta1"], h["beta2"], h["weight_decay"]
-    return [h["lr"], wd, h["eps"], b1, 1 - b1, b2, 1 - b2, 1 - h["lr"] * wd]
+    b1, b2 = h["beta1"], h["beta2"]
+    return [h["lr"], h["weight_decay"], h["eps"], b1, 1 - b1, b2, 1 - b2]
 
 
 def _left_by_fp32(x: float) -> float:
@@ -340,7 +412,7 @@ def _left_by_fp32(x: float) -> float:
 def _corrected(h: Numbers, t: int) -> tuple[float, float]:
     if h["row_step"]:
         return _left_by_fp32(h["beta1"]), _left_by_fp32(h["beta2"])
-    return 1 - h["beta1"] ** t, 1 - h["beta2"] ** t
+    return 1 - squared_power(h["beta1"], t), 1 - squared_power(h["beta2"], t)
 
 
 def _adam_paces(h: Numbers, t: int) -> tuple[float, float]:
@@ -348,12 +420,34 @@ def _adam_paces(h: Numbers, t: int) -> tuple[float, float]:
     return (c1, c2) if h["row_step"] else (h["lr"] / c1, math.sqrt(c2))
 
 
-def _row_wise(h: Numbers) -> list[float]:
-    return [h["lr"], h["weight_decay"], h["eps"], 1 - h["lr"] * h["weight_decay"], h["max_norm"]]
+def _decayed(h: Numbers) -> float:
+    return 1 - h["lr"] * h["weight_decay"]
 
 
-_ROW_WISE_MODE: Callable[[Numbers], int] = lambda h: int(h["decay_mode"])  # noqa: E731
-_BOUNDED = Bundle(row_wise_adagrad_terms, row_wise_adagrad_bounded_apply, _row_wise, _ROW_WISE_MODE)
+def _decay_and_betas(h: Numbers) -> list[float]:
+    return [h["weight_decay"], h["beta1"], h["beta2"]]
+
+
+def _row_wise(terms: Any, apply: Any) -> Bundle:
+    return Bundle(
+        terms,
+        apply,
+        lambda h: [h["lr"], h["weight_decay"], h["eps"], h["max_norm"]],
+        lambda h: int(h["decay_mode"]),
+        of_rate=_decayed,
+        on_device=decayed_paces,
+        constants=lambda h: [h["weight_decay"]],
+    )
+
+
+def _of_moments(terms: Any, apply: Any, mode: Callable[[Numbers], int] = lambda h: 0) -> Bundle:
+    return Bundle(
+        terms, apply, _moments, mode, _corrected, of_rate=_decayed, on_device=corrected_paces,
+        constants=_decay_and_betas,
+    )  # fmt: skip
+
+
+_BOUNDED = _row_wise(row_wise_adagrad_terms, row_wise_adagrad_bounded_apply)
 _BUNDLES = {
     "store": Bundle(no_terms, store_apply, lambda h: [], keeps=False),
     "sgd": Bundle(
@@ -367,15 +461,29 @@ _BUNDLES = {
         adagrad_apply,
         lambda h: [0.0, h["weight_decay"], h["eps"]],
         paces=lambda h, t: (h["lr"] / (1 + (t - 1) * h["lr_decay"]), 0.0),
+        on_device=adagrad_paces,
+        constants=lambda h: [h["lr_decay"]],
     ),
-    "rowwise_adagrad": Bundle(row_wise_adagrad_terms, row_wise_adagrad_apply, _row_wise, _ROW_WISE_MODE),
-    "adam": Bundle(no_terms, adam_apply, _moments, lambda h: int(bool(h["decoupled"])), _adam_paces),
-    "partial_rowwise_adam": Bundle(square_terms, partial_row_wise_adam_apply, _moments, paces=_corrected),
-    "lamb": Bundle(lamb_terms, lamb_apply, _moments, paces=_corrected),
-    "partial_rowwise_lamb": Bundle(lamb_terms, lamb_apply, _moments, lambda h: 1, _corrected),
+    "rowwise_adagrad": _row_wise(row_wise_adagrad_terms, row_wise_adagrad_apply),
+    "adam": Bundle(
+        no_terms,
+        adam_apply,
+        _moments,
+        lambda h: int(bool(h["decoupled"])),
+        _adam_paces,
+        of_rate=_decayed,
+        on_device=adam_paces,
+        constants=_decay_and_betas,
+    ),
+    "partial_rowwise_adam": _of_moments(square_terms, partial_row_wise_adam_apply),
+    "lamb": _of_moments(lamb_terms, lamb_apply),
+    "partial_rowwise_lamb": _of_moments(lamb_terms, lamb_apply, lambda h: 1),
     "lars_sgd": Bundle(
         lars_terms,
         lars_apply,
-        lambda h: [h["lr"], h["weight_decay"], h["momentum"], h["lr"] * h["trust"]],
+        lambda h: [h["lr"], h["weight_decay"], h["momentum"]],
+        of_rate=lambda h: h["lr"] * h["trust"],
+        on_device=scaled_paces,
+        constants=lambda h: [h["trust"]],
     ),
 }

@@ -19,7 +19,8 @@ its sum into the next tile; what it has behind the span is added up by `finish_r
 
 Nothing here waits for the device: grids follow from shapes, numbers of tables and features are sent once and kept, and
 what was not finite comes back as a tensor. A table's update count goes into paces and the rounding's stream: by value
-where all tables of the call have the same, as a small tensor where not.
+where all tables of the call have the same; as a small tensor where not, or where counts lie on the device
+(`counts.py`).
 
 Legend: T tables, F features, N occurrences, R rows of a tile, C columns of a tile.
 """
@@ -28,8 +29,6 @@ Legend: T tables, F features, N occurrences, R rows of a tile, C columns of a ti
 
 from __future__ import annotations
 
-import struct
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,9 +38,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.triton.addresses import capturing, constants, current_stream, kept, upload
+from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.random import round_at_random, round_to_nearest, words
 from tilerec.ops.triton.rows import FLOATS as ROW_TYPES
@@ -70,6 +70,7 @@ from tilerec.ops.update_checks import (
     check_tables,
     slot_kinds,
 )
+from tilerec.ops.update_counts import check_counts
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 WIDEST = 16384
@@ -132,18 +133,6 @@ def store_slot(
 
 
 @triton.jit
-def _paces(steps, table, step, e0, e1, PER_TABLE: tl.constexpr):
-    """Update count and paces: by value, or the table's of `steps` (count, bits of e0, bits of e1)."""
-    if PER_TABLE:
-        at = steps + table * 3
-        own0 = tl.load(at + 1).to(tl.int32).to(tl.float32, bitcast=True)
-        own1 = tl.load(at + 2).to(tl.int32).to(tl.float32, bitcast=True)
-        return tl.load(at), own0, own1
-    else:
-        return step, e0, e1
-
-
-@triton.jit
 def store_rows(
     weights, values, start_R, take_R, columns, inside, numbers, name_R, count,
     ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
@@ -192,7 +181,7 @@ def _tell_not_finite(result, count, first):
     ]
 )  # fmt: skip
 def update_runs(
-    keys, occurrences, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, steps, names, result,
+    keys, occurrences, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, result,
     runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
     e0, e1,
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
@@ -295,14 +284,16 @@ def update_runs(
                     sums = tl.where(take[:, None], sums, 0.0)
                 if GRAD_SCALED:
                     sums = tl.div_rn(sums, grad_scale)
-                t, p0, p1 = _paces(steps, table, step, e0, e1, PER_TABLE)
+                t, p0, p1, r0, r7 = step, e0, e1, h0, h7
+                if PER_TABLE:
+                    t, p0, p1, r0, r7 = read_pace(paces, tl.load(numbers + 10))
                 whole_dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
                 z0 = 0.0
                 z1 = 0.0
                 z2 = 0.0
                 if SUMS0 >= 1:
                     x0, x1 = TERMS(
-                        0, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, h0, h1, h2, h3, h4, h5, h6, h7, p0, p1,
+                        0, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
                         MODE, WD, ROW_STEP,
                     )  # fmt: skip
                     z0 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
@@ -310,14 +301,14 @@ def update_runs(
                         z1 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
                 if SUMS1 >= 1:
                     x0, x1 = TERMS(
-                        1, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, h0, h1, h2, h3, h4, h5, h6, h7, p0, p1,
+                        1, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
                         MODE, WD, ROW_STEP,
                     )  # fmt: skip
                     z1 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
                     if SUMS1 >= 2:
                         z2 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
                 w, s0, s1, s2 = APPLY(
-                    sums, w, s0, s1, s2, z0, z1, z2, whole_dim, h0, h1, h2, h3, h4, h5, h6, h7, p0, p1,
+                    sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
                     MODE, WD, ROW_STEP,
                 )  # fmt: skip
                 store_rows(
@@ -561,14 +552,6 @@ def served(device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots:
     )
 
 
-def pace_table(rule: Ready, steps: Sequence[int], order: Sequence[int], device: torch.device) -> Tensor:
-    """Update counts and paces per table, in the order of keys: int64 [T, 3], fp32 by their bits."""
-    numbers: list[int] = []
-    for t in order:
-        numbers += [steps[t], *struct.unpack("ii", struct.pack("ff", *rule.paces(steps[t])))]
-    return upload(numbers, device)
-
-
 _KNOWN: dict[tuple[object, ...], Tables] = {}
 _NOTHING_SKIPPED = (0, -1, -1, (1 << 63) - 1, 0)
 
@@ -578,17 +561,19 @@ def update_rows_(
     sample_weights: Tensor | None, tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
     grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str, hyper: Sequence[float],
     steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
-    row_names: Sequence[Tensor] | None = None,
+    row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`tilerec/ops/update.py`; ids that are no rows are left out here (their lookup has told), and the result stays on
     the device."""
     op, device = "update_rows_", ids.device
+    check_counts(op, steps, counts, lr, len(weights))
     made = ready(rule, hyper)
     kinds = slot_kinds(made.rule)
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     # What stays the same from step to step is checked and sent once.
     key = (
-        device, current_stream(), rule, kinds, len(steps), tuple(seeds), tuple(row_offsets), tuple(column_offsets),
+        device, current_stream(), rule, kinds, len(weights if counts else steps), tuple(seeds), tuple(row_offsets),
+        tuple(column_offsets),
         tuple([(w.data_ptr(), w.shape, w.dtype, w.is_contiguous()) for w in weights]),
         tuple([(s.data_ptr(), s.shape, s.dtype, s.is_contiguous()) for s in slots]),
         tuple([(n.data_ptr(), n.shape[0]) for n in names]),
@@ -599,11 +584,11 @@ def update_rows_(
         if not served(device, grad, weights, slots):
             return update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
-                means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names,
+                means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names, counts, lr,
             )  # fmt: skip
         check_tables(
-            op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
-        )
+            op, weights, slots, kinds, rule, column_offsets, (counts or steps, 1), (seeds, 2), (row_offsets, 1)
+        )  # fmt: skip
         same_device(op, device, weights=weights, slots=slots)
         layout = _tables(
             op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
@@ -618,41 +603,44 @@ def update_rows_(
     same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
+    if graph and counts is None:
+        refuse_frozen_counts(made, [group.dtype for group in layout.groups])
     result = constants(_NOTHING_SKIPPED, device).clone()
-    if not record.total or not layout.sentinel:
-        return result[:3]
-    if graph:
-        warn_of_counts(made, layout.groups)
     with device_of(ids):
+        paces = None
+        if counts:
+            paces = paces_on_device(op, made, counts, lr, device, True)
+        if not record.total or not layout.sentinel:
+            return result[:3]
+        by_value, step = (0.0, 0.0), 0
+        if counts is None and min(steps) == max(steps):
+            by_value, step = made.paces(steps[0]), steps[0]
+        elif counts is None:
+            paces = pace_table(made, steps, device)
         ordered = sort_occurrences(record, layout.numbers, len(weights), layout.sentinel, layout.dims)
-        uniform = min(steps) == max(steps)
-        paces = made.paces(steps[0]) if uniform else (0.0, 0.0)
-        per_table = None if uniform else pace_table(made, steps, layout.order, device)
         for group in layout.groups:
             _update_group(
-                group, layout, record, ordered, made, weights, slots, names, result, steps[0], paces,
-                per_table,
-            )  # fmt: skip
+                group, layout, record, ordered, made, weights, slots, names, result, step, by_value, paces
+            )
     return result[:3]
 
 
-def warn_of_counts(made: Ready, groups: Sequence[Group]) -> None:
-    """Warn that a graph will repeat this update count, if anything depends on it."""
-    rounds = made.rule.h["stochastic_rounding"] and any(group.dtype != torch.float32 for group in groups)
+def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise a `ConfigError` if a graph would repeat an update count, and anything depends on it."""
+    rounds = made.rule.h["stochastic_rounding"] and any(dtype != torch.float32 for dtype in dtypes)
     if rounds or made.paces(1) != made.paces(2):
         what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
-        warnings.warn(
-            f"An update by {type(made.rule).__name__} is captured in a CUDA graph: every replay has the update count "
-            f"of the capture, on which {what} depends. Capture the model without its tables' backward, or use a rule "
-            "(and fp32 rows) that does not count.",
-            stacklevel=3,
+        raise ConfigError(
+            f"An update by {type(made.rule).__name__} is captured in a CUDA graph with its update count by value: "
+            f"every replay would repeat it, and {what} depends on it. Attach the optimizer with "
+            "{'capturable': True}, which keeps count and learning rate on the device (the op: pass counts and lr)."
         )
 
 
 def _update_group(
     group: Group, layout: Tables, record: Record, ordered: Sorted, made: Ready, weights: Sequence[Tensor],
-    slots: Sequence[Tensor], names: Sequence[Tensor], result: Tensor, step: int, paces: tuple[float, float],
-    pace_table: Tensor | None,
+    slots: Sequence[Tensor], names: Sequence[Tensor], result: Tensor, step: int, by_value: tuple[float, float],
+    paces: Tensor | None,
 ) -> None:  # fmt: skip
     each = len(group.slots)
     own = [slots[start * each + k] for k, start in enumerate(group.slots)]
@@ -662,16 +650,15 @@ def _update_group(
     )  # a pointer that is not followed must still be one, and of one type whatever the batch
     launch(
         group, layout.numbers[group.first :], record, ordered, made, weights[group.weight],
-        [*own, *[nothing] * (3 - each)], result, step, paces,
-        steps=nothing if pace_table is None else pace_table[3 * group.first :],
+        [*own, *[nothing] * (3 - each)], result, step, by_value, paces=given(paces, nothing),
         names=names[layout.names] if names else nothing,
-        ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=pace_table is not None, NAMED=bool(names),
+        ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=paces is not None, NAMED=bool(names),
     )  # fmt: skip
 
 
 def launch(
     group: Group, numbers: Tensor, record: Record, ordered: Sorted, made: Ready, weight: Tensor,
-    slots: Sequence[Tensor], result: Tensor, step: int, paces: tuple[float, float], *, steps: Tensor, names: Tensor,
+    slots: Sequence[Tensor], result: Tensor, step: int, by_value: tuple[float, float], *, paces: Tensor, names: Tensor,
     ROUND: int, PER_TABLE: bool, NAMED: bool, runs: Tensor | None = None, rows_out: Tensor | None = None,
 ) -> None:  # fmt: skip
     nothing = (
@@ -682,9 +669,9 @@ def launch(
     scale = made.rule.h["grad_scale"]
     update_runs[(ceil_div(record.total, span),)](
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
-        ordered.partials, ordered.supers, numbers, steps, names, result,
+        ordered.partials, ordered.supers, numbers, paces, names, result,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
-        group.first_key, group.end_key, step, scale, *made.numbers, *paces,
+        group.first_key, group.end_key, step, scale, *made.numbers, *by_value,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,
         SUMS0=made.sums[0], SUMS1=made.sums[1], KIND0=made.kinds[0], KIND1=made.kinds[1], KIND2=made.kinds[2],
         KEEPS=made.bundle.keeps, READS=made.rule.keeps, GRAD_SCALED=scale != 1.0, SCALED=ordered.scales is not None,
