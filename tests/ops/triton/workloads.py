@@ -1,9 +1,8 @@
-"""Steps of models as people train them: what `variants.py` compiles beside the tests' launches, and `launches.py` counts.
+"""Steps of models as people train them: `variants.py` compiles their launches, `launches.py` counts them.
 
-A workload is a collection, a batch and an optimizer. Columns, ids per bag, numbers of tables and types are the real ones;
-tables are short (no kernel is compiled for a number of rows), and batches are as large as they must be to be served as
-large ones are: by the same launches of the same variants (`sort.py`, `lookup.py`: nothing changes above 16,384
-occurrences, and key types go by the tables' rows).
+A workload is a collection, a batch and an optimizer. Columns, ids per bag, numbers of tables and types are the real
+ones. Tables are short (no kernel is compiled for a number of rows), and batches are as large as they must be to be
+served as large ones are, by the same launches of the same variants: nothing changes above 16,384 occurrences.
 
     given = step(workload)          # forward, then backward with the update
     given[0].launches, given[1].launches
