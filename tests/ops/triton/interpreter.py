@@ -1,8 +1,9 @@
 """Triton's interpreter at twice its speed.
 
 Each call of a jitted function from another one (`tl.min` is such a function) replaces some 400 names of
-`triton.language` by interpreted ones, which they already are. `quick()` leaves that out. Nothing else changes, and a
-Triton whose interpreter is built otherwise runs as it is.
+`triton.language` by interpreted ones, which they already are. `quick()` leaves that out. And where `tl.sort` adds
+numbers by exclusive or, one number after the other, NumPy does it for all at once (a sort of 2,048 keys takes 5 s
+otherwise). Nothing else changes, and a Triton whose interpreter is built otherwise runs as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -47,8 +49,23 @@ def quick() -> Iterator[None]:
         finally:
             patched.clear()
 
+    reduces = interpreter.ReduceOps
+    generic = reduces.generic_reduce
+
+    def reduce_quickly(self: Any, input: Any) -> Any:
+        if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
+            return generic(self, input)
+        return [
+            self.to_tensor(
+                np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype
+            )
+            for x in input
+        ]
+
     interpreter._patch_lang, executor.__call__ = patch_once, run_afresh
+    reduces.generic_reduce = reduce_quickly
     try:
         yield
     finally:
         interpreter._patch_lang, executor.__call__ = real, run
+        reduces.generic_reduce = generic

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tilerec.ops.triton.sort import (
     Record,
     key_type,
     power_of_two,
+    programs_of,
     sort_keys,
     sort_occurrences,
     steps_of,
@@ -129,3 +131,26 @@ def test_powers_of_two_and_steps() -> None:
     assert power_of_two([], 8) == 8
     assert power_of_two([0, 6], 8) == 2
     assert [steps_of(tables) for tables in (1, 2, 3, 4, 5, 26)] == [0, 1, 2, 2, 3, 5]
+
+
+def test_any_number_of_features_fits_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid's second axis ends at 65,535 and its first at 2^31 - 1."""
+    assert programs_of(2_600_000, 26) == 158
+    assert programs_of(10, 26) == 1
+    assert programs_of(2**33, 70_000) == 1
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **kwargs: args[4].zero_()
+
+    def record(features: int) -> Record:
+        numbers: Any = torch.zeros(0)  # which nothing reads
+        total = 2 * sort.CHUNK - 1
+        return Record(torch.zeros(4), torch.zeros(700), None, None, numbers, features, False, total, 1)
+
+    monkeypatch.setattr(sort, "occurrence_keys", Kernel())
+    for features in (1, 26, 70_000):
+        sort_occurrences(record(features), tables_of([5], 2), 1, 5, [2])
+    assert grids == [(2,), (27,), (70_001,)]

@@ -1,19 +1,9 @@
 """From ids to runs: every occurrence of a row gets a key, and one stable sort brings each row's together.
 
-Nouns
-  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
-  key          first key of the feature's table + id: all tables' rows in one ascending space, table after table
-  sentinel     the key after the last table's: no occurrence here, or an id that is no row (the lookup has told of it);
-               sorts behind everything
-  place        element at which the occurrence's gradient row begins
-  scale        what that row is multiplied by: sample weight / (mean pooling) length of the bag
+Nouns (and those of `occurrences.py`: occurrence, key, sentinel, place, scale)
   run          sorted occurrences with one key: one row's gradients, in the order (feature, position)
   chunk        CHUNK sorted occurrences that begin at a multiple of CHUNK; whole if all of one run
   super-chunk  CHUNKS chunks, likewise
-
-How many occurrences there are is known on the device only (offsets lie there). The host knows a bound: as many times
-all ids as features read one bag at most, which is N where no two features share a key. Occurrences are packed in
-front, sentinels fill the rest.
 
 Long runs: a row with a million occurrences would be a million steps of one program. Chunks that are whole are summed
 by programs of their own, whole super-chunks from those sums, and the row's program adds the pieces in ascending order.
@@ -42,10 +32,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.occurrences import occurrence_keys
+from tilerec.ops.triton.small_sort import is_small, sort_small
+
 CHUNK, CHUNKS = 128, 64
-PER_FEATURE = 8
-"""Numbers a feature has in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
-bags."""
 PER_TABLE = 16
 """Numbers a table has in its tensor (`update.py` gives them a meaning); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
@@ -64,94 +55,6 @@ def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     sorted_N, occurrence_N = torch.sort(keys_N, stable=True)
     return sorted_N, occurrence_N
-
-
-@triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel"],
-    do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
-)
-def occurrence_keys(
-    ids, offsets, sample_weights, meta, keys, places, scales, features, ids_count, total, sentinel,
-    JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (c, f) writes keys, places and scales of feature f's occurrences c * BLOCK …, every so many; f = F writes
-    sentinels behind the last.
-
-    Each program adds up how many occurrences the features before it have: F numbers, read from cache. Every lane finds
-    its bag by bisection in the offsets: log2(bags) reads that neighbours share, whatever the lengths of the bags.
-
-    Example: two features of two bags, offsets (0, 2, 3, 3, 5): feature 1's first occurrence is number 3; position 3
-    lies behind offsets (3, 3) and before 5, so it belongs to the second of its bags.
-    """
-    f = tl.program_id(1)
-    before = tl.zeros((), tl.int64)
-    for first in range(0, f, FEATURES):
-        other = first + tl.arange(0, FEATURES)
-        take = other < f
-        begin = tl.load(meta + other * 8 + 2, mask=take, other=0)
-        count = tl.load(meta + other * 8 + 3, mask=take, other=0)
-        if JAGGED:
-            some = take & (count > 0)
-            last = tl.load(offsets + begin + count, mask=some, other=0).to(tl.int64)
-            start = tl.load(offsets + begin, mask=some, other=0).to(tl.int64)
-            start = tl.minimum(tl.maximum(start, 0), ids_count)
-            last = tl.minimum(tl.maximum(last, start), ids_count)
-            before += tl.sum(last - start, axis=0)
-        else:
-            before += tl.sum(count, axis=0)
-    step = tl.num_programs(0) * BLOCK
-    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if f == features:
-        for x in range(before, total, step):
-            q = x + lanes
-            tl.store(keys + q, tl.full((BLOCK,), sentinel, keys.dtype.element_ty), mask=q < total)
-    else:
-        first_key = tl.load(meta + f * 8)
-        rows = tl.load(meta + f * 8 + 1)
-        bag0 = tl.load(meta + f * 8 + 2)
-        bags = tl.load(meta + f * 8 + 3)
-        grad0 = tl.load(meta + f * 8 + 4)
-        stride = tl.load(meta + f * 8 + 5)
-        mean = tl.load(meta + f * 8 + 6)
-        bits = tl.load(meta + f * 8 + 7)
-        begin = bag0
-        count = bags
-        if JAGGED:
-            begin = tl.load(offsets + bag0, mask=bags > 0, other=0).to(tl.int64)
-            begin = tl.minimum(tl.maximum(begin, 0), ids_count)
-            last = tl.load(offsets + bag0 + bags, mask=bags > 0, other=0).to(tl.int64)
-            count = tl.minimum(tl.maximum(last, begin), ids_count) - begin
-        count = tl.minimum(count, total - before)
-        for x in range(tl.zeros((), tl.int64), count, step):
-            own = x + lanes
-            inside = own < count
-            p = begin + own
-            if JAGGED:
-                bag = tl.zeros((BLOCK,), tl.int64)
-                jump = tl.full((), 1, tl.int64) << bits
-                for _ in range(bits + 1):
-                    probe = bag + jump
-                    in_bags = inside & (probe < bags)
-                    starts = tl.load(offsets + bag0 + probe, mask=in_bags, other=0).to(tl.int64)
-                    bag = tl.where(in_bags & (starts <= p), probe, bag)
-                    jump = jump >> 1
-            else:
-                bag = own
-            id_ = tl.load(ids + p, mask=inside, other=-1).to(tl.int64)
-            key = tl.where((id_ >= 0) & (id_ < rows), first_key + id_, sentinel)
-            q = before + own
-            tl.store(keys + q, key.to(keys.dtype.element_ty), mask=inside)
-            tl.store(places + q, (grad0 + bag * stride).to(places.dtype.element_ty), mask=inside)
-            if WEIGHTED or MEANS:
-                scale = tl.full((BLOCK,), 1.0, tl.float32)
-                if WEIGHTED:
-                    scale = tl.load(sample_weights + p, mask=inside, other=0.0).to(tl.float32)
-                if MEANS:
-                    averaged = inside & (own * 0 + mean != 0)
-                    low = tl.load(offsets + bag0 + bag, mask=averaged, other=0).to(tl.int64)
-                    high = tl.load(offsets + bag0 + bag + 1, mask=averaged, other=1).to(tl.int64)
-                    scale = tl.div_rn(scale, (high - low).to(tl.float32))
-                tl.store(scales + q, scale, mask=inside)
 
 
 @triton.jit
@@ -317,17 +220,24 @@ def sort_occurrences(
     scaled = record.means or record.sample_weights is not None
     scales = torch.empty(total, dtype=torch.float32, device=device) if scaled else None
     nothing = keys  # pointers that are not followed must still be some, and of one type whatever the batch
-    programs = max(1, min(ceil_div(total, _POSITIONS), ceil_div(4096, record.count)))
-    occurrence_keys[(programs, record.count + 1)](
+    arguments = (
         record.ids, nothing if record.offsets is None else record.offsets,
         nothing if record.sample_weights is None else record.sample_weights, record.features, keys, places,
-        nothing if scales is None else scales, record.count, record.ids.numel(), total, sentinel,
-        JAGGED=record.offsets is not None, WEIGHTED=record.sample_weights is not None, MEANS=record.means,
-        FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
+        nothing if scales is None else scales, record.count,
     )  # fmt: skip
-    ordered, occurrences = sort_keys(keys, bits)
+    given = record.offsets is not None, record.sample_weights is not None, record.means
+    if is_small(total, record.count, bits):
+        ordered, occurrences = sort_small(*arguments, total, sentinel, *given)
+    else:
+        programs = programs_of(total, record.count)
+        launch(
+            occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
+            programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
+            FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
+        )  # fmt: skip
+        ordered, occurrences = sort_keys(keys, bits)
     levels = 0
-    pitch = triton.next_power_of_2(max(dims))
+    pitch = triton.next_power_of_2(max(4, *dims))  # no tile of `update.py` has fewer columns, and it reads all of them
     rows = max(1, min(16, CHUNK, CHUNKS, 512 // pitch))
     warps = warps_of(rows * pitch)
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
@@ -335,19 +245,28 @@ def sort_occurrences(
     supers = partials
     if chunks:
         levels = 1
-        sum_chunks[(chunks,)](
-            ordered, occurrences, places, nothing if scales is None else scales, record.grad, partials, tables, total,
-            sentinel, table_count, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, ROWS=rows, COLUMNS=pitch,
+        launch(
+            sum_chunks, (chunks,), ordered, occurrences, places, nothing if scales is None else scales, record.grad,
+            partials, tables, total, sentinel, table_count,
+            STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, ROWS=rows, COLUMNS=pitch,
             VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     if chunks >= 2 * CHUNKS:
         levels, count = 2, chunks // CHUNKS
         supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
-        sum_super_chunks[(count,)](
-            ordered, partials, supers, sentinel, CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch, num_warps=warps,
-            enable_fp_fusion=False,
+        launch(
+            sum_super_chunks, (count,), ordered, partials, supers, sentinel,
+            CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch)
+
+
+def programs_of(total: int, features: int) -> int:
+    """How many programs share a feature: up to one per block of positions, and 4,096 of all features or a little more.
+
+    Example: 2.6 million occurrences of 26 features -> 158; 70,000 features -> 1.
+    """
+    return max(1, min(ceil_div(total, _POSITIONS), ceil_div(4096, features)))
 
 
 def power_of_two(values: Sequence[int], most: int) -> int:
