@@ -234,7 +234,7 @@ def test_what_are_no_sharders_is_refused_before_anything_changes(wrong: Any, mes
         (sgd(), "its fused_params have no effect: every table .* has an optimizer attached"),
         (
             EmbeddingBagCollectionSharder(qcomm_codecs_registry=Wire("bf16", "bf16")),
-            "its qcomm_codecs_registry has no effect: the plan names the wire of every table",
+            "its qcomm_codecs_registry has no effect: the plan names others for every table",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_a_wire_that_the_plan_names_wins_over_a_sharders_and_fp32_is_a_name() ->
     dmp = alone(plan=said, sharders=[sharder])
     assert {name: s.wire for _, name, s in dmp.plan.tables()} == {"a": Wire(), "b": Wire("bf16", "bf16")}
     assert {s.wire for _, _, s in alone(plan=plan(None, None)).plan.tables()} == {Wire()}
-    with pytest.warns(UserWarning, match="the plan names the wire of every table"):
+    with pytest.warns(UserWarning, match="the plan names others for every table"):
         alone(plan={"ebc": dict.fromkeys(NAMES, said["ebc"]["a"])}, sharders=[sharder])
 
 

@@ -416,6 +416,58 @@ def copied() -> None:
         assert twin.plan == dmp.plan
 
 
+def settings_that_differ() -> list[str]:
+    rank = dist.get_rank()
+    messages = []
+    different: list[dict[str, Any]] = [
+        {"init_data_parallel": rank != 1},
+        {"init_parameters": rank != 1},
+        {"data_parallel_wrapper": Recorder() if rank == 1 else None},
+        {"data_parallel_wrapper": DefaultDataParallelWrapper(static_graph=rank == 0)},
+        {
+            "data_parallel_wrapper": DefaultDataParallelWrapper(
+                allreduce_comm_precision="bf16" if rank else None
+            )
+        },
+        {"data_parallel_wrapper": DefaultDataParallelWrapper(params_to_ignore=["over.bias"] * rank)},
+    ]
+    for given in different:
+        base = model()
+        with pytest.raises(ConfigError) as caught:
+            DistributedModelParallel(base, plan=plan(2), **given)
+        assert type(base.ebc) is EmbeddingBagCollection
+        messages.append(str(caught.value))
+    with pytest.raises(MemoryError if rank else ConfigError) as broken:
+        DistributedModelParallel(Broken(model()))
+    assert rank or "its dense part failed on rank 1 with MemoryError: no memory" in str(broken.value)
+    return messages
+
+
+class Broken(nn.Module):
+    """A dense part that one rank has no memory for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.meta = nn.Linear(2, 2, device="meta")
+        if dist.get_rank() == 1:
+            self.meta.reset_parameters = self._fail  # type: ignore[method-assign]
+
+    def _fail(self) -> None:
+        raise MemoryError("no memory")
+
+
+def test_ranks_that_treat_the_dense_part_differently_all_raise_with_ranks_and_values(pool: Pool) -> None:
+    first, second = pool(2).run(settings_that_differ)
+    assert first == second
+    assert "['init_data_parallel'] is True on rank 0 and False on rank 1" in first[0]
+    assert "['init_parameters'] is True on rank 0 and False on rank 1" in first[1]
+    assert "['data_parallel_wrapper'] is 'DefaultDataParallelWrapper' on rank 0 and 'Recorder'" in first[2]
+    assert "['wrapper_options']['static_graph'] is True on rank 0 and False on rank 1" in first[3]
+    assert "['wrapper_options']['allreduce_comm_precision'] is None on rank 0 and 'bf16'" in first[4]
+    assert "['params_to_ignore'] (length) is 0 on rank 0 and 1 on rank 1" in first[5]
+
+
 def test_a_copy_trains_on_its_own_over_the_same_ranks(pool: Pool) -> None:
     pool(2).run(copied)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,7 @@ from tilerec.planner.helpers import (
     table_row_wise,
     table_wise,
 )
+from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection
 from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -624,3 +626,14 @@ def test_a_sharder_of_shard_is_one_or_a_list_and_is_named_if_it_is_none() -> Non
         shard(bags(), None, alone, sharder="fused")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"shard: sharders\[0\] and sharders\[1\] both speak"):
         shard(bags(), None, alone, sharder=[both[0], both[0]])
+
+
+@pytest.mark.parametrize("planner", ["shard's own", "the caller's"])
+def test_a_format_that_a_planner_has_put_into_the_plan_has_an_effect(planner: str) -> None:
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=Wire("bf16", "fp16"))
+    model = bags()
+    plan = None if planner == "shard's own" else EmbeddingShardingPlanner().plan(model, [sharder])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(model, plan, ShardingEnv.from_local(1, 0), sharder=[sharder])
+    assert {s.wire for _, _, s in plan_of(model).tables()} == {Wire("bf16", "fp16")}

@@ -34,6 +34,11 @@ class DataParallelWrapper(ABC):
     def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
         """Replace `dmp._dmp_wrapped_module` by a wrapped one; leave `table_parameters(dmp.module)` alone."""
 
+    def options(self) -> dict[str, object]:
+        """What must be the same on every rank, of numbers, strings, sequences and mappings; compared when the model is
+        sharded."""
+        return {}
+
 
 def table_parameters(module: nn.Module) -> set[str]:
     """Names of the parameters of tables, sharded or not: their gradients are reduced with the lookups'."""
@@ -77,6 +82,19 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._keeps_buffers = not any("buffers" in key for key in ddp_kwargs or ())
         self._precision = allreduce_comm_precision
         self._ignored = set(params_to_ignore or ())
+
+    def options(self) -> dict[str, object]:
+        """See `DataParallelWrapper`. Objects among `ddp_kwargs` are compared by their types."""
+        plain = (bool, int, float, str, type(None))
+        own = {
+            name: value if isinstance(value, plain) else type(value).__qualname__
+            for name, value in self._options.items()
+        }
+        return {
+            **own,
+            "allreduce_comm_precision": self._precision,
+            "params_to_ignore": sorted(self._ignored),
+        }
 
     def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
         """See `DataParallelWrapper`."""

@@ -316,11 +316,14 @@ def warn_of_idle(
                 "'fused_uvm_caching' without cache_params.",
                 stacklevel=6,
             )
+        # A planner that was given the sharder names its format in the plan.
         if "qcomm_codecs_registry" in says and all(
-            sharding.wire is not None for path in own for sharding in given.plan[path].values()
+            sharding.wire not in (None, sharder.wire)
+            for path in own
+            for sharding in given.plan[path].values()
         ):
             warnings.warn(
-                f"{who}: its qcomm_codecs_registry has no effect: the plan names the wire of every table of a {kind}.",
+                f"{who}: its qcomm_codecs_registry has no effect: the plan names others for every table of a {kind}.",
                 stacklevel=6,
             )
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilerec.comms.agree import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
@@ -58,7 +59,8 @@ class DistributedModelParallel(nn.Module):
 
     Raises:
         ConfigError: as `shard`; `sharders` that are no list of sharders of different kinds; a `device` that this
-            machine lacks; modules on meta that have no `reset_parameters`.
+            machine lacks; modules on meta that have no `reset_parameters`; ranks that are to treat the dense part
+            differently (all of them raise, naming ranks and values).
 
     Warns of a model without tables, which becomes a `DistributedDataParallel` one.
     """
@@ -79,8 +81,11 @@ class DistributedModelParallel(nn.Module):
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
 
+        also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+
         def cut(group: Group, home: torch.device | str | int) -> None:
-            shard_tables(module, plan, group, None, home, False, sharders, "DistributedModelParallel")
+            who = "DistributedModelParallel"
+            shard_tables(module, plan, group, None, home, False, sharders, who, also)
 
         self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
 
@@ -107,9 +112,10 @@ class DistributedModelParallel(nn.Module):
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
-        if init_parameters:
-            _make_dense(module, self.device)
-        module.to(self.device)
+        with on_all_ranks(group, "the sharded model", "its dense part"):
+            if init_parameters:
+                _make_dense(module, self.device)
+            module.to(self.device)
         if init_data_parallel:
             self.init_data_parallel()
 
@@ -238,6 +244,19 @@ class DistributedModelParallel(nn.Module):
         strict = prefix if isinstance(prefix, bool) else strict
         own = {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
         return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+
+def dense_settings(
+    init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None
+) -> dict[str, object]:
+    """What is said of the dense part, which must be the same on all ranks: else some would wait for others."""
+    wrapper = wrapper or DefaultDataParallelWrapper()
+    return {
+        "init_data_parallel": bool(init_data_parallel),
+        "init_parameters": bool(init_parameters),
+        "data_parallel_wrapper": type(wrapper).__qualname__,
+        "wrapper_options": wrapper.options(),
+    }
 
 
 def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -21,9 +21,9 @@ from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from tilerec.parallel.data_parallel import DataParallelWrapper
 from tilerec.parallel.env import ShardingEnv
-from tilerec.parallel.model_parallel import DistributedModelParallel, _default_env
+from tilerec.parallel.model_parallel import DistributedModelParallel, _default_env, dense_settings
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.replica_sync import AverageHook
 from tilerec.parallel.replicated_plan import ReplicatedPlan
@@ -179,13 +179,7 @@ class DMPCollection(DistributedModelParallel):
             settings = ReplicaSettings(
                 sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
             )
-            also = {
-                "init_data_parallel": bool(init_data_parallel),
-                "init_parameters": bool(init_parameters),
-                "data_parallel_wrapper": type(
-                    data_parallel_wrapper or DefaultDataParallelWrapper()
-                ).__qualname__,
-            }
+            also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
             self._two_d = shard_2d(
                 module, configs, group, settings, topology, home, sharders, "DMPCollection", also
             )

@@ -135,10 +135,15 @@ def shard_tables(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
+    also: Mapping[str, object] | None = None,
 ) -> nn.Module:
-    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end."""
+    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end.
+
+    Args:
+        also: what else `who` was given that must be the same on all ranks.
+    """
     with unattached_on_error(module.parameters()):
-        return _shard(module, plan, group, topology, device, exact, sharders, who)
+        return _shard(module, plan, group, topology, device, exact, sharders, who, also or {})
 
 
 def _shard(
@@ -150,6 +155,7 @@ def _shard(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
+    also: Mapping[str, object],
 ) -> nn.Module:
     try:
         device = None if device is None else device_of(device, who)
@@ -160,7 +166,7 @@ def _shard(
         with suppress(ConfigError):
             agree(group, "the model to shard", {"checks": str(error)})
         raise
-    agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described()})
+    agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described(), **also})
     if ready.collections or ready.ids:
         # Channels of their own: other calls of the model's ranks may come between theirs.
         rows, route = group.split("rows"), group.split("route")
