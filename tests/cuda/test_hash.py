@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.sizes import real, size
 from tests.ops.hash_pair import Pair, equal
 from tilerec.errors import InputError
 from tilerec.ops.hash import REFERENCE, HashState, Outcome, Policy, empty_state
@@ -44,7 +45,7 @@ def on_gpu(state: HashState) -> HashState:
 
 @pytest.mark.parametrize(("policy", "exponent"), [(0, 1.0), (1, 1.0), (2, 0.0), (2, 1.0), (2, 2.4), (3, 1.0)])
 @pytest.mark.parametrize(
-    ("buckets", "slots", "max_probe"), [(48, 100, 24), (1, 700, 300), (3, 1, 1), (40_000, 3, 2)]
+    ("buckets", "slots", "max_probe"), [(48, 100, 24), (1, 700, 300), (3, 1, 1), (size(40_000, 100), 3, 2)]
 )
 def test_a_gpu_gives_the_bits_of_the_reference(
     buckets: int, slots: int, max_probe: int, policy: int, exponent: float
@@ -53,9 +54,9 @@ def test_a_gpu_gives_the_bits_of_the_reference(
     pair = Pair(KERNELS, buckets, slots, 0, buckets, device="cuda", expires=policy == Policy.TTL, counters=16)
     rows, seen = buckets * slots, set()
     for step in range(1, 6):
-        ids = (torch.rand(6000, generator=generator) ** 6 * 6 * rows).long() * -7046029254386353131
+        ids = (torch.rand(size(6000, 100), generator=generator) ** 6 * 6 * rows).long() * -7046029254386353131
         counts = torch.randint(1, 4, ids.shape, generator=generator) if step == 2 else None
-        inserts = torch.rand(6000, generator=generator) < 0.9 if step == 3 else None
+        inserts = torch.rand(ids.shape, generator=generator) < 0.9 if step == 3 else None
         ttl = torch.randint(0, 3, ids.shape, generator=generator) if step % 2 else None
         result = pair.assign(
             (ids, counts, inserts, ttl),
@@ -78,17 +79,17 @@ def test_a_gpu_gives_the_bits_of_the_reference(
 
 def test_a_slice_of_the_buckets_is_enough() -> None:
     pair = Pair(KERNELS, 768, 20, 100, 333, device="cuda")
-    ids = pair.own(torch.randint(-(2**62), 2**62, (30_000,)))
+    ids = pair.own(torch.randint(-(2**62), 2**62, (size(30_000, 200),)))
     for step in range(3):
-        pair.assign((ids[step * 3000 :], None, None, None), 128, step, 0, 1, 1.0, 0, True, 1)
+        pair.assign((ids[step * size(3000, 20) :], None, None, None), 128, step, 0, 1, 1.0, 0, True, 1)
         pair.find(ids, 128)
 
 
 def test_a_batch_gives_the_same_bits_every_time() -> None:
     """Races would show here: hot ids, full windows, many walks at once."""
-    state = filled(768, 64, 60_000)
-    ids = (torch.rand(200_000) ** 8 * 90_000).long().cuda() * 0x9E3779B97F4A7C1
-    rest = (0, 768, 64, 128, 2, 3, 1, 1.0, 2, True, 1)
+    state = filled(size(768, 4), 64, size(60_000, 300))
+    ids = (torch.rand(size(200_000, 300)) ** 8 * size(90_000, 500)).long().cuda() * 0x9E3779B97F4A7C1
+    rest = (0, size(768, 4), 64, 128, 2, 3, 1, 1.0, 2, True, 1)
     first: tuple[Tensor, ...] | None = None
     for _ in range(10):
         own = on_gpu(state)
@@ -99,7 +100,7 @@ def test_a_batch_gives_the_same_bits_every_time() -> None:
 
 
 def test_nothing_waits_but_the_list_of_evictions(no_waiting: None) -> None:
-    state, ids = on_gpu(filled(16, 32, 500)), torch.arange(4000, device="cuda")
+    state, ids = on_gpu(filled(16, 32, 500)), torch.arange(size(4000, 100), device="cuda")
     rest = (0, 16, 32, 128, 2, 3, 0, 1.0, 2, True, 1)
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
@@ -111,7 +112,7 @@ def test_nothing_waits_but_the_list_of_evictions(no_waiting: None) -> None:
 
 
 def test_a_captured_batch_is_replayed() -> None:
-    state, ids = filled(16, 32, 500), torch.zeros(3000, dtype=torch.int64)
+    state, ids = filled(16, 32, 500), torch.zeros(size(3000, 100), dtype=torch.int64)
     rest = (0, 16, 32, 128, 2, 3, 0, 1.0, 2, True, 1)
     own, place = on_gpu(state), ids.cuda()
     KERNELS["zch_assign_each_"](place, None, None, None, *on_gpu(state), *rest)  # compiles
@@ -120,7 +121,7 @@ def test_a_captured_batch_is_replayed() -> None:
         result = KERNELS["zch_assign_each_"](place, None, None, None, *own, *rest)
     equal(own, state)  # capturing does nothing
     for seed in range(2):
-        ids = torch.randint(0, 900, (3000,), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(0, 900, ids.shape, generator=torch.Generator().manual_seed(seed))
         place.copy_(ids)
         graph.replay()
         equal(result, REFERENCE["zch_assign_each_"](ids, None, None, None, *state, *rest))
@@ -129,7 +130,7 @@ def test_a_captured_batch_is_replayed() -> None:
 
 
 def test_bad_entries_are_told_as_on_the_cpu_and_change_nothing() -> None:
-    ids = torch.arange(5000)
+    ids = torch.arange(size(5000, 100))
     bucket_N = high(mixed(ids), 6)
     stray = int((bucket_N < 2).nonzero()[0])
     message = rf"id {stray} \(position {stray}\) belongs to bucket {bucket_N[stray]} of 6"
@@ -139,18 +140,20 @@ def test_bad_entries_are_told_as_on_the_cpu_and_change_nothing() -> None:
     KERNELS["zch_find"](ids.cuda(), state.ids_E, state.used_E, 2, 6, 8, 8)
     with pytest.raises(InputError, match=message):
         raise_all(state.ids_E.device)
-    counts = torch.ones(5000, dtype=torch.int64)
-    counts[4000:] = 0
+    counts = torch.ones(ids.shape, dtype=torch.int64)
+    first = size(4000, 80)
+    counts[first:] = 0
     state = on_gpu(empty_state(6, 8))
     KERNELS["zch_assign_each_"](
         ids.cuda(), counts.cuda(), None, None, *state, 0, 6, 8, 8, 1, 0, 0, 1.0, 0, True, 1
     )
-    with pytest.raises(InputError, match=r"counts\[4000\] is 0"):
+    with pytest.raises(InputError, match=rf"counts\[{first}\] is 0"):
         raise_all(state.ids_E.device)
     assert not any(values.any() for values in state)
     KERNELS["zch_buckets"](ids.cuda(), 6)  # the device is well
 
 
+@real
 def test_batches_of_other_sizes_compile_nothing_anew() -> None:
     from tilerec.ops.triton.hash_assign import walk_kernel
 
@@ -167,6 +170,7 @@ def test_batches_of_other_sizes_compile_nothing_anew() -> None:
     assert compiled == before
 
 
+@real
 def test_rows_beyond_two_to_the_31_are_found() -> None:
     buckets, slots = 2**20 + 64, 2048
     if torch.cuda.mem_get_info()[0] < 25 * 2**30:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.sizes import real, size
 from tilerec.errors import InputError
 from tilerec.ops import upload
 from tilerec.ops.random import random_fill_reference_
@@ -44,8 +45,8 @@ def pooled(table: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def test_a_stream_does_not_read_a_layout_that_another_has_yet_to_send() -> None:
-    table, ids, offsets = fresh(1000)
-    pooled(*fresh(1000))  # compiles
+    table, ids, offsets = fresh(size(1000, 40))
+    pooled(*fresh(size(1000, 40)))  # compiles
     one, other = torch.cuda.Stream(CUDA), torch.cuda.Stream(CUDA)
     torch.cuda.synchronize()
     with torch.cuda.stream(one):
@@ -59,8 +60,8 @@ def test_a_stream_does_not_read_a_layout_that_another_has_yet_to_send() -> None:
 
 
 def test_a_layout_that_is_captured_is_no_layout_before_the_replay() -> None:
-    pooled(*fresh(1100))  # compiles
-    table, ids, offsets = fresh(1100)
+    pooled(*fresh(size(1100, 44)))  # compiles
+    table, ids, offsets = fresh(size(1100, 44))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -73,13 +74,13 @@ def test_a_layout_that_is_captured_is_no_layout_before_the_replay() -> None:
 
 
 def test_a_graph_outlives_the_layouts_that_are_kept() -> None:
-    table, ids, offsets = fresh(1200)
+    table, ids, offsets = fresh(size(1200, 48))
     pooled(table, ids, offsets)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         out = pooled(table, ids, offsets)
-    for n in range(600):  # more than are kept; their memory would be that of the graph's
+    for n in range(size(600, 520)):  # more than are kept; their memory would be that of the graph's
         upload.constants([-(1 << 40)] * 10 + [n], CUDA)
         pooled(torch.randn(8, 64, device=CUDA)[n % 8 :], ids[:0], offsets[:1])
     out.zero_()
@@ -88,7 +89,7 @@ def test_a_graph_outlives_the_layouts_that_are_kept() -> None:
 
 
 def test_what_one_replay_finds_is_told_after_another_that_finds_nothing() -> None:
-    table, ids, offsets = fresh(1300)
+    table, ids, offsets = fresh(size(1300, 52))
     pooled(table, ids, offsets)
     reports.raise_all(CUDA)
     graph = torch.cuda.CUDAGraph()
@@ -120,6 +121,7 @@ def test_kernels_run_where_their_tensors_are() -> None:
     reports.raise_all(there)
 
 
+@real
 @pytest.mark.parametrize(("rows", "dim"), [(20_000_000, 1), (3_000_000, 128)])
 def test_tables_of_many_rows_are_filled_to_their_end(rows: int, dim: int) -> None:
     out, wanted = torch.empty(rows, dim, device=CUDA), torch.empty(1000, dim)

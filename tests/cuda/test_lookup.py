@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.sizes import real, size, some
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -55,7 +56,7 @@ def lengths_of(kind: str, bags: int) -> Tensor:
     if kind == "a few":
         return torch.randint(0, 40, (bags,), device=CUDA)
     lengths = torch.randint(0, 4, (bags,), device=CUDA)
-    lengths[7], lengths[bags // 2], lengths[-1] = 100_000, 513, 2_000
+    lengths[7], lengths[bags // 2], lengths[-1] = size(100_000, 1030), 513, size(2_000, 600)
     return lengths
 
 
@@ -94,14 +95,15 @@ def names(arguments: tuple[Any, ...]) -> str:
     return ",".join(f"f{f}@t{t}" for f, t in enumerate(arguments[5]))
 
 
-DIMS, TYPES = [128, 64, 4, 3, 257, 1, 128, 512], [F32, BF16, F32, F32, FP16, F32, FP8, BF16]
+DIMS = some([128, 64, 4, 3, 257, 1, 128, 512], [64, 32, 4, 3, 129, 1, 16, 512])
+TYPES = [F32, BF16, F32, F32, FP16, F32, FP8, BF16]
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["one", "at most one", "a few", "some long"])
 def test_pooled_lookups_equal_the_reference(kind: str, weighted: bool, index: torch.dtype) -> None:
-    arguments = case(kind, DIMS, TYPES, 3001, weighted, index)
+    arguments = case(kind, DIMS, TYPES, size(3001, 21), weighted, index)
     for dtype in (F32, BF16, FP16):
         got = lookup.pooled_lookup(*arguments, dtype, names(arguments))[0]
         want = _pooled_lookup_reference(*arguments, dtype, names(arguments))[0]
@@ -113,7 +115,7 @@ def test_pooled_lookups_equal_the_reference(kind: str, weighted: bool, index: to
 
 @pytest.mark.parametrize("kind", ["one", "a few"])
 def test_short_bags_have_the_bits_of_the_native_library(kind: str) -> None:
-    arguments = case(kind, [128, 20, 64], [F32, F32, BF16], 301, True)
+    arguments = case(kind, [128, 20, 64], [F32, F32, BF16], size(301, 21), True)
     got = lookup.pooled_lookup(*arguments, F32, names(arguments))[0]
     there = [a.cpu() if isinstance(a, Tensor) else a for a in arguments[1:]]
     weights = [w.cpu() for w in arguments[0]]
@@ -123,8 +125,9 @@ def test_short_bags_have_the_bits_of_the_native_library(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["one", "a few", "some long"])
 def test_gradients_of_sample_weights_equal_the_reference(kind: str) -> None:
-    weights, _, ids, offsets, _, *layout = case(kind, DIMS, TYPES, 1001, False)
-    grad = torch.randn(1001, sum(DIMS), device=CUDA)
+    bags = size(1001, 21)
+    weights, _, ids, offsets, _, *layout = case(kind, DIMS, TYPES, bags, False)
+    grad = torch.randn(bags, sum(DIMS), device=CUDA)
     got = lookup.sample_weight_grad(weights, ids, offsets, grad, *layout)
     want = _sample_weight_grad_reference(weights, ids, offsets, grad, *layout)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -134,12 +137,14 @@ def test_gradients_of_sample_weights_equal_the_reference(kind: str) -> None:
 @pytest.mark.parametrize("dim", [1, 4, 128, 257])
 def test_sequence_lookups_equal_the_reference(dim: int, host: bool) -> None:
     weights = [torch.randn(1000, dim, device=CUDA).to(t) for t in (F32, BF16, F32)]
-    ids = torch.randint(0, 1000, (100_003,), device=CUDA)
-    starts = torch.tensor([0, 0, 50_000, 50_001, 100_003], device="cpu" if host else CUDA)
+    count = size(100_003, 103)
+    ids = torch.randint(0, 1000, (count,), device=CUDA)
+    starts = torch.tensor([0, 0, count // 2, count // 2 + 1, count], device="cpu" if host else CUDA)
     arguments = (weights, NO_SINKS, ids, starts, [1, 0, 2, 1], F32, "a@t,b@u,c@v,d@t")
     assert torch.equal(lookup.sequence_lookup(*arguments)[0], _sequence_lookup_reference(*arguments)[0])
 
 
+@real
 def test_new_sizes_compile_nothing() -> None:
     def compiled() -> int:
         kernels = (lookup.pooled_kernel, lookup.chunk_kernel, lookup.sequence_kernel)
@@ -205,7 +210,7 @@ def test_forwards_do_not_wait() -> None:
 
 
 def test_a_captured_lookup_follows_its_inputs() -> None:
-    arguments = case("a few", [128, 64], [F32, BF16], 512, True)
+    arguments = case("a few", [128, 64], [F32, BF16], size(512, 24), True)
     out = lookup.pooled_lookup(*arguments, F32, names(arguments))[0]  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -223,7 +228,7 @@ def test_a_captured_lookup_follows_its_inputs() -> None:
 
 
 def test_bad_ids_are_told_and_the_device_lives_on() -> None:
-    arguments = case("a few", [128, 64], [F32, BF16], 512, False)
+    arguments = case("a few", [128, 64], [F32, BF16], size(512, 24), False)
     good = lookup.pooled_lookup(*arguments, F32, names(arguments))[0].clone()
     arguments[2][11] = -7
     lookup.pooled_lookup(*arguments, F32, names(arguments))
@@ -238,7 +243,7 @@ def test_bad_ids_are_told_and_the_device_lives_on() -> None:
 
 
 def test_an_error_appears_at_a_later_op_without_anybody_waiting() -> None:
-    arguments = case("a few", [128], [F32], 512, False)
+    arguments = case("a few", [128], [F32], size(512, 24), False)
     arguments[3][9] = -1
     lookup.pooled_lookup(*arguments, F32, names(arguments))
     torch.cuda.synchronize()
@@ -246,6 +251,7 @@ def test_an_error_appears_at_a_later_op_without_anybody_waiting() -> None:
         lookup.pooled_lookup(*arguments, F32, names(arguments))
 
 
+@real
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     rows, dim = 2**26 + 3, 64
     weight = torch.empty(rows, dim, dtype=BF16, device=CUDA)
@@ -258,6 +264,7 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     assert out[:, 0].tolist() == [3.0, 2.0]
 
 
+@real
 def test_outputs_beyond_two_to_the_31_elements_are_written() -> None:
     batch, dim = 2**20 + 1, 2048
     weight = torch.arange(100, device=CUDA).to(BF16)[:, None].expand(100, dim).contiguous()
@@ -273,8 +280,9 @@ def test_outputs_beyond_two_to_the_31_elements_are_written() -> None:
 
 def test_a_bag_of_a_million_ids_is_shared_by_many_programs() -> None:
     weight = torch.randn(1000, 128, device=CUDA)
-    ids = torch.randint(0, 1000, (1_000_003,), device=CUDA)
-    offsets = torch.tensor([0, 3, 1_000_003], device=CUDA)
+    count = size(1_000_003, 5003)
+    ids = torch.randint(0, 1000, (count,), device=CUDA)
+    offsets = torch.tensor([0, 3, count], device=CUDA)
     got = lookup.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [1], [2], F32, "f@t")[0]
     want = weight.double()[ids[3:]].mean(0)
     torch.testing.assert_close(got[1].double(), want, rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from tests.cuda.sizes import real, size, some
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, SGD, pooled, single, slots_for
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -69,9 +70,12 @@ def run(function: Any, weights: Sequence[Tensor], slots: Sequence[Tensor], *rest
 )
 def test_every_rule_equals_the_reference_and_itself(name: str, dtype: torch.dtype) -> None:
     rule, hyper, kinds = RULES[name]
-    dims, rows, batch = [1, 4, 32, 64, 100, 128, 257, 1000, 2048], 500, 64
+    dims = some([1, 4, 32, 64, 100, 128, 257, 1000, 2048], [1, 4, 32, 100, 257])
+    rows, batch = size(500, 30), size(64, 5)
     lengths = torch.randint(0, 40, (len(dims) * batch,)).tolist()
-    record = pooled(dims, lengths, rows, batch, torch.float32, torch.int32, True, [0, 1, 0] * 3)
+    record = pooled(
+        dims, lengths, rows, batch, torch.float32, torch.int32, True, ([0, 1, 0] * 3)[: len(dims)]
+    )
     weights = [torch.randn(rows, d).to(dtype) for d in dims]
     slots = [s for w in weights for s in slots_for(kinds, *w.shape)]
     count = len(dims)
@@ -85,17 +89,21 @@ def test_every_rule_equals_the_reference_and_itself(name: str, dtype: torch.dtyp
         torch.testing.assert_close(a.float(), c.float(), rtol=max(units.get(a.dtype, 0), 2e-5), atol=1e-4)
 
 
-@pytest.mark.parametrize("longest", [100, 10_000, 400_000])
+@pytest.mark.parametrize("longest", some([100, 10_000, 400_000], [100, 1000]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_runs_of_all_lengths_have_the_sum_of_their_rows(longest: int, dtype: torch.dtype) -> None:
     """Whole numbers: every order gives one sum, so any row that is lost or added twice is seen."""
     lengths = torch.cat(
-        (torch.tensor([longest, 1, 127, 128, 129, 8192, 8193, 300]), torch.randint(0, 9, (3000,)))
+        (
+            torch.tensor([longest, 1, *some([127, 128, 129, 8192, 8193, 300], [129, 8193])]),
+            torch.randint(0, 9, (size(3000, 30),)),
+        )
     )
+    dim = size(64, 4)
     ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     ids = ids[torch.randperm(ids.numel())].to(GPU)
-    grad = torch.randint(-2, 3, (ids.numel(), 64), device=GPU).to(dtype)
-    weight = torch.zeros(lengths.numel(), 64, device=GPU)
+    grad = torch.randint(-2, 3, (ids.numel(), dim), device=GPU).to(dtype)
+    weight = torch.zeros(lengths.numel(), dim, device=GPU)
     update_rows_([weight], [], *single(ids, grad), "store", [], [0], [0, 0], [0], [0])
     want = torch.zeros_like(weight, dtype=torch.float64).index_add_(0, ids, grad.double())
     assert torch.equal(weight.double(), want)
@@ -112,6 +120,7 @@ def test_the_host_does_not_wait(nobody_waits: None) -> None:
         assert told.device == GPU
 
 
+@real
 def test_new_batch_sizes_compile_nothing() -> None:
     weight = torch.zeros(100, 32, device=GPU)
 
@@ -127,6 +136,7 @@ def test_new_batch_sizes_compile_nothing() -> None:
     assert sum(len(cache[0]) for cache in update_runs.device_caches.values()) == before
 
 
+@real
 def test_tables_beyond_2_31_elements() -> None:
     rows = (2**31 + 2**20) // 128
     if torch.cuda.mem_get_info()[0] < 3 * rows * 128:
@@ -195,7 +205,7 @@ def test_row_sums_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 def test_initial_values_are_those_of_the_cpu(kind: str) -> None:
-    got, want = torch.empty(1001, 257, device=GPU), torch.empty(1001, 257)
+    got, want = torch.empty(size(1001, 7), 257, device=GPU), torch.empty(size(1001, 7), 257)
     for fill, out in ((random_fill_, got), (random_fill_reference_, want)):
         fill(out, [5, 6], 2**32 - 7, 3, kind, -0.1, 0.2)
     torch.testing.assert_close(
