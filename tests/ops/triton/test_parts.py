@@ -29,13 +29,9 @@ from tilerec.ops.update import (
     sum_row_gradients_of_tables_reference,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-    ),
-    # Triton 3.6's interpreter hands `range` a loaded number as an array of one element; 3.7 and later do not.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(
+    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
+)
 PHASED = [name for name, (rule, hyper, _) in RULES.items() if make_rule(rule, hyper).phases]
 
 
