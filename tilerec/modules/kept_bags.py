@@ -51,11 +51,11 @@ def with_rows(
     )
 
 
-def jagged_with_rows(part: JaggedTensor, rows_N: Tensor) -> JaggedTensor:
-    """A feature with rows in place of ids; those that are -1 are dropped."""
+def jagged_with_rows(part: JaggedTensor, rows_N: Tensor, drops: bool = True) -> JaggedTensor:
+    """A feature with rows in place of ids; those that are -1 are dropped. `drops`: whether there may be any."""
     weights = part.weights_or_none()
     kept_N = rows_N >= 0
-    if bool(kept_N.all()):
+    if not drops or bool(kept_N.all()):
         return JaggedTensor(rows_N, weights, part.lengths())
     lengths = kept_lengths(kept_N, part.offsets()).to(part.lengths().dtype)
     return JaggedTensor(rows_N[kept_N], None if weights is None else weights[kept_N], lengths)

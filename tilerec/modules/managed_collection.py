@@ -143,6 +143,15 @@ class ManagedCollisionCollection(nn.Module):
         """Per table, rows that lost their id since this was last asked; see `ManagedCollisionModule.evict`."""
         return {table: module.evict() for table, module in self.modules_by_table.items()}
 
+    def lost_rows(self) -> dict[str, Tensor | None]:
+        """As `evict`, without waiting for a device; see `ManagedCollisionModule.lost_rows`."""
+        return {table: module.lost_rows() for table, module in self.modules_by_table.items()}
+
+    def tick(self) -> None:
+        """Tell devices what the clocks say, before a CUDA graph is replayed; see `ManagedCollisionModule.tick`."""
+        for module in self.modules_by_table.values():
+            module.tick()
+
     def open_slots(self) -> dict[str, Tensor]:
         """Per table, rows that are here and have no id yet."""
         return {table: module.open_slots() for table, module in self.modules_by_table.items()}

@@ -14,6 +14,10 @@ Nouns
 The map's meaning is sequential: ids take rows one after the other, feature by feature in the order of the table's
 `feature_names`, and within a feature in the order of the global batch. `ops/hash.py` has the exact rules.
 
+On a device nobody waits for it: what the host would have to look at lies there. Rows that lost their id come beside the
+batch's ids, -1 where none did, and the step and the time are tensors, so that a CUDA graph goes on counting when it is
+replayed. Where the ids are on the CPU the host looks, and rows that lost their id are a list of those alone.
+
 Legend: N ids, E rows with own ids (places), B buckets that are here, C admission counters, F features.
 """
 
@@ -36,8 +40,20 @@ from tilerec.modules.id_place import IdPlace, place_of
 from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
 from tilerec.modules.id_state import HASH_NAMES, StateView, misfit, zeros
 from tilerec.modules.kept_bags import jagged_with_rows
-from tilerec.ops.hash import HashRange, HashState, Policy, empty_state, zch_assign_, zch_buckets, zch_find
+from tilerec.ops.hash import (
+    HashRange,
+    HashState,
+    Outcome,
+    Policy,
+    empty_state,
+    zch_assign_,
+    zch_assign_each_,
+    zch_buckets,
+    zch_find,
+)
 from tilerec.ops.hash_checks import LONGEST
+from tilerec.ops.hash_state import Assigned, AssignedEach
+from tilerec.ops.upload import capturing, constants, upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 
 ANY_ID = 2**63 - 1
@@ -49,7 +65,7 @@ def hours() -> int:
 
 
 class Mapped(NamedTuple):
-    """What a table made of ids: a row for each (-1: dropped), and rows that lost their old id."""
+    """What a table made of ids: a row for each (-1: dropped), and rows that lost their old id (-1: none)."""
 
     rows_N: Tensor
     evicted_M: Tensor
@@ -61,6 +77,10 @@ class ManagedCollisionModule(nn.Module):
     Everything it keeps is bucket by bucket: `ids`, `used`, `since`, `last`, `hits` (and `expires`) per row, `admission`
     and `counts` per bucket; and `step`. A state dict has these names.
     """
+
+    counts: Tensor
+    _reads_F2: Tensor
+    _clock_2: Tensor
 
     def __init__(
         self, who: str, buckets: Buckets, device: torch.device | str | None, *, evicting: Evicting | None, shares: bool,
@@ -88,11 +108,10 @@ class ManagedCollisionModule(nn.Module):
         self._evicted: list[Tensor] = []
         # Grows when the map becomes another one: rows that ids were given before are not theirs any more.
         self.version = 0
-        # On the CPU whatever the rest is on: it is read at every step.
+        # On the CPU whatever the rest is on; the truth where the rest is, too. Elsewhere `_clock_2` has it.
         self._step = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._reads_F2 = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
         self._put(self._empty(buckets, device))
-        self.register_buffer("counts", torch.zeros(buckets.held, 0, dtype=torch.int64, device=device), False)
+        self._put_counts(device)
 
     def _empty(self, buckets: Buckets, device: torch.device | str | None) -> HashState:
         shapes = empty_state(
@@ -108,6 +127,17 @@ class ManagedCollisionModule(nn.Module):
         for name, tensor in zip(HASH_NAMES, state, strict=True):
             self.register_buffer(name, tensor, persistent=False)  # `_save_to_state_dict` writes them
 
+    def _put_counts(self, device: torch.device | str | None) -> None:
+        """What is counted, from zero on; and the step and the time where the ids are."""
+        names = len(self._features)
+        shapes = {
+            "counts": (self._buckets.held, names * len(KINDS)),
+            "_reads_F2": (names, 2),
+            "_clock_2": (2,),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+
     # ------------------------------------------------------------------------------------------------------ facts
 
     @property
@@ -122,8 +152,24 @@ class ManagedCollisionModule(nn.Module):
 
     @property
     def step(self) -> int:
-        """Training steps so far."""
-        return int(self._step)
+        """Training steps so far. Waits for the device that the ids are on."""
+        return int(self._step if self.host_looks or self.ids.is_meta else self._clock_2[0])
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step.fill_(step)
+        self._clock_2[0].fill_(step)
+
+    @property
+    def host_looks(self) -> bool:
+        """Whether the host may look at what is kept: on a device it would wait for everything before."""
+        return self.ids.device.type == "cpu"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ManagedCollisionModule:
+        step = self.step
+        super()._apply(fn, recurse)
+        self.step = step  # where it is read from now on
+        return self
 
     @property
     def _policy(self) -> Policy | None:
@@ -194,9 +240,9 @@ class ManagedCollisionModule(nn.Module):
             raise ConfigError(
                 f"{self._who}: per_feature_ttl is of {unknown}, and its features are {list(features)}; name each once."
             )
-        kinds = len(features) * len(KINDS)
-        self.counts = torch.zeros(self._buckets.held, kinds, dtype=torch.int64, device=self.device)
-        self._reads_F2 = torch.zeros(len(features), 2, dtype=torch.int64, device="cpu")
+        step = self.step
+        self._put_counts(self.device)
+        self.step = step
 
     def now(self) -> int:
         """The time of expiry; 0 where nothing expires.
@@ -253,30 +299,26 @@ class ManagedCollisionModule(nn.Module):
             sizes: ids of each feature.
             now: by the clock.
         """
-        if self.ids.is_meta:
-            raise ConfigError(
-                f"{self._who}: its ids are on meta; shard the model, or call to_empty(device=...), reset_parameters()."
-            )
+        self._refuse_meta()
         if not self.writes:
             return self._read(ids_N, sizes)
         feature_N = self._feature_of(sizes, ids_N.device) if len(self._features) > 1 else None
-        self._step += 1
         evicting = self._evicting or Evicting(Policy.LRU)
         ttl: int | Tensor = evicting.ttl
         if evicting.ttl_of:
-            ttls_F = ids_N.new_tensor(evicting.ttls(self._features))
-            ttl = evicting.ttls(self._features)[0] if feature_N is None else ttls_F[feature_N]
+            ttls = evicting.ttls(self._features)
+            ttl = ttls[0] if feature_N is None else constants(ttls, ids_N.device)[feature_N]
         may_insert = None
         if any(feature.endswith(self._suffix) for feature in self._features):
-            reading = [not feature.endswith(self._suffix) for feature in self._features]
-            reading_F = torch.tensor(reading, device=ids_N.device)
+            inserts = [int(not feature.endswith(self._suffix)) for feature in self._features]
+            inserts_F = constants(inserts, ids_N.device).to(torch.bool)
             may_insert = (
-                reading_F.expand(ids_N.shape).contiguous() if feature_N is None else reading_F[feature_N]
+                inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
             )
-        made = zch_assign_(
-            ids_N, self._state, self._range, step=self.step, policy=evicting.policy, exponent=evicting.exponent,
-            now=now, ttl=ttl, evict=self._evicting is not None and self.step % self._interval == 0,
-            threshold=self._threshold, may_insert_N=may_insert,
+        step, now_ = self._count(now)
+        made, evicted_M = self._assign(
+            ids_N, step=step, policy=evicting.policy, exponent=evicting.exponent, now=now_, ttl=ttl,
+            evict=0 if self._evicting is None else self._interval, threshold=self._threshold, may_insert_N=may_insert,
         )  # fmt: skip
         bucket_N = zch_buckets(ids_N, self._buckets.count)
         here_N = bucket_N - self._buckets.first if self._buckets.first else bucket_N
@@ -284,12 +326,50 @@ class ManagedCollisionModule(nn.Module):
             self.counts, len(self._features), here_N, feature_N, made.outcomes_N, made.probes_N, shares=self._shares
         )  # fmt: skip
         rows_N = self._rows(ids_N, bucket_N, made.rows_N)
-        return Mapped(rows_N, self._buckets.rows_of(made.evicted_rows_M))
+        return Mapped(rows_N, self._buckets.rows_of(evicted_M))
+
+    def _refuse_meta(self) -> None:
+        if self.ids.is_meta:
+            raise ConfigError(
+                f"{self._who}: its ids are on meta; shard the model, or call to_empty(device=...), reset_parameters()."
+            )
+
+    def _count(self, now: int) -> tuple[int | Tensor, int | Tensor]:
+        """The next step and its time: numbers, or where the ids are on a device what it reads at its turn."""
+        if self.host_looks:
+            self._step += 1
+            return int(self._step), now
+        step, now_there = self._clock_2.unbind()
+        step += 1
+        if self._policy is not Policy.TTL:
+            return step, 0
+        if not capturing():  # a graph reads what `tick` has written
+            now_there.fill_(now)
+        return step, now_there
+
+    def tick(self) -> None:
+        """Tell the device what the clock says: before a CUDA graph of training steps is replayed, which asks nobody.
+
+        Without effect where nothing expires, or where the ids are on the CPU.
+        """
+        if not self.host_looks and self._policy is Policy.TTL:
+            self._clock_2[1].fill_(self.now())
+
+    def _assign(self, ids_N: Tensor, **options: Any) -> tuple[Assigned | AssignedEach, Tensor]:
+        """What became of the ids, and places that lost theirs."""
+        if self.host_looks:
+            listed = zch_assign_(ids_N, self._state, self._range, **options)
+            return listed, listed.evicted_rows_M
+        each = zch_assign_each_(ids_N, self._state, self._range, **options)
+        if not options["evict"]:
+            return each, ids_N.new_empty(0)
+        return each, torch.where(each.outcomes_N == Outcome.EVICTED, each.rows_N, -1)
 
     def _read(self, ids_N: Tensor, sizes: Sequence[int]) -> Mapped:
         rows_N = zch_find(ids_N, self._state, self._range).rows_N
-        missed = [int((part < 0).sum()) for part in rows_N.split(list(sizes))]
-        self._reads_F2 += torch.tensor([[n, m] for n, m in zip(sizes, missed, strict=True)], device="cpu")
+        if sizes:
+            missed_F = torch.stack([part.sum() for part in (rows_N < 0).split(list(sizes))])
+            self._reads_F2 += torch.stack([upload(list(sizes), ids_N.device), missed_F], 1)
         return Mapped(self._rows(ids_N, zch_buckets(ids_N, self._buckets.count), rows_N), ids_N.new_empty(0))
 
     def exported_rows(self, ids_N: Tensor) -> Tensor:
@@ -324,8 +404,7 @@ class ManagedCollisionModule(nn.Module):
         return torch.where(missed_N, own.shared_rows(ids_N, bucket_N), rows_N)
 
     def _feature_of(self, sizes: Sequence[int], device: torch.device) -> Tensor:
-        counts = torch.tensor(list(sizes), device=device)
-        return torch.repeat_interleave(counts, output_size=sum(sizes))
+        return torch.repeat_interleave(upload(list(sizes), device), output_size=sum(sizes))
 
     def forward(
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
@@ -372,7 +451,7 @@ class ManagedCollisionModule(nn.Module):
             self.training = before
         self.keep_evicted(mapped.evicted_M)
         return {
-            name: jagged_with_rows(part, rows)
+            name: jagged_with_rows(part, rows, not self._shares)
             for (name, part), rows in zip(features.items(), mapped.rows_N.split(sizes), strict=True)
         }
 
@@ -385,20 +464,35 @@ class ManagedCollisionModule(nn.Module):
             )
 
     def keep_evicted(self, rows_M: Tensor) -> None:
-        """Remember rows for the next `evict`."""
+        """Remember rows (-1: none) for the next `evict`."""
         if rows_M.numel():
             self._evicted.append(rows_M)
+        rows = self._buckets.rows
+        if not self.host_looks and sum(part.numel() for part in self._evicted) > 2 * rows + rows_M.numel():
+            # Nobody asks, and most entries are none: every row is remembered once.
+            lost_E = torch.zeros(rows + 1, dtype=torch.bool, device=rows_M.device)
+            lost_E.index_fill_(0, torch.cat(self._evicted) % (rows + 1), True)
+            every_E = torch.arange(rows, device=rows_M.device)
+            self._evicted = [torch.where(lost_E[:rows], every_E, -1)]
 
-    def evict(self) -> Tensor | None:
-        """Rows that lost their id since this was last asked (int64 [M]); None if none did.
-
-        They hold what the old id learned: reset them, and their optimizer state, before they are read
-        (`ManagedCollisionEmbeddingBagCollection` does).
-        """
+    def lost_rows(self) -> Tensor | None:
+        """As `evict`, without waiting for a device: entries of -1 are none, and there may be no others."""
         if not self._evicted:
             return None
         rows_M, self._evicted = torch.cat(self._evicted), []
         return rows_M
+
+    def evict(self) -> Tensor | None:
+        """Rows that lost their id since this was last asked (int64 [M]); None if none did. Waits for their device.
+
+        They hold what the old id learned: reset them, and their optimizer state, before they are read
+        (`ManagedCollisionEmbeddingBagCollection` does).
+        """
+        rows_M = self.lost_rows()
+        if rows_M is None or self.host_looks:
+            return rows_M
+        rows_M = rows_M[rows_M >= 0]
+        return rows_M if rows_M.numel() else None
 
     # ------------------------------------------------------------------------------------------------------ asking
 
@@ -409,10 +503,10 @@ class ManagedCollisionModule(nn.Module):
         probes_U = zch_find(ids_U, state, table).probes_N
         per_bucket = state.used_E.view(-1, table.slots).sum(1)
         return Summary(
-            self.counts.sum(0).view(-1, len(KINDS)),
-            self._reads_F2,
+            self.counts.sum(0).view(-1, len(KINDS)).cpu(),
+            self._reads_F2.cpu(),
             int(ids_U.numel()),
-            torch.bincount(probes_U.to(torch.int64))[1:],
+            torch.bincount(probes_U.to(torch.int64))[1:].cpu(),
             int(per_bucket.max()),
         )
 
@@ -488,13 +582,12 @@ class ManagedCollisionModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Forget all ids and counts."""
-        for name in (*HASH_NAMES, "counts"):
+        for name in (*HASH_NAMES, "counts", "_reads_F2", "_clock_2"):
             tensor = getattr(self, name)
             if not tensor.is_meta:
                 tensor.zero_()
         self._step.zero_()
         self.version += 1
-        self._reads_F2.zero_()
 
     def rebuild_with_output_id_range(
         self,
@@ -519,8 +612,7 @@ class ManagedCollisionModule(nn.Module):
         twin._view = None
         where = device or self.device
         twin._put(twin._empty(twin._buckets, where))
-        shape = (twin._buckets.held, self.counts.shape[1])
-        twin.counts = torch.zeros(shape, dtype=torch.int64, device=where)
+        twin._put_counts(where)
         twin.reset_parameters()
         return twin
 
@@ -546,10 +638,10 @@ class ManagedCollisionModule(nn.Module):
         old = self._buckets
         new = old.cut(first, last)
         if self.ids.is_meta:
+            step, self._buckets = self.step, new
             self._put(self._empty(new, device or "cpu"))
-            self.counts = torch.zeros(
-                new.held, self.counts.shape[1], dtype=torch.int64, device=device or "cpu"
-            )
+            self._put_counts(device or "cpu")
+            self.step = step
         else:
             own = slice(first - old.first, last - old.first)
             parts = {}
@@ -578,6 +670,8 @@ class ManagedCollisionModule(nn.Module):
         """What a checkpoint holds of the whole: step, and the cut of the rows (which a load compares)."""
         own = self._buckets
         cut = torch.tensor([own.count, own.size, own.shared, self._max_probe], device="cpu")
+        if not self.host_looks:
+            self._step.fill_(self.step)
         return {"step": self._step, "geometry": cut}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -613,7 +707,7 @@ class ManagedCollisionModule(nn.Module):
                 tensor.copy_(found[name])
             else:
                 self._view.take(tensor, per_bucket, found[name])
-        self._step.copy_(found["step"])
+        self.step = int(found["step"])
         self.version += 1
         self._evicted.clear()
 

@@ -92,7 +92,7 @@ class ManagedCollisionEmbeddings(nn.Module):
         """Rows of the batch's ids; rows that lost their id are new."""
         self._check(features)
         remapped = self._managed_collision_collection(features, mutate)
-        self._reset(self._managed_collision_collection.evict())
+        self._reset(self._managed_collision_collection.lost_rows())
         return remapped
 
     def _check(self, features: KeyedJaggedTensor) -> None:
@@ -100,8 +100,8 @@ class ManagedCollisionEmbeddings(nn.Module):
         if not torch.compiler.is_exporting():
             check_batch(self._embedding_module, self._managed_collision_collection.modules_by_table, features)
 
-    def _reset(self, evicted: dict[str, Tensor | None]) -> None:
-        for table, rows_M in evicted.items():
+    def _reset(self, lost: dict[str, Tensor | None]) -> None:
+        for table, rows_M in lost.items():
             if rows_M is not None:
                 reset_rows(self._embedding_module._tables[table], rows_M)
 

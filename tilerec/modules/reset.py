@@ -4,7 +4,10 @@ Initial values depend on the place only (`modules/initial.py`): a row that is ma
 with, the same on every rank and under every tiling. Under an `init_fn` it is called with the row alone, and torch's
 generators seeded by table and row.
 
-Legend: M rows, D columns of a leaf.
+On a device nobody waits to hear which rows these are (`ops/renew.py`), but under an `init_fn`, which the host calls
+for each, and where rows lie behind a cache.
+
+Legend: N entries, of which -1 are no rows; M rows.
 """
 
 from __future__ import annotations
@@ -17,49 +20,70 @@ from torch import Tensor
 
 from tilerec.modules.initial import initial_row
 from tilerec.modules.table import Table
+from tilerec.ops.later import use_arrived, when_arrived
+from tilerec.ops.upload import capturing
 from tilerec.storage.table_rows import TableRows
 
 
 @torch.no_grad()
-def reset_rows(table: Table, rows_M: Tensor) -> None:
+def reset_rows(table: Table, rows_N: Tensor) -> None:
     """Make rows of a table new, with the state of its attached optimizer; those that lie elsewhere are left out.
 
     Args:
-        rows_M: int64, of the whole table; any device.
+        rows_N: int64, of the whole table; any device. -1 is none.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
-        leaf, place = rows.leaf, rows.place
-        own_M = rows_M.to(leaf.device)
-        own_M = own_M[(own_M >= place.row_offset) & (own_M < place.row_offset + leaf.shape[0])]
-        if not own_M.numel() or leaf.is_meta:
+        own_N = rows_N.to(rows.leaf.device, non_blocking=True)
+        if host_looks(own_N):  # mostly no row lies here
+            own_N = _here(rows, own_N)
+        if not own_N.numel():
             continue
-        local_M = own_M - place.row_offset
-        rows.leave(local_M)
-        leaf.index_copy_(0, local_M, initial_values(table, rows, own_M))
-        for slot in rows.spec.slots if rows.spec is not None else ():
-            rows.state[slot.name].index_fill_(0, local_M, slot.init)
-        if rows.spec is None:
-            _forget_grad(table, leaf, local_M)
+        if rows.cache is None:
+            rows.arrive()
+        else:
+            rows.leave(_here(rows, own_N) - rows.place.row_offset)
+        _renew(table, rows, own_N)
+        if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
+            _warn_later(table, rows, own_N)
 
 
-def initial_values(table: Table, rows: TableRows, rows_M: Tensor) -> Tensor:
-    """Initial values `[M, D]` of single rows, in the columns of this leaf."""
-    config, place, leaf = table.config, rows.place, rows.leaf
-    width = leaf.shape[1]
-    if config.init_fn is None:
+def host_looks(rows_N: Tensor) -> bool:
+    """Whether the host may look at rows: on a device it would wait for everything before."""
+    return rows_N.device.type == "cpu"
+
+
+def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
+    config, place, leaf = table.config, rows.place, rows.leaf.detach()
+    beside = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
+    tensors = [rows.state[name] for name in beside]
+    grad = rows.leaf.grad
+    if rows.spec is None and grad is not None and grad.layout is torch.strided:
+        tensors, beside = [grad], {"grad": 0.0}  # what the old id left there
+    low, high, made = 0.0, 0.0, config.init_fn is None
+    if made:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
-        made = leaf.new_empty(rows_M.numel(), width)
-        torch.ops.tilerec.random_rows_(made, rows_M, place.key, place.column_offset, "uniform", low, high)
-        return made
-    columns = slice(place.column_offset, place.column_offset + width)
-    return torch.stack([initial_row(config, place.key, row, leaf)[columns] for row in rows_M.tolist()])
+    torch.ops.tilerec.renew_rows_(
+        own_N, leaf if made else None, tensors, place.row_offset, place.column_offset, place.key, low, high,
+        [float(number) for number in beside.values()],
+    )  # fmt: skip
+    if not made:
+        columns = slice(place.column_offset, place.column_offset + leaf.shape[1])
+        for row in _here(rows, own_N).tolist():
+            leaf[row - place.row_offset] = initial_row(config, place.key, row, leaf)[columns]
 
 
-def _forget_grad(table: Table, leaf: Tensor, local_M: Tensor) -> None:
-    """What the old id left in `.grad`; an optimizer that steps it has state that is not ours to reset."""
-    if leaf.grad is not None and leaf.grad.layout is torch.strided:
-        leaf.grad.index_fill_(0, local_M, 0.0)
-    if leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
+def _here(rows: TableRows, own_N: Tensor) -> Tensor:
+    """int64 [M]: those that lie in these rows. Waits for a device."""
+    first = rows.place.row_offset
+    return own_N[(own_N >= first) & (own_N < first + rows.leaf.shape[0])]
+
+
+def _warn_later(table: Table, rows: TableRows, own_N: Tensor) -> None:
+    """An optimizer that steps `.grad` has state that is not ours to reset: said once rows are known to be reset."""
+
+    def warn(numbers: list[int]) -> None:
+        if not numbers[0] or getattr(table, "_warned_of_eviction", False):
+            return
         table._warned_of_eviction = True
         warnings.warn(
             f"Table '{table.config.name}': rows that lose their id get their initial values again, but the state of an "
@@ -67,3 +91,10 @@ def _forget_grad(table: Table, leaf: Tensor, local_M: Tensor) -> None:
             "(apply_optimizer_in_backward), and it is reset too.",
             stacklevel=2,
         )
+
+    if own_N.is_meta or capturing():
+        return
+    use_arrived(own_N.device)
+    first = rows.place.row_offset
+    here_N = (own_N >= first) & (own_N < first + rows.leaf.shape[0])
+    when_arrived(here_N.sum().view(1), warn)

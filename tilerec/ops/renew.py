@@ -1,4 +1,4 @@
-"""Rows that begin anew: initial values, and what is kept beside them (slots, gradients) as it was before the first step.
+"""Rows that begin anew: initial values, and what lies beside them (slots, gradients) as it was before the first step.
 
 Whose row is given to another id, say the ids themselves (managed collision). On a GPU the host does not know which of a
 batch's ids took another's row, nor how many did; so rows come beside all ids, and most of them are none.

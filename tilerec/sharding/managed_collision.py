@@ -140,7 +140,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         self._routed += 1
         maps = self._maps()
         # Kept also where routing fails: whoever looks up next must not read what an old id learned.
-        self._resets.append((self._routed, maps, collection.evict()))
+        self._resets.append((self._routed, maps, collection.lost_rows()))
         routed = cast(ShardedCollection, self._embedding_module).route(remapped)
         return RoutedManaged(self._routed, remapped, routed, features, mutate_miss_lengths, maps)
 

@@ -140,7 +140,7 @@ def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> N
         tensor
         for module in collection.modules_by_table.values()
         if not module.ids.is_meta
-        for tensor in (*(found for found, _ in module.state_tensors().values()), module._step)
+        for tensor in (*(found for found, _ in module.state_tensors().values()), module.numbers()["step"])
     ]
     weights = [_digest(tensor) for tensor in tensors]
     digests = group.all_gather_object(weights)
@@ -150,12 +150,14 @@ def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> N
         if not tensor.numel():
             continue
         # As 64-bit words: backends do not know every type of whole numbers.
-        words = tensor.detach().to(torch.int64).contiguous().view(-1)
+        words = tensor.detach().to(group.device, torch.int64).contiguous().view(-1)
         if group.rank:
             group.exchange("initial ids", {0: words}, {}).wait()
             tensor.copy_(words.view(tensor.shape).to(tensor.dtype))
         else:
             group.exchange("initial ids", {}, dict.fromkeys(range(1, group.size), words)).wait()
+    for module in collection.modules_by_table.values():
+        module.step = int(module._step)
 
 
 def _digest(tensor: Tensor) -> tuple[int, int]:
