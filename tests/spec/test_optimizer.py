@@ -239,7 +239,7 @@ def test_from_torch_drops_how_torch_runs_and_refuses_what_changes_numbers() -> N
         "capturable": True,
         "maximize": False,
     }
-    assert from_torch(torch.optim.Adam, kwargs) == Adam(0.1)
+    assert from_torch(torch.optim.Adam, kwargs) == Adam(0.1, capturable=True)
     assert from_torch(torch.optim.SGD, {"lr": 0.1, "dampening": 0.0}) == SGD(0.1)
     for key, value in [("amsgrad", True), ("maximize", True), ("differentiable", True), ("dampening", 0.5)]:
         with pytest.raises(ConfigError, match=rf"torch\.optim.*{key}={value} is not supported \("):

@@ -14,7 +14,8 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, rows_of
+from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.table_rows import NonFiniteGradientError, rows_of
 
 BATCH = KeyedJaggedTensor.from_lengths_sync(["t"], torch.tensor([1, 2]), torch.tensor([1, 1]))
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import OptimizerSpec, from_torch
-from tilerec.storage.table_rows import HyperGroup, TableRows, rows_of
+from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.table_rows import TableRows, rows_of
 
 
 def apply_optimizer_in_backward(
@@ -32,7 +33,9 @@ def apply_optimizer_in_backward(
             (`tilerec.spec.optimizer`). Touched rows only: moments, momentum and decay of other rows stand still.
         params: parameters of tables; others (dense layers) are given to torch's own in-backward optimizer. A frozen
             table (`requires_grad` False) gets no optimizer and no state: attach when it is thawed.
-        optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec.
+        optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec. With `capturable=True` updates may be
+            captured in CUDA graphs: update counts, and the learning rate, lie on the tables' device; `lr` may be a 0-d
+            tensor there.
         register_hook: of torch's function of this name: with False, parameters of no table keep their optimizer
             (`_in_backward_optimizers`) and are not stepped by the backward. Tables are updated all the same, with a
             warning.
@@ -68,7 +71,7 @@ def apply_optimizer_in_backward(
                 stacklevel=2,
             )
         spec = _spec(optimizer_class, kwargs)
-        group = HyperGroup.of(spec)
+        group = HyperGroup.of(spec, kwargs.get("lr", kwargs.get("learning_rate")))
         for rows in tables.values():
             rows.attach(spec, group)
     if dense:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.storage.table_rows import HyperGroup, TableRows, rows_of
+from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.table_rows import TableRows, rows_of
 
 
 def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:

@@ -121,7 +121,7 @@ class TableMove:
             if values[0].dim():
                 source(("slot", slot), values, values[0].dim() == 2)
             else:
-                numbers[("slot", slot)] = values[0].clone()
+                numbers[("slot", slot)] = values[0].to("cpu", copy=True)  # `bind` brings it where it belongs
         grads = [leaf.grad for leaf in leaves]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             raise ConfigError(

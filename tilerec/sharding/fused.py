@@ -18,7 +18,7 @@ from tilerec.optim.keyed import KeyedOptimizer, _same_keys
 from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
-from tilerec.storage.table_rows import HyperGroup
+from tilerec.storage.hyper_group import HyperGroup
 
 
 @final

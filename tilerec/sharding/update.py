@@ -31,7 +31,8 @@ from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients, id_bound
 from tilerec.sharding.teams import Teams, meeting
 from tilerec.sharding.touched import Touched
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
-from tilerec.storage.table_rows import HyperGroup, NonFiniteGradientError, Place, TableRows, count_updates
+from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.table_rows import NonFiniteGradientError, Place, TableRows, count_updates, counting
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class TileRows(TableRows):
         if self._scaled is None or self._scaled[0] is not spec:
             self._scaled = (spec, with_moment_scale(spec, teams.moment_scale))
         return self._scaled[1]
+
+    def rate(self, device: torch.device) -> Tensor:
+        rate, teams = super().rate(device), self.peers.teams
+        if teams is None or teams.moment_scale == 1.0 or not isinstance(super().rule(), RowWiseAdagrad):
+            return rate
+        return rate.double() / math.sqrt(teams.moment_scale)  # as `with_moment_scale` does
 
     def arrive(self) -> None:
         if self.touched is not None:
@@ -163,9 +170,9 @@ class TileRows(TableRows):
             if table.touched is not None:
                 table.touched.count()
         specs = {id(table.group): table.rule() for table in tables if table.group is not None}
-        names = {mark: repr(spec) for mark, spec in specs.items()}
+        names = {mark: (repr(spec), mark if spec.capturable else 0) for mark, spec in specs.items()}
         for peers, own in self._by_replicas(tables, record):
-            alike: dict[str, list[TileRows]] = {}
+            alike: dict[Hashable, list[TileRows]] = {}
             parts: list[TileRows] = []
             mark_touched([table for table in peers if table.touched is not None], own)
             for table in peers:
@@ -288,7 +295,7 @@ class _PhasedUpdate:
         self.leaves = [tensors[0] for tensors in held]
         self.slots = [slot for tensors in held for slot in tensors[1:]]
         self.dims = [tile.dim for tile in self.tiles]
-        self.steps = [tile.updates + 1 for tile in self.tiles]
+        self.counting = counting(self.tiles, self.spec, self.leaves[0].device)
         self.columns = [tile.place.column_offset for tile in self.tiles]
         distinct = sum([own.rows_U.numel() for own in rows])
         # Row sums of the phases so far, all tables' rows one after the other.
@@ -324,7 +331,7 @@ class _PhasedUpdate:
             columns = [0] * len(columns)
         flat = torch.ops.tilerec.rule_partials_of_tables(
             leaves, slots, rows, grads, scalars, phase, self.dims, self.unit > 1, phase == 0, columns, self.spec.rule,
-            self.hyper, self.steps,
+            self.hyper, *self.counting,
         )  # fmt: skip
         kinds = self.kinds(phase)
         if self.unit != 1:
@@ -377,10 +384,11 @@ class _PhasedUpdate:
     def apply(self) -> None:
         """Write rows and slots."""
         places = [tile.place for tile in self.tiles]
+        steps, counts, lr = self.counting
         torch.ops.tilerec.rule_apply_to_tables_(
-            self.leaves, self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper, self.steps,
+            self.leaves, self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper, steps,
             [word for place in places for word in place.key], [place.row_offset for place in places], self.columns,
-            self._names(),
+            self._names(), counts, lr,
         )  # fmt: skip
         count_updates(self.tiles, self.spec)
         for own in self.rows:
@@ -420,7 +428,9 @@ def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
     """Update rows whose sums travel in one type."""
     alike: dict[Hashable, list[_SplitRows]] = {}
     for own in rows:
-        alike.setdefault((repr(own.spec), own.unit, own.counts), []).append(own)
+        numbers = own.tiles[0].group
+        assert numbers is not None
+        alike.setdefault((repr(own.spec), numbers.mark(), own.unit, own.counts), []).append(own)
     updates = [_PhasedUpdate(several) for several in alike.values()]
     for phase in range(max([own.spec.phases for own in rows], default=0)):
         shares: dict[_SplitRows, list[Tensor]] = {}

@@ -63,6 +63,8 @@ class OptimizerSpec(ABC):
         grad_scale: the loss scale; summed gradients are divided by it before the rule, > 0.
         non_finite: a row whose summed gradient is not finite is an error, or is skipped (its weights and
             state stay).
+        capturable: updates read learning rate and update count from tensors on the table's device, so a CUDA graph of
+            a step goes on with every replay. Changes no number.
     """
 
     lr: float
@@ -71,6 +73,7 @@ class OptimizerSpec(ABC):
     stochastic_rounding: bool = True
     grad_scale: float = 1.0
     non_finite: NonFinite = "error"
+    capturable: bool = False
 
     def __post_init__(self) -> None:
         self._number("lr", low=0.0)
@@ -78,6 +81,7 @@ class OptimizerSpec(ABC):
         self._number("grad_scale", low=0.0, open_low=True)
         self._flag("stochastic_rounding")
         self._choice("non_finite", ("error", "skip"))
+        self._flag("capturable")
         self._check()
 
     @property
@@ -560,7 +564,7 @@ _FBGEMM: dict[str, str] = {
 _ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
 
 # Settings that choose how torch runs its own loop. They change no number, so they are taken and dropped.
-_TORCH_EXECUTION = ("foreach", "fused", "capturable")
+_TORCH_EXECUTION = ("foreach", "fused")
 
 # torch settings that do change numbers and that no row rule has: fine at the value that does nothing.
 _TORCH_OFF: dict[str, Any] = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0}
@@ -582,9 +586,9 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
             `optimizer_spec` attribute naming a spec class; one of TorchRec's optimizer classes; or a name,
             such as "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
         kwargs: its settings. What is left out takes the spec's default. Besides the fields of the spec,
-            `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused`, `capturable` are
-            dropped (they choose how torch runs, not what it computes); `amsgrad`, `maximize`,
-            `differentiable`, `dampening` are refused unless off.
+            `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused` are dropped (they choose
+            how torch runs, not what it computes); `amsgrad`, `maximize`, `differentiable`, `dampening` are
+            refused unless off.
 
     TorchRec's and FBGEMM's fused "Adam" decays decoupled, so those names with a weight_decay give `AdamW`.
 

@@ -5,8 +5,9 @@ Nouns
   place     where the leaf lies in the whole table, and the table's random key: what makes random bits
             independent of the plan
   cache     lines of device memory in which rows are, with their slots, while batches use them (`cached.py`)
-  group     the optimizer numbers shared by the tables that were attached together: a written `lr` holds from
-            the next backward
+  group     the optimizer numbers shared by the tables that were attached together (`hyper_group.py`)
+  count     of a table's updates: a tensor in its state, on the host, or where it is updated if the optimizer is
+            `capturable`: then updates count there, and replays of captured ones do
 
 `TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass
 and updates rows and slots in place. Tables own their rows, rows own their leaf, and the leaf carries nothing but
@@ -19,7 +20,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -30,10 +31,14 @@ from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
 from tilerec.ops.later import use_all, use_arrived, when_arrived
 from tilerec.ops.update_checks import raise_bad_row
+from tilerec.ops.upload import capturing
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cached import RowCache, alone
+from tilerec.storage.hyper_group import HyperGroup
 from tilerec.storage.placed import Refuse, per_table, place
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,46 +48,6 @@ class Place:
     key: tuple[int, int]
     row_offset: int = 0
     column_offset: int = 0
-
-
-class HyperGroup(dict[str, Any]):
-    """A `param_groups` entry that tables share: the numbers of their optimizer, as they are now.
-
-    What is written here holds from the next backward on. It names no parameters: tables of several collections may
-    share it. Copies and pickles keep the sharing.
-    """
-
-    def __init__(self, values: Mapping[str, Any], numbers: Sequence[str]) -> None:
-        super().__init__(values)
-        self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
-        self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
-
-    @staticmethod
-    def of(spec: OptimizerSpec) -> HyperGroup:
-        """The group of a freshly attached optimizer."""
-        values = spec.to_json()
-        return HyperGroup(values, list(values))
-
-    def spec(self) -> OptimizerSpec:
-        """The optimizer these numbers make; checked whenever one of them was written."""
-        values = tuple([self[name] for name in self._numbers])
-        if self._made is None or self._made[0] != values:
-            made = OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True)))
-            if self._made is not None and made.slots != self._made[1].slots:
-                raise ConfigError(
-                    f"{self['optimizer']}: the numbers written to its param_groups change its state from "
-                    f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
-                    "attach it anew instead."
-                )
-            self._made = (values, made)
-        return self._made[1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
-        twin = memo[id(self)] = HyperGroup(self, self._numbers)
-        return twin
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (HyperGroup, (dict(self), self._numbers))
 
 
 class NonFiniteGradientError(TilerecError):
@@ -129,6 +94,11 @@ class TableRows(GradientSink):
             if leaf.device.type == "cpu" and leaf.is_shared():
                 tensor.share_memory_()
             self.state[slot.name] = tensor
+        if self.group is not None:
+            on_device = self.group.get("capturable", False) and not leaf.is_meta
+            self.count_on(leaf.device if on_device else _HOST)
+            if on_device and not isinstance(self.group["lr"], Tensor):
+                self.group.rate(leaf.device)  # its copy is made before anything is captured
 
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
@@ -182,9 +152,21 @@ class TableRows(GradientSink):
         """The rows and their slots, where they are at home."""
         return [self.leaf.detach(), *self.slots]
 
+    def count_on(self, device: torch.device) -> Tensor:
+        """The update count, from now on kept on this device."""
+        count = self.state[self._counter]
+        if count.device != device:
+            count = self.state[self._counter] = count.to(device)
+        return count
+
+    def rate(self, device: torch.device) -> Tensor:
+        """The learning rate by which attached rows move now, 0-d on the device; their optimizer is `capturable`."""
+        assert self.group is not None, "rows are attached"
+        return self.group.rate(device)
+
     @property
     def updates(self) -> int:
-        """How many updates the table has had since its optimizer was attached."""
+        """How many updates the table has had since its optimizer was attached; on a GPU, reading this may wait."""
         return int(self.state[self._counter]) if self.spec is not None else 0
 
     @property
@@ -194,7 +176,7 @@ class TableRows(GradientSink):
 
     def batch_key(self) -> Hashable:
         # Specs are frozen records: equal numbers, one update call.
-        return self.handle if self.group is None else (self.rule(), self.divisor)
+        return self.handle if self.group is None else (self.rule(), self.divisor, self.group.mark())
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         if self.group is None:
@@ -212,8 +194,7 @@ class TableRows(GradientSink):
         names = [slot.name for slot in spec.slots]
         hyper = spec.hyper()
         hyper[1] *= self.divisor
-        # Views: a tenth of what tensor arithmetic costs per table.
-        counts = [table.state[table._counter].numpy() for table in tables]
+        steps, counts, lr = counting(tables, spec, record.ids.device)
         for table in tables:
             leaves.append(table.leaf)
             slots.extend([table.state[name] for name in names])
@@ -224,8 +205,8 @@ class TableRows(GradientSink):
         result = torch.ops.tilerec.update_rows_(
             leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
             [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, hyper, [int(count) + 1 for count in counts], seeds,
-            row_offsets, column_offsets,
+            record.grad_strides, record.means, spec.rule, hyper, steps, seeds, row_offsets, column_offsets, None,
+            counts, lr,
         )  # fmt: skip
         # An op that raised has updated nothing.
         count_updates(tables, spec)
@@ -263,15 +244,15 @@ class TableRows(GradientSink):
             assert cache is not None
             cache.updates(record.ids, segments)
         places = [table.place for table in tables]
+        steps, counts, lr = counting(tables, spec, placed.ids.device)
         starts = placed.starts
         if placed.offsets is not None:
             starts = list(itertools.accumulate(record.bags, initial=0))[:-1]
         result: Tensor = torch.ops.tilerec.update_rows_(
             placed.weights, [slot for own in placed.tensors for slot in own[1:]], record.grad, placed.ids,
             placed.offsets, placed.sample_weights, of_feature, starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, hyper, [table.updates + 1 for table in tables],
-            [word for own in places for word in own.key], [own.row_offset for own in places],
-            [own.column_offset for own in places], placed.names,
+            record.grad_strides, record.means, spec.rule, hyper, steps, [word for own in places for word in own.key],
+            [own.row_offset for own in places], [own.column_offset for own in places], placed.names, counts, lr,
         )  # fmt: skip
         count_updates(tables, spec)
         for cache, segments in read:
@@ -382,12 +363,38 @@ def rows_of(parameter: Tensor) -> TableRows | None:
     return sink if isinstance(sink, TableRows) and getattr(sink, "leaf", None) is parameter else None
 
 
+def counting(
+    tables: Sequence[TableRows], spec: OptimizerSpec, device: torch.device
+) -> tuple[list[int], list[Tensor] | None, Tensor | None]:
+    """What an update of these tables gets as `steps`, `counts` and `lr`: numbers, or tensors on its device.
+
+    Raises:
+        ConfigError: it is being captured, and would get numbers, which every replay would repeat.
+    """
+    if spec.capturable:
+        if capturing():
+            for table in tables:
+                assert table.group is not None
+                table.group.freeze()
+        return [], [table.count_on(device) for table in tables], tables[0].rate(device)
+    if capturing():
+        others = f" (and {len(tables) - 1} more)" if len(tables) > 1 else ""
+        raise ConfigError(
+            f"Table '{tables[0].name}'{others}: its update by {type(spec).__name__} is captured in a CUDA graph, but "
+            "its update count and learning rate are numbers of the host, which every replay would repeat; attach the "
+            "optimizer with {'capturable': True}, which keeps both on the device."
+        )
+    # Views: a tenth of what tensor arithmetic costs per table.
+    return [int(table.count_on(_HOST).numpy()) + 1 for table in tables], None, None
+
+
 def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
-    """Rows and slots have been written: count the updates, and tell autograd."""
+    """Rows and slots have been written: count the updates, if the op has not, and tell autograd."""
     written: list[Tensor] = []
     for table in tables:
-        count = table.state[table._counter].numpy()
-        count += 1
+        if not spec.capturable:
+            count = table.state[table._counter].numpy()
+            count += 1
         written.append(table.leaf)
         written.extend([table.state[slot.name] for slot in spec.slots])
     # Ops write through raw pointers; autograd must learn that saved copies of these tensors are stale.

@@ -1,0 +1,164 @@
+"""The numbers of an attached optimizer, shared by the tables that were attached together: a `param_groups` entry.
+
+Nouns
+  number   a setting of the optimizer (`spec/optimizer.py`); what is written holds from the next backward on
+  rate     the learning rate where updates of a `capturable` optimizer read it: 0-d, on a device, as many as there are
+           devices; if `lr` is a tensor, that tensor
+
+A captured step reads the rate and nothing else of what is written later: a schedule goes on under replays, and a write
+to any other number warns.
+
+    group["lr"] = 0.05                  a number: its copies on devices follow at once
+    group["lr"].fill_(0.05)             a tensor, as torch's schedulers write it
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.ops.upload import capturing
+from tilerec.spec.optimizer import OptimizerSpec
+
+
+@functools.lru_cache(maxsize=256)
+def _one_of_its_kind(spec: OptimizerSpec) -> OptimizerSpec:
+    """Equal specs as one object."""
+    return spec
+
+
+class HyperGroup(dict[str, Any]):
+    """A `param_groups` entry that tables share: the numbers of their optimizer, as they are now.
+
+    What is written here holds from the next backward on. It names no parameters: tables of several collections may
+    share it. Copies and pickles keep the sharing.
+    """
+
+    def __init__(self, values: Mapping[str, Any], numbers: Sequence[str]) -> None:
+        super().__init__(values)
+        self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
+        self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
+        self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
+        self._copied: float | None = None  # what they hold
+        self._frozen = False  # a graph has captured an update by these numbers
+
+    @staticmethod
+    def of(spec: OptimizerSpec, lr: Any = None) -> HyperGroup:
+        """The group of a freshly attached optimizer; lr: as it was given (a tensor stays one if `capturable`)."""
+        values = spec.to_json()
+        group = HyperGroup(values, list(values))
+        if isinstance(lr, Tensor) and spec.capturable:
+            group["lr"] = lr
+        return group
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "lr" and isinstance(value, Tensor):
+            value = _checked(value, self) if self.get("capturable") else float(value)
+        before = self.get(name)
+        super().__setitem__(name, value)
+        if name == "lr" and not isinstance(value, Tensor) and not isinstance(before, Tensor):
+            self._copy_rate()
+        elif self._frozen and name in self._numbers and value is not before:
+            self._warn_frozen(name, before, value)
+
+    def spec(self) -> OptimizerSpec:
+        """The optimizer these numbers make; checked whenever one of them was written.
+
+        Of a `capturable` one the lr is 0 here: updates read `rate`.
+        """
+        values = tuple([self[name] for name in self._numbers])
+        if self.get("capturable"):
+            at = self._numbers.index("lr")
+            values = (*values[:at], 0.0, *values[at + 1 :])
+        if self._made is None or self._made[0] != values:
+            made = _one_of_its_kind(OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True))))
+            if self._made is not None and made.slots != self._made[1].slots:
+                raise ConfigError(
+                    f"{self['optimizer']}: the numbers written to its param_groups change its state from "
+                    f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
+                    "attach it anew instead."
+                )
+            self._made = (values, made)
+        return self._made[1]
+
+    def rate(self, device: torch.device) -> Tensor:
+        """The learning rate, 0-d, where updates on this device read it."""
+        lr = self["lr"]
+        if isinstance(lr, Tensor):
+            if lr.device != device:
+                raise ConfigError(
+                    f"{self['optimizer']}: its lr is a tensor on {lr.device}, its tables are on {device}, where "
+                    f"updates read it; write param_groups[...]['lr'] = lr.to('{device}')."
+                )
+            return lr if lr.dim() == 0 else lr.view(())
+        self._copy_rate()
+        rate = self._rates.get(device)
+        if rate is None:
+            if capturing():
+                raise ConfigError(
+                    f"{self['optimizer']}: its learning rate is not on {device} yet, and a copy made during a capture "
+                    "would be made anew by every replay; run a step before the capture."
+                )
+            rate = self._rates[device] = torch.full((), self._valid(lr), dtype=torch.float64, device=device)
+            self._copied = lr
+        return rate
+
+    def mark(self) -> int:
+        """Tables of groups with equal marks and rules may be updated together: those of one learning rate."""
+        return id(self) if self.get("capturable") else 0
+
+    def freeze(self) -> None:
+        """An update by these numbers is being captured."""
+        self._frozen = True
+
+    def _copy_rate(self) -> None:
+        """Have the copies on devices hold what `lr` says."""
+        lr = self["lr"]
+        if not self._rates or lr == self._copied:
+            return
+        if capturing():
+            raise ConfigError(
+                f"{self['optimizer']}: lr was written during the capture of a CUDA graph, and every replay would write "
+                "that value again; step schedules outside of the capture."
+            )
+        for rate in self._rates.values():
+            rate.fill_(self._valid(lr))
+        self._copied = lr
+
+    def _valid(self, lr: Any) -> float:
+        return replace(self.spec(), lr=lr).lr
+
+    def _warn_frozen(self, name: str, before: Any, value: Any) -> None:
+        if isinstance(before, Tensor) or isinstance(value, Tensor) or before != value:
+            what = "give the new value to the old tensor with fill_()" if name == "lr" else "capture anew"
+            warnings.warn(
+                f"{self['optimizer']}: {name} was written after an update was captured in a CUDA graph, whose replays "
+                f"go on by what {name} was then; {what}.",
+                stacklevel=4,
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
+        twin = memo[id(self)] = HyperGroup(
+            {name: copy.deepcopy(value, memo) for name, value in self.items()}, self._numbers
+        )
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (HyperGroup, (dict(self), self._numbers))
+
+
+def _checked(lr: Tensor, group: HyperGroup) -> Tensor:
+    if lr.numel() != 1 or not lr.is_floating_point():
+        raise ConfigError(
+            f"{group['optimizer']}: lr is a tensor of shape {list(lr.shape)} and type {lr.dtype}; wanted one "
+            "floating-point number, []: torch.tensor(0.1, device=...)."
+        )
+    return lr
