@@ -2,8 +2,8 @@
 
 A gate says which kernel, with which types and compile-time constants. `compiled(gates)` compiles all of them in one
 process of its own (Triton compiles nothing in a process that interprets) with a cache of its own, and returns what the
-assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction
-stands in the code.
+assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction,
+fused addition, division and root stands in the code.
 
     gate = Gate("row sums", "tilerec.ops.triton.lookup:pooled_kernel", {"base": "*fp32", ...}, {"TILE": 128, ...})
     assert compiled([gate])["row sums"].count("ld.global.v4.b32") == 8
@@ -37,7 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 _INSTRUCTIONS = re.compile(
-    r"\b((?:ld|st)\.(?:global|shared|local)[\w.:]*|atom\.[\w.]*|red\.[\w.]*|shfl[\w.]*|bar\.sync)"
+    r"\b((?:ld|st)\.(?:global|shared|local)[\w.:]*|atom\.[\w.]*|red\.[\w.]*|shfl[\w.]*|bar\.sync|(?:fma|div|sqrt)\.[\w.]*)"
 )
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
 from tilerec.ops.rules import make_rule
-from tilerec.ops.triton import library
+from tilerec.ops.triton import library, rules
 from tilerec.ops.triton.counts import PACES, pace_table, paces_on_device
 from tilerec.ops.triton.parts import rule_apply_to_tables_, rule_partials_of_tables
 from tilerec.ops.triton.rules import ready
@@ -196,3 +197,39 @@ def test_counts_that_are_none_are_refused_with_the_references_words() -> None:
                 op([weight], [], *record, *RULES["sgd"][:2], steps, [0, 0], [0], [0], None, counts, rate)
             assert bool((weight == 1).all())
     assert int(good[0]) == 1
+
+
+def gate(name: str, rate: str) -> Gate:
+    made = ready(*RULES[name][:2])
+    names = {id(value): key for key, value in vars(rules).items()}
+    return Gate(
+        f"{name} {rate}",
+        "tilerec.ops.triton.counts:advance_counts",
+        {
+            **dict.fromkeys(["counts", "places", "numbers", "paces"], "*i64"),
+            "lr": f"*{rate}",
+            "tables": "i32",
+        },
+        {
+            "RULE": f"tilerec.ops.triton.rules:{names[id(made.bundle.on_device)]}",
+            "ROW_STEP": made.row_step,
+            "RATED": True,
+            "ADVANCE": True,
+            "BLOCK": 32,
+        },
+        options={"num_warps": 1, "enable_fp_fusion": False},
+    )
+
+
+def test_compiled_paces_are_rounded_operation_by_operation_in_double() -> None:
+    """No joined multiply and add, no approximate division or root: the bits of the host."""
+    chosen = [(name, "fp64") for name in NAMES] if NIGHTLY else [("adam", "fp32")]
+    for name, kernel in compiled([gate(name, rate) for name, rate in chosen]).items():
+        rule = name.split()[0]
+        assert kernel.count("fma.", "div.", "sqrt.") == kernel.count("div.rn.f64", "sqrt.rn.f64"), (
+            name,
+            kernel,
+        )
+        assert kernel.count("div.rn.f64") == int(rule in ("adam", "adagrad")), (name, kernel)
+        assert kernel.count("sqrt.rn.f64") == int(rule == "adam"), (name, kernel)
+        assert kernel.spilled == 0, (name, kernel)
