@@ -52,6 +52,15 @@ from tests.ops.triton.gates import ROOT, Gate
 ON_GPUS = {"SCAN": True}
 """Constants that are another on a GPU than interpreted."""
 
+_TYPES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "int32": "int32",
+    "int64": "int64",
+}
+
 Constant = bool | int | float | str | None
 
 
@@ -61,7 +70,7 @@ class Variant:
 
     kernel: str  # "module:function"
     types: tuple[tuple[str, str], ...]  # argument and type, of those that are no constants
-    constants: tuple[tuple[str, Constant], ...]  # a jitted function is "module:name"
+    constants: tuple[tuple[str, Constant], ...]  # a jitted function, or a type, is "module:name"
     multiples_of_16: tuple[str, ...]
     options: tuple[tuple[str, Constant], ...]
 
@@ -151,6 +160,8 @@ def _plain(value: Any) -> Constant:
         value = value.value
     if isinstance(value, interpreter.InterpretedFunction):
         return f"{value.fn.__module__}:{value.fn.__qualname__}"
+    if isinstance(value, triton.language.dtype):
+        return f"triton.language:{_TYPES[str(value)]}"
     assert value is None or isinstance(value, (bool, int, float, str)), f"a constant of a new kind: {value!r}"
     return value
 

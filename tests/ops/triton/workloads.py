@@ -2,7 +2,7 @@
 
 A workload is a collection, a batch and an optimizer. Columns, ids per bag, numbers of tables and types are the real
 ones. Tables are short (no kernel is compiled for a number of rows), and batches are as large as they must be to be
-served as large ones are, by the same launches of the same variants: nothing changes above 16,384 occurrences.
+served as large ones are, by the same launches of the same variants: nothing changes above 65,536 occurrences.
 
     given = step(workload)          # forward, then backward with the update
     given[0].launches, given[1].launches
@@ -10,7 +10,7 @@ served as large ones are, by the same launches of the same variants: nothing cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from tests.ops.triton.launches import Given, counted
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.hash import zch_assign_each_, zch_find
+from tilerec.ops.hash_state import HashRange, empty_state
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer
@@ -68,16 +70,16 @@ def same(tables: int, dim: int, batch: int, length: int, **rest: object) -> Work
 
 
 POINTS = {
-    "P1": same(32, 128, 64, 20),
-    "P1 bf16": same(32, 128, 64, 20, dtype=BF16),
-    "P2": same(26, 128, 1024, 1),
-    "P2 bf16": same(26, 128, 1024, 1, dtype=BF16),
+    "P1": same(32, 128, 128, 20),
+    "P1 bf16": same(32, 128, 128, 20, dtype=BF16),
+    "P2": same(26, 128, 2600, 1),
+    "P2 bf16": same(26, 128, 2600, 1, dtype=BF16),
     "P3 bf16": same(64, 32, 128, 10, dtype=BF16),
     "small": same(4, 64, 1024, 10, rows=1000),
-    "multi-hot": Workload((128,) * 26, MULTI_HOT, 128),
-    "mixed dims": Workload((16, 32, 64, 128, 4, 256) * 4, (10,) * 24, 128),
-    "unpooled": same(10, 128, 2048, 1, pooled=False),
-    "unpooled bf16": same(10, 128, 2048, 1, pooled=False, dtype=BF16),
+    "multi-hot": Workload((128,) * 26, MULTI_HOT, 512),
+    "mixed dims": Workload((16, 32, 64, 128, 4, 256) * 4, (10,) * 24, 300),
+    "unpooled": same(10, 128, 6800, 1, pooled=False),
+    "unpooled bf16": same(10, 128, 6800, 1, pooled=False, dtype=BF16),
 }
 """The points of `benchmarks/gpu_lookup.py`, with smaller batches."""
 
@@ -117,7 +119,10 @@ class Model:
         ids = torch.randint(0, w.rows, (count,), dtype=w.ids)
         weights = torch.rand(count, requires_grad=True) if w.weighted else None
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)])
-        rest: dict[str, object] = {"stride_per_key_per_rank": [[n] for n in sizes]} if w.variable else {}
+        rest: dict[str, object] = {}
+        if w.variable:
+            inverse = torch.zeros(len(sizes), size, dtype=torch.int64)
+            rest = {"stride_per_key_per_rank": [[n] for n in sizes], "inverse_indices": (self.names, inverse)}
         return KeyedJaggedTensor(self.names, ids, weights, lengths=each, offsets=offsets, **rest)  # type: ignore[arg-type]
 
     def step(self, batch: KeyedJaggedTensor) -> tuple[Given, Given]:
@@ -199,3 +204,119 @@ def everything() -> Iterator[Workload]:
             yield replace(some, optimizer=None)
             yield replace(some, optimizer=None, pooled=False)
             yield replace(some, pooled=False, ids=torch.int32)
+
+
+# ------------------------------------------------------------------------------------------------ single ops
+
+OPS = torch.ops.tilerec
+
+
+class Segments:
+    """Rows of 64 numbers and ids, in segments of 0 to 4 items; the ids are a view that begins anywhere."""
+
+    def __init__(self, segments: int) -> None:
+        self.lengths = torch.arange(segments) % 5
+        self.offsets, self.total = _offsets(self.lengths), int(self.lengths.sum())
+        self.rows, self.each = torch.zeros(self.total, 64), torch.zeros(segments, 64)
+        self.ids = torch.arange(self.total + segments % 3)[segments % 3 :] % 100
+        self.order = torch.arange(segments - 1, -1, -1)
+        self.chosen = (self.offsets, self.order, _offsets(self.lengths[self.order]), self.total)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+Call = Callable[[], object]
+
+
+def _on_segments(call: Callable[[Segments], object]) -> Callable[[int], Call]:
+    def prepare(segments: int) -> Call:
+        made = Segments(segments)
+        return lambda: call(made)
+
+    return prepare
+
+
+def _bucketize(segments: int) -> Call:
+    made, cuts = Segments(segments), torch.tensor([0, 10, 100])
+    return lambda: OPS.bucketize_by_cuts(made.ids, made.lengths, cuts)
+
+
+def _unpad(segments: int) -> Call:
+    made, padded = Segments(segments), torch.zeros(segments, 4, 64)
+    return lambda: OPS.padded_to_jagged(padded, made.offsets, made.total)
+
+
+def _route(bags: int) -> Call:
+    made, cuts = Segments(2 * bags), [0, 50, 100] * 2
+    return lambda: OPS.route_ids(
+        made.ids, made.offsets, [0, 1], [bags], cuts, [2, 2], [0, 1, 2, 3], False, torch.int64, "f@t,g@u"
+    )
+
+
+def _blocks(rows: int) -> tuple[list[int], ...]:
+    """Two segments of rows of 64 numbers, side by side in a table of 128 columns."""
+    return [rows, rows + 1], [64, 64], [0, 0], [0, 64], [128, 128]
+
+
+def _pick(rows: int) -> Call:
+    table, slots = torch.zeros(rows + 1, 128), torch.arange(rows + 1, dtype=torch.int32)
+    return lambda: OPS.pick_rows(table, slots, *_blocks(rows))
+
+
+def _place(rows: int) -> Call:
+    table, slots = torch.zeros(rows + 1, 128), torch.arange(rows + 1, dtype=torch.int32)
+    flat = torch.zeros((2 * rows + 1) * 64)
+    return lambda: OPS.place_rows_(table, flat, slots, *_blocks(rows), [0, 0])
+
+
+def _pack(form: str) -> Callable[[int], Call]:
+    def prepare(rows: int) -> Call:
+        numbers = torch.zeros(rows * 96)
+        return lambda: OPS.pack_segments(numbers, [rows, rows], [64, 32], form)
+
+    return prepare
+
+
+def _unpack(form: str) -> Callable[[int], Call]:
+    def prepare(rows: int) -> Call:
+        packed = torch.zeros(rows * (96 + 8), dtype=torch.int8 if form == "int8" else torch.uint8)
+        return lambda: OPS.unpack_segments(packed, [rows, rows], [64, 32], form, torch.float32)
+
+    return prepare
+
+
+def _hash(assign: bool) -> Callable[[int], Call]:
+    def prepare(ids: int) -> Call:
+        state, table, some = empty_state(4, 8), HashRange(4, 8, 8), torch.arange(ids)
+        return lambda: (
+            zch_assign_each_(some, state, table, step=ids) if assign else zch_find(some, state, table)
+        )
+
+    return prepare
+
+
+CALLS: dict[str, Callable[[int], Call]] = {
+    "segment_ids": _on_segments(lambda s: OPS.segment_ids(s.offsets, s.total)),
+    "select_segments": _on_segments(lambda s: OPS.select_segments(s.rows, *s.chosen)),
+    "select_segments_backward": _on_segments(lambda s: OPS.select_segments_backward(s.rows, *s.chosen)),
+    "bucketize_by_cuts": _bucketize,
+    "jagged_to_padded": _on_segments(lambda s: OPS.jagged_to_padded(s.rows, s.offsets, 3, 0.0)),
+    "padded_to_jagged": _unpad,
+    "segment_sum": _on_segments(lambda s: OPS.segment_sum(s.rows, s.offsets)),
+    "repeat_segments": _on_segments(lambda s: OPS.repeat_segments(s.each, s.offsets, s.total)),
+    "route_ids": _route,
+    "pick_rows": _pick,
+    "place_rows_": _place,
+    "pack_segments int8": _pack("int8"),
+    "pack_segments fp8": _pack("fp8"),
+    "unpack_segments int8": _unpack("int8"),
+    "unpack_segments fp8": _unpack("fp8"),
+    "zch_find": _hash(False),
+    "zch_assign_each_": _hash(True),
+}
+"""A call of an op, prepared for so many segments, bags, rows or ids."""
+
+READS = ("route_ids", "zch_assign_each_")
+"""Of these the host, or a later kernel's loop, reads what a kernel has written: it must run."""
