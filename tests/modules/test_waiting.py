@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.gradient import GradientRecord, GradientSink, deliver
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
@@ -108,6 +109,33 @@ def test_sequence_collections_do_not_wait_where_the_host_knows_the_sizes(
         EmbeddingConfig(20, 8, "b", feature_names=["x"]),
     ]
     train(EmbeddingCollection(tables, DEVICE, on_bad_id=on_bad_id), batch(variable, False), attached)
+
+
+def test_tables_that_several_lookups_of_a_pass_share_do_not_wait() -> None:
+    """Their records become one: pooled ones, with and without weights, and one of a sequence."""
+
+    class Table(GradientSink):
+        def batch_key(self) -> int:
+            return 0
+
+        def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+            self.taken = record
+
+    def there(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    table = Table()
+    ids, offsets, weights = there(torch.int64, 9), there(torch.int64, 7), there(torch.float32, 9)
+    one = ((table.handle,), (4,), (3,), (3,), (0,), (4,), (1,))
+    records = [
+        GradientRecord(0, there(torch.float32, 3, 4), ids, offsets, None, *one),
+        GradientRecord(1, there(torch.bfloat16, 3, 4), ids, offsets, weights, *one),
+        GradientRecord(2, there(torch.float32, 9, 4), ids, None, None, *one[:-1], (0,)),
+    ]
+    with NoWaiting():
+        deliver(records)
+    assert table.taken.ids.shape == (27,)
+    assert table.taken.starts == (3, 10, 17)
 
 
 def test_permuting_keys_does_not_wait() -> None:

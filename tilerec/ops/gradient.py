@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import CommsError, TilerecError
+from tilerec.ops.joined import joined
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.reader import Reader
 
@@ -91,10 +92,18 @@ class GradientSink(ABC):
         """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
 
     def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
-        """Several lookups of each of `sinks` as one record: each lookup's row sums, in the order of the forwards."""
-        sums: dict[int, list[tuple[Tensor, Tensor]]] = {sink.handle: [] for sink in sinks}
+        """Several lookups of each of `sinks` as one record.
+
+        On the CPU each lookup's row sums, in the order of the forwards. Elsewhere the host would have to wait for how
+        many rows these are: there the lookups' occurrences are laid end to end, and one sum runs over all.
+        """
+        handles = [sink.handle for sink in sinks]
+        if records[0].grad.device.type != "cpu":
+            named = [(record, features_of(record, handles)) for record in records]
+            return joined([r.only(sorted(f for own in of.values() for f in own)) for r, of in named])
+        sums: dict[int, list[tuple[Tensor, Tensor]]] = {handle: [] for handle in handles}
         for record in records:
-            own = features_of(record, list(sums))
+            own = features_of(record, handles)
             for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
                 sums[handle].append(part)
         return _of_sums(records[0].serial, sums)
