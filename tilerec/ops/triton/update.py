@@ -311,6 +311,9 @@ def update_runs(
                     sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
                     MODE, WD, ROW_STEP,
                 )  # fmt: skip
+                if COLUMNS > 512:
+                    # Several warps: each has read the row's slots, of which one writes what they become.
+                    tl.debug_barrier()
                 store_rows(
                     weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC
                 )

@@ -1,0 +1,67 @@
+"""What the sanitizer (`sanitizer.py`) lets pass, each with its reason, and what it runs on whenever tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ROAMS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ["pooled_kernel", "chunk_kernel", "sequence_kernel", "sample_weight_kernel", "sample_weight_chunk_kernel"],
+        ("base",),
+    ),
+    "update_runs": ("weights", "slot0", "slot1", "slot2", "names"),
+    "part_sums": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2"),
+    "apply_to_parts": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2", "names"),
+}  # fmt: skip
+"""Arguments from which a kernel reaches other tensors, by distance (`addresses.py`)."""
+
+SHARED: Mapping[tuple[str, str], str] = {
+    ("find_kernel", "report"): "all who take it write 1; who it is about is an atomic maximum",
+    ("live_kernel", "report"): "all who take it write 1; who it is about is an atomic maximum",
+    ("find_kernel", "needs_B"): "a flag: all who need the bucket walked write 1",
+    ("hit_kernel", "last_E"): "all hits of a step write the step",
+    ("move_rows", "flat"): "segments that overlap are the caller's mistake; a test of bad places makes it",
+}
+"""Arguments to which programs of a launch write one value, and nobody reads it in the launch: aligned words arrive
+whole, so whoever is last, it is that value. Only stores of equal values pass."""
+
+TOLD_BY_ANY: Mapping[str, str] = {
+    "report": "which of a batch's errors is told may differ from run to run (reports.py)",
+}
+"""Arguments whose content may depend on the order of programs."""
+
+LISTED = 2**20
+"""More tables, features or segments than any host lists."""
+
+MOST: Mapping[tuple[str, str], int] = {
+    ("pack", "segments"): LISTED,
+    ("unpack", "segments"): LISTED,
+    ("move_rows", "segments"): LISTED,
+    ("deal_items", "width"): LISTED,
+    ("sort_blocks", "program_id(0)"): 65536,  # `small_sort.MOST` occurrences
+    ("rank_blocks", "program_id(0)"): 65536,
+    ("rank_blocks", "total"): 65536,
+    ("occurrence_keys", "programs"): 4096,  # `occurrences.programs_of`
+    ("occurrence_keys", "program_id(0)"): 2 * (4096 + LISTED),
+}
+"""Integer arguments, `program_id(n)` and `num_programs(n)` that a kernel's host keeps below what their type holds."""
+
+WRAPS: Mapping[tuple[str, str], str] = {
+    ("move_rows", "add"): "adds rows of users, whose numbers may be int32 and wrap as torch's do",
+}
+"""Arithmetic of int32 numbers that are no addresses."""
+
+GRID = (2**31 - 1, 65535, 65535)
+"""Programs that a launch can have along its axes."""
+
+SAMPLE: Mapping[str, tuple[str, ...]] = {
+    "test_exchange.py": ("test_picking_into_a_part_of_memory_leaves_the_rest_alone",),
+    "test_hash.py": ("test_an_id_that_is_evicted_before_its_turn_is_a_newcomer",),
+    "test_sort.py": ("test_whole_chunks_are_summed_and_others_are_not",),
+    "test_update.py": (
+        "test_a_sum_is_in_the_order_of_features_then_positions",
+        "test_tables_of_several_types_in_one_call",
+        "test_rows_go_by_their_names",
+    ),
+}
+"""Tests of kernels that always run under the sanitizer."""
