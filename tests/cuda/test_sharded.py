@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.sizes import real
+from tests.cuda.sizes import size as size_of
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
@@ -67,10 +69,10 @@ def train_on_the_gpu() -> list[Tensor]:
     return [getattr(w, "full_tensor", w.clone)().cpu() for w in whole]
 
 
-@pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2), ("gloo", 4)])
+@pytest.mark.parametrize(("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 2), ("gloo", 4)])
 def test_tables_on_a_gpu_equal_those_of_one_process_on_the_cpu(backend: str, size: int) -> None:
     want = whole_after_training(size)
-    with Ranks(size, backend=backend) as ranks:
+    with Ranks(size, backend=backend, timeout_s=size_of(60, 600)) as ranks:
         for got in ranks.run(train_on_the_gpu):
             for own, table in zip(got, want, strict=True):
                 torch.testing.assert_close(own, table, rtol=0, atol=1e-5)

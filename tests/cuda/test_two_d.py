@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.sizes import size
 from tests.cuda.test_sharded import STEPS, batch, model, whole_after_training
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
@@ -40,7 +41,7 @@ def train(sync: Any) -> list[Tensor]:
 
 def test_exact_replicas_on_a_gpu_equal_one_process_on_the_cpu() -> None:
     want = whole_after_training(4)
-    with Ranks(4, backend="gloo") as ranks:
+    with Ranks(4, backend="gloo", timeout_s=size(60, 600)) as ranks:
         for got in ranks.run(train, "exact"):
             for own, table in zip(got, want, strict=True):
                 torch.testing.assert_close(own, table, rtol=0, atol=1e-5)
@@ -53,7 +54,7 @@ def test_averaged_sgd_on_a_gpu_equals_one_process_on_the_cpu() -> None:
         out = module(concat_batches([batch(rank, step) for rank in range(4)])).values()
         out.square().sum().backward()
     want = [getattr(module.embedding_bags, name).weight.detach() for name in NAMES]
-    with Ranks(4, backend="gloo") as ranks:
+    with Ranks(4, backend="gloo", timeout_s=size(60, 600)) as ranks:
         for got in ranks.run(train, "average"):
             for own, table in zip(got, want, strict=True):
                 torch.testing.assert_close(own, table, rtol=0, atol=1e-5)

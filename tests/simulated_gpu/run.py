@@ -8,7 +8,8 @@ kernels run in its interpreter on the device's bytes. What it shows: that the co
 gives the right numbers; that nothing waits where nothing should; that a captured step does the right thing when it is
 replayed. What it cannot show: races, several streams at work at a time, speed.
 
-`simulated_gpu.CASES_ARE_SMALL` in the environment (`TILEREC_SIMULATED_GPU=1`) tells tests to take fewer rows.
+Processes that are started from there are on it, too (`site/sitecustomize.py`). `TILEREC_SIMULATED_GPU=1` in the
+environment tells tests to take fewer rows.
 """
 
 from __future__ import annotations
@@ -50,17 +51,25 @@ def built() -> Path:
     return library
 
 
-def main(arguments: list[str]) -> None:
-    if not arguments:
-        sys.exit(__doc__)
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["TILEREC_SIMULATED_GPU"] = "1"
+def load() -> None:
+    """Let this process, and those that it starts, have the device."""
     assert "torch" not in sys.modules, "the device comes first: PyTorch looks for it once"
+    os.environ["TRITON_INTERPRET"] = os.environ["TILEREC_SIMULATED_GPU"] = "1"
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        dict.fromkeys([str(HERE / "site"), str(ROOT), *filter(None, paths)])
+    )
     library = ctypes.CDLL(str(built()))
-    sys.path[:0] = [str(ROOT), str(HERE)]
+    sys.path[:0] = [path for path in (str(ROOT), str(HERE)) if path not in sys.path]
     import runtime
 
     runtime.install(library)
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        sys.exit(__doc__)
+    load()
     if arguments[0] == "-m":
         sys.argv = [arguments[1], *arguments[2:]]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
