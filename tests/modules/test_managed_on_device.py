@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.modules.recorded import Recorded
-from tilerec.modules import managed_collision, reset
+from tilerec.modules import managed_collision
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import DistanceLFU_EvictionPolicy, HashZchEvictionConfig, LFU_EvictionPolicy
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
@@ -120,10 +120,9 @@ def left(module: ManagedCollisionEmbeddingBagCollection) -> dict[str, Any]:
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """As if ids and rows were on a device."""
+    """As if ids were on a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ManagedCollisionModule, "host_looks", property(lambda self: False))
-        patch.setattr(reset, "host_looks", lambda rows_N: False)
         yield
 
 

@@ -33,9 +33,8 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
         rows_N: int64, of the whole table; any device. -1 is none.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
-        own_N = rows_N.to(rows.leaf.device, non_blocking=True)
-        if host_looks(own_N):  # mostly no row lies here
-            own_N = _here(rows, own_N)
+        there = rows.leaf.device
+        own_N = rows_N.to(there, non_blocking=there.type != "cpu")  # to the host: it is read there at once
         if not own_N.numel():
             continue
         if rows.cache is None:
@@ -45,11 +44,6 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
         _renew(table, rows, own_N)
         if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
             _warn_later(table, rows, own_N)
-
-
-def host_looks(rows_N: Tensor) -> bool:
-    """Whether the host may look at rows: on a device it would wait for everything before."""
-    return rows_N.device.type == "cpu"
 
 
 def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
