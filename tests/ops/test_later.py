@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -68,8 +67,8 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(later, "_DEVICES", defaultdict(later._Device))
-    monkeypatch.setattr(later, "_at_once", lambda device: False)
+    monkeypatch.setattr(later, "_NUMBERS", later.Arrivals(once=True))
+    monkeypatch.setattr(later, "at_once", lambda device: False)
     monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

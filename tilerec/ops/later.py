@@ -1,13 +1,20 @@
 """Numbers that a kernel leaves on a device, and what is done with them once they have arrived: nobody waits.
 
-`when_arrived` copies them to the host behind the kernel and remembers what to do; `use_arrived` does it for those that
-have come, `use_all` waits for the rest. On the CPU numbers are there at once.
-
-Under CUDA-graph capture the tensor is the graph's: every `use_arrived` outside of a capture looks at it anew, so it
-sees what the last replay left, or zeros if there was none since.
+They are copied to the host behind the kernel, with what to do remembered; `use_arrived` does it for those that have
+come, in their order, `use_all` waits for the rest. On the CPU numbers are there at once.
 
     step 1: when_arrived(result, use)      nothing to be seen yet
     step 2: use_arrived(device)            use([0, -1, -1]), if the copy is done by now
+
+Nouns
+  arrivals   one such queue per device. Whoever asks for what has come is told of its own numbers only: the functions
+             here share a queue, reports of kernels (`triton/reports.py`) have another
+  copy       where numbers go on the host (pinned memory), and the event that says that they are there; used again
+
+Under CUDA-graph capture nothing is copied: the tensor is the graph's. From then on every look outside of a capture
+sends a copy, unless the last one is still on its way, so replays are seen, too. With `once`, the tensor is zeroed
+behind the copy: what one replay left is used once, and zeros mean that there was none since. Without, `use` does as it
+thinks right.
 """
 
 from __future__ import annotations
@@ -29,85 +36,125 @@ class _Copy(NamedTuple):
     event: torch.cuda.Event
 
 
-@dataclass
-class _Sent:
+@dataclass(eq=False, slots=True)
+class _OfGraph:
+    numbers: Tensor
+    use: Use
+    on_its_way: bool = False
+
+
+class _Sent(NamedTuple):
     copy: _Copy
     use: Use
+    graph: _OfGraph | None
 
 
 @dataclass
 class _Device:
+    """What one device has sent."""
+
     sent: deque[_Sent] = field(default_factory=deque)
     copies: defaultdict[int, list[_Copy]] = field(
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
-    in_graphs: list[tuple[Tensor, Use]] = field(default_factory=list)
+    of_graphs: list[_OfGraph] = field(default_factory=list)
 
 
-_LOCK = threading.RLock()  # a finalizer may run an op in the midst of one
-_DEVICES: defaultdict[torch.device, _Device] = defaultdict(_Device)
+class Arrivals:
+    """Numbers on their way to the host, by device."""
+
+    def __init__(self, once: bool) -> None:
+        self._once = once
+        self._lock = threading.RLock()  # a finalizer may run an op in the midst of one
+        self._devices: defaultdict[torch.device, _Device] = defaultdict(_Device)
+
+    def when_arrived(self, numbers: Tensor, use: Use) -> None:
+        """Have `use` called with these (int64 `[n]`, complete behind what the current stream has been given)."""
+        if at_once(numbers.device):
+            use(numbers.tolist())
+            return
+        with self._lock:
+            device = self._devices[numbers.device]
+            if torch.cuda.is_current_stream_capturing():
+                device.of_graphs.append(_OfGraph(numbers, use))
+            else:
+                _send(device, numbers, use)
+
+    def use_arrived(self, where: torch.device) -> None:
+        """Use what has arrived; never waits. The first `use` that raises ends it, the others have their turn next
+        time."""
+        if at_once(where) or where not in self._devices:
+            return
+        device = self._devices[where]
+        if not (device.sent or device.of_graphs) or torch.cuda.is_current_stream_capturing():
+            return
+        while (arrived := self._next_arrived(device)) is not None:
+            numbers, use = arrived
+            use(numbers)
+        for graph in device.of_graphs:
+            with self._lock:
+                if not graph.on_its_way:
+                    _send(device, graph.numbers, graph.use, graph)
+                    if self._once:
+                        graph.numbers.zero_()
+
+    def use_all(self, where: torch.device) -> None:
+        """Wait for what is under way and use it."""
+        if at_once(where) or (where := _numbered(where)) not in self._devices:
+            return
+        for _ in range(2):  # what is on its way; then those of graphs, as they are after it
+            torch.cuda.synchronize(where)
+            self.use_arrived(where)
+
+    def _next_arrived(self, device: _Device) -> tuple[list[int], Use] | None:
+        with self._lock:
+            if not device.sent or not device.sent[0].copy.event.query():
+                return None
+            copy, use, graph = device.sent.popleft()
+            numbers: list[int] = copy.host.tolist()
+            device.copies[len(numbers)].append(copy)
+            if graph is not None:
+                graph.on_its_way = False
+            return numbers, use
 
 
-def when_arrived(numbers: Tensor, use: Use) -> None:
-    """Have `use` called with these numbers (int64 `[n]`, complete behind what the current stream has been given)."""
-    if _at_once(numbers.device):
-        use(numbers.tolist())
-        return
-    with _LOCK:
-        state = _DEVICES[numbers.device]
-        if torch.cuda.is_current_stream_capturing():
-            state.in_graphs.append((numbers, use))
-        else:
-            _send(state, numbers, use)
-
-
-def use_arrived(device: torch.device) -> None:
-    """Use what has arrived; never waits. The first `use` that raises ends it, the others have their turn next time."""
-    if _at_once(device) or device not in _DEVICES or torch.cuda.is_current_stream_capturing():
-        return
-    state = _DEVICES[device]
-    while (sent := _next_arrived(state)) is not None:
-        numbers = sent.copy.host.tolist()
-        with _LOCK:
-            state.copies[len(numbers)].append(sent.copy)
-        sent.use(numbers)
-    with _LOCK:
-        if not state.sent:
-            for kept, use in state.in_graphs:
-                _send(state, kept, use)
-                kept.zero_()  # behind the copy: what one replay left is used once
-
-
-def use_all(device: torch.device) -> None:
-    """Wait for what is under way and use it."""
-    if _at_once(device) or (device := _numbered(device)) not in _DEVICES:
-        return
-    for _ in range(2):  # what is on its way; then those of graphs, as they are after it
-        torch.cuda.synchronize(device)
-        use_arrived(device)
-
-
-def _next_arrived(state: _Device) -> _Sent | None:
-    with _LOCK:
-        return state.sent.popleft() if state.sent and state.sent[0].copy.event.query() else None
-
-
-def _send(state: _Device, numbers: Tensor, use: Use) -> None:
-    free = state.copies[numbers.numel()]
-    copy = free.pop() if free else _new_copy(numbers.numel())
+def _send(device: _Device, numbers: Tensor, use: Use, graph: _OfGraph | None = None) -> None:
+    free = device.copies[numbers.shape[0]]
+    copy = free.pop() if free else _new_copy(numbers.shape[0])
     copy.host.copy_(numbers, non_blocking=True)
     copy.event.record(torch.cuda.current_stream(numbers.device))
-    state.sent.append(_Sent(copy, use))
+    device.sent.append(_Sent(copy, use, graph))
+    if graph is not None:
+        graph.on_its_way = True
 
 
 def _new_copy(size: int) -> _Copy:
     return _Copy(torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event())
 
 
-def _at_once(device: torch.device) -> bool:
+def at_once(device: torch.device) -> bool:
+    """Whether kernels have run when their launch returns."""
     return device.type == "cpu"
 
 
 def _numbered(device: torch.device) -> torch.device:
     """`cuda` is the current device; tensors say which."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+_NUMBERS = Arrivals(once=True)
+
+
+def when_arrived(numbers: Tensor, use: Use) -> None:
+    """Have `use` called with these numbers (int64 `[n]`, complete behind what the current stream has been given)."""
+    _NUMBERS.when_arrived(numbers, use)
+
+
+def use_arrived(device: torch.device) -> None:
+    """Use what has arrived; never waits. The first `use` that raises ends it, the others have their turn next time."""
+    _NUMBERS.use_arrived(device)
+
+
+def use_all(device: torch.device) -> None:
+    """Wait for what is under way and use it."""
+    _NUMBERS.use_all(device)

@@ -267,8 +267,8 @@ def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: 
         for cut in (True, False):
             for out_size in (4, 2):
                 layout = lookup_layout.layout_of(
-                    weights, torch.zeros(1, dtype=torch.int64), features, features, [0] * len(dims), out_size,
-                    uniform, cut, "",
+                    weights, torch.zeros(1, dtype=torch.int64), features, features, [0] * len(dims),
+                    lookup_layout.types_of(weights), out_size, uniform, cut, "",
                 )  # fmt: skip
                 assert sum(family.count for family in layout.families) >= len(dims)
                 for family in layout.families:
@@ -291,9 +291,18 @@ def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: 
 
 
 def test_more_parts_than_a_launch_can_have_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_layout, "_GRID_Y", 2)
+    monkeypatch.setattr(lookup_layout, "GRID_Y", 2)
     case = make([4, 300], [F32, F32], [0, 1, 2, 0, 1], [2], SHORT)
     assert torch.equal(case.run(), case.reference())
+
+
+def test_rows_of_more_tiles_than_a_grid_allows_are_served_by_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "GRID_Y", 2)
+    monkeypatch.setattr(lookup, "launch", lambda *args, **constants: pytest.fail("launched"))
+    case = sequence([torch.randn(11, 300)], torch.randint(0, 11, (9,)), [0, 9], [0])
+    assert torch.equal(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0])
 
 
 def test_fp64_tables_are_served_by_the_reference() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilerec.ops import later
 from tilerec.ops.triton import reports
 from tilerec.ops.triton.reports import new_report, post, raise_all, raise_due
 
@@ -68,10 +69,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         return made(number, device)
 
     monkeypatch.setattr(reports, "_DEVICES", defaultdict(reports._Device))
-    monkeypatch.setattr(reports, "_at_once", lambda device: False)
+    monkeypatch.setattr(reports, "_REPORTS", later.Arrivals(once=False))
     monkeypatch.setattr(reports, "_made", count)
-    monkeypatch.setattr(reports, "_host_numbers", lambda: torch.zeros(4, dtype=torch.int64))
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(reports, "current_stream", lambda: gpu.stream)
+    for module in (later, reports):
+        monkeypatch.setattr(module, "at_once", lambda device: False)
+    monkeypatch.setattr(
+        later, "_new_copy", lambda size: later._Copy(torch.zeros(size, dtype=torch.int64), gpu.event())
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", gpu.is_capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
@@ -126,7 +131,8 @@ def test_steps_without_errors_use_the_same_reports(gpu: Gpu) -> None:
         kernel()
         gpu.run()
     assert gpu.made == [reports._BLOCK]
-    assert len(reports._DEVICES[CPU].arrivals) <= 1
+    raise_due(CPU)
+    assert len(reports._REPORTS._devices[CPU].copies[4]) == 1
 
 
 def test_reports_under_way_are_not_used_again(gpu: Gpu) -> None:
@@ -182,7 +188,7 @@ def test_a_graphs_report_is_on_its_way_once(gpu: Gpu) -> None:
     gpu.capturing = False
     for _ in range(50):
         raise_due(CPU)
-    assert len(reports._DEVICES[CPU].sent) == 1
+    assert len(reports._REPORTS._devices[CPU].sent) == 1
 
 
 def test_a_graph_takes_a_report_that_is_free_on_another_stream(gpu: Gpu) -> None:

@@ -32,13 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.exchange import check_route, raise_bad_offsets, raise_few_offsets
+from tilerec.ops.exchange import _route_ids_reference, check_route, raise_bad_offsets, raise_few_offsets
 from tilerec.ops.gradient import bag_starts
 from tilerec.ops.lookup import raise_bad_id
 from tilerec.ops.triton.addresses import constants, upload
 from tilerec.ops.triton.jagged_bucketize import key_type
 from tilerec.ops.triton.jagged_offsets import ANYWHERE
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.reports import raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -260,6 +260,8 @@ def route_ids(
     device = ids.device
     raise_due(device)
     layout = _layout(tuple(keys), tuple(cuts), tuple(ranges), tuple(wire))
+    if len(layout.layers) > GRID_Y:  # 65,535 routes read one key
+        return _route_ids_reference(ids, offsets, keys, batches, cuts, ranges, wire, each_id, dtype, names)
     first_bags, bags = bag_starts(keys, batches)
     for r, (first, own) in enumerate(zip(first_bags, bags, strict=True)):
         if own < 0 or first + own + 1 > offsets.numel():

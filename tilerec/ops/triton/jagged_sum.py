@@ -23,7 +23,7 @@ from tilerec.ops.triton.jagged_offsets import (
     long,
     raise_as,
 )
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
@@ -154,15 +154,16 @@ def select_segments_backward(
 
 def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     sum_type = _SUMS.get(values_N.dtype) or _COUNTED.get(values_N.dtype)
-    if sum_type is None:
+    width = values_N.shape[1:].numel()
+    # A lane reads 16 bytes of an item at a time, as one or, of shorter rows, from several segments.
+    lanes = 512 // values_N.element_size()
+    if sum_type is None or width > GRID_Y * lanes:
         return REFERENCE["segment_sum"](values_N, offsets_S1)
     device = values_N.device
     raise_due(device)
     offsets_S1, values_N = long(offsets_S1), values_N.contiguous()
-    segments, width = offsets_S1.shape[0] - 1, values_N.shape[1:].numel()
+    segments = offsets_S1.shape[0] - 1
     out_S = torch.empty((segments, *values_N.shape[1:]), dtype=values_N.dtype, device=device)
-    # A lane reads 16 bytes of an item at a time, as one or, of shorter rows, from several segments.
-    lanes = 512 // values_N.element_size()
     columns = min(1 << (max(width, 1) - 1).bit_length(), lanes)
     group = lanes // columns
     # Programs past the last segment, if any, only check offsets.

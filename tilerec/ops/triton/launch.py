@@ -40,6 +40,9 @@ class _Known(NamedTuple):
     kernel: Any  # kept, so that its id stays its own
 
 
+GRID_Y = 65_535
+"""Programs that CUDA allows on the second axis of a grid (2³¹ - 1 on the first)."""
+
 _KNOWN: dict[tuple[object, ...], _Known] = {}
 _MOST = 4096
 _INT32, _INT64 = 1 << 31, 1 << 63

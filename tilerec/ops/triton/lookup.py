@@ -36,10 +36,11 @@ Legend: F features, T tables, N ids, S parts of a family, G rows of a group, C c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ from tilerec.ops.lookup_checks import (
     raise_other_dim,
 )
 from tilerec.ops.triton.addresses import constants, kept, upload
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.lookup_layout import (
     Family,
@@ -76,6 +77,7 @@ from tilerec.ops.triton.lookup_layout import (
     launches_of,
     layout_of,
     power_of_two,
+    types_of,
 )
 from tilerec.ops.triton.lookup_parts import CHUNK, LONG, OFFSET
 from tilerec.ops.triton.lookup_pooled import chunk_kernel, pooled_kernel
@@ -85,21 +87,20 @@ from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import group_rows, reads, tile_width
 
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 _STEPS = 8  # positions of a turn
 _WAVES = 4  # groups of a program where ids are few
 
 
-def _serves(weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype in OUTPUTS and all([reads(w.dtype, device) for w in weights])  # noqa: C419 - faster for few items
+@functools.lru_cache(maxsize=256)
+def _serves(rows: tuple[torch.dtype, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype in OUTPUTS and all(reads(own, device) for own in rows)
 
 
-def _check_same_device(ids: Tensor, **others: Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None and other.device != ids.device:
-            raise InputError(
-                f"A lookup's {name} are on {other.device}, the ids on {ids.device}; move one of them with .to()."
-            )
+def _check_same_device(device: torch.device, name: str, other: Tensor | None) -> None:
+    if other is not None and other.device != device:
+        raise InputError(
+            f"A lookup's {name} are on {other.device}, the ids on {device}; move one of them with .to()."
+        )
 
 
 def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
@@ -107,7 +108,7 @@ def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor
     return (values if values.dtype in dtypes else values.to(dtypes[0])).contiguous()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Told:
     """Turns a report into the error its caller sees."""
 
@@ -124,36 +125,43 @@ class _Told:
         raise_bad_id(self.names, feature, position, value, self.rows[feature])
 
 
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     """A pooled batch as kernels read it; `runs` are of variable batches: first bag, bags, place per feature."""
 
     ids: Tensor
     offsets: Tensor
+    id_count: int
     bags: int  # of every feature; 0 for variable batches
     most_bags: int
-    runs: Tensor | None = None
-    slots: int = field(init=False)
-    few: bool = field(init=False)  # ids: at most one per bag, on average
-    split: bool = field(init=False)  # whether there can be a long bag
-
-    def __post_init__(self) -> None:
-        count = self.ids.shape[0]
-        self.slots = ceil_div(count, CHUNK.value)
-        self.few = count < self.offsets.shape[0]
-        self.split = count > LONG.value
+    runs: Tensor | None
+    slots: int
+    few: bool  # ids: at most one per bag, on average
+    split: bool  # whether there can be a long bag
 
 
 def _batch_of(
     layout: Layout, ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int]
 ) -> _Batch:
     ids, offsets = _flat(ids), _flat(offsets, (torch.int64,))
-    if len(batches) == 1:
-        return _Batch(ids, offsets, batches[0], batches[0])
-    starts, bags = bag_starts(keys, batches)
-    places, _ = pooled_blocks(layout.dims, bags, False)
-    runs = [number for run in zip(starts, bags, places, strict=True) for number in run]
-    return _Batch(ids, offsets, 0, max(bags, default=0), upload(runs, ids.device))
+    bags = most = batches[0] if batches else 0
+    runs = None
+    if len(batches) != 1:
+        starts, bags_F = bag_starts(keys, batches)
+        places, _ = pooled_blocks(layout.dims, bags_F, False)
+        numbers = [number for run in zip(starts, bags_F, places, strict=True) for number in run]
+        bags, most, runs = 0, max(bags_F, default=0), upload(numbers, ids.device)
+    count = ids.shape[0]
+    slots = -(-count // CHUNK.value)
+    return _Batch(ids, offsets, count, bags, most, runs, slots, count < offsets.shape[0], count > LONG.value)
+
+
+def _shape_of(
+    layout: Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
+) -> tuple[int, ...]:
+    """Shape of the output (`pooled_shape`, which also says what is wrong)."""
+    if len(batches) == 1 and 0 <= batches[0] * (layout.last_key + 1) < offsets.shape[0]:
+        return (batches[0], layout.width)
+    return pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
 
 
 def pooled_lookup(
@@ -171,26 +179,27 @@ def pooled_lookup(
 ) -> tuple[Tensor, Tensor]:
     """`tilerec::pooled_lookup`."""
     check_batch(ids, offsets, sample_weights)
-    if not _serves(weights, dtype, ids.device):
+    device, types = ids.device, types_of(weights)
+    if not _serves(types, dtype, device):
         return _pooled_lookup_reference(
             weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
         )
-    _check_same_device(ids, offsets=offsets, sample_weights=sample_weights)
-    device, uniform = ids.device, len(batches) == 1
+    _check_same_device(device, "offsets", offsets)
+    _check_same_device(device, "sample_weights", sample_weights)
     raise_due(device)
-    layout = layout_of(weights, ids, tables, keys, means, dtype.itemsize, uniform, True, names)
-    shape = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
-    out = torch.empty(shape, dtype=dtype, device=device)
+    layout = layout_of(
+        weights, ids, tables, keys, means, types, dtype.itemsize, len(batches) == 1, True, names
+    )
+    out = torch.empty(_shape_of(layout, keys, batches, offsets, names), dtype=dtype, device=device)
     if out.numel() == 0:
         return out, new_ticket()
     batch = _batch_of(layout, ids, offsets, keys, batches)
     if sample_weights is not None:
-        sample_weights = sample_weights.to(torch.float32).contiguous()
+        sample_weights = _flat(sample_weights, (torch.float32,))
     report = new_report(device)
-    with torch.cuda.device_of(ids):
-        for family in layout.families:
-            _sum_family(family, weights[family.table], out, batch, sample_weights, report)
-    post(report, _Told(names, tuple(tables), layout.rows, ids.shape[0]))
+    for family in layout.families:
+        _sum_family(family, weights[family.table], out, batch, sample_weights, report)
+    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
     return out, new_ticket()
 
 
@@ -202,29 +211,26 @@ def _chunk_steps(family: Family) -> int:
 def _sum_family(
     family: Family, base: Tensor, out: Tensor, batch: _Batch, sample_weights: Tensor | None, report: Tensor
 ) -> None:
-    ids, offsets = batch.ids, batch.offsets
-    weighted, variable = sample_weights is not None, batch.runs is not None
+    ids, offsets, count, bags, most_bags, runs, slots, few, split = batch
+    weighted, variable = sample_weights is not None, runs is not None
     # Arguments that a kernel does not read must still be pointers.
-    sample, runs = (
-        ids if sample_weights is None else sample_weights,
-        family.parts if batch.runs is None else batch.runs,
-    )
+    sample = ids if sample_weights is None else sample_weights
+    own_runs = family.parts if runs is None else runs
     chunk_sums: Tensor = ids
-    if batch.split:
-        chunk_sums = torch.empty(
-            family.planes * batch.slots * family.tile, dtype=torch.float32, device=ids.device
-        )
-        launch(chunk_kernel, (batch.slots, family.planes),
-            base, ids, offsets, sample, family.parts, runs, chunk_sums, report, ids.shape[0], batch.bags, batch.slots,
-            family.count, TILE=family.tile, VEC=family.vec,
-            STEPS=_chunk_steps(family), WEIGHTED=weighted, VARIABLE=variable, **_OPTIONS,
+    if split:
+        places = family.planes * slots
+        chunk_sums = torch.empty(places * family.tile, dtype=torch.float32, device=ids.device)
+        launch(chunk_kernel, (places,),
+            base, ids, offsets, sample, family.parts, own_runs, chunk_sums, report, count, bags, slots, family.count,
+            TILE=family.tile, VEC=family.vec, STEPS=_chunk_steps(family), WEIGHTED=weighted, VARIABLE=variable,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    group, waves = family.group, _WAVES if batch.few else 1
-    for parts, count in launches_of(family):
-        launch(pooled_kernel, (ceil_div(batch.most_bags, group * waves), count),
-            base, out, ids, offsets, sample, parts, runs, chunk_sums, report, ids.shape[0], batch.bags, batch.slots,
+    group, waves = family.group, _WAVES if few else 1
+    for parts, part_count in launches_of(family):
+        launch(pooled_kernel, (-(-most_bags // (group * waves)), part_count),
+            base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
-            VARIABLE=variable, SPLIT=batch.split, WAVES=waves, **_OPTIONS,
+            VARIABLE=variable, SPLIT=split, WAVES=waves, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -240,13 +246,16 @@ def sample_weight_grad(
 ) -> Tensor:
     """`tilerec::sample_weight_grad`."""
     check_batch(ids, offsets, None)
-    if not _serves(weights, grad.dtype, ids.device):
+    device, types = ids.device, types_of(weights)
+    if not _serves(types, grad.dtype, device):
         return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
-    _check_same_device(ids, offsets=offsets, grad=grad)
-    device, uniform = ids.device, len(batches) == 1
+    _check_same_device(device, "offsets", offsets)
+    _check_same_device(device, "grad", grad)
     raise_due(device)
-    layout = layout_of(weights, ids, tables, keys, means, grad.dtype.itemsize, uniform, False, "")
-    wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
+    layout = layout_of(
+        weights, ids, tables, keys, means, types, grad.dtype.itemsize, len(batches) == 1, False, ""
+    )
+    wanted = _shape_of(layout, keys, batches, offsets, "")
     check_gradient(grad, wanted, math.prod(wanted))
     out = torch.zeros(ids.shape[0], dtype=torch.float32, device=device)
     batch = _batch_of(layout, ids, offsets, keys, batches)
@@ -254,11 +263,10 @@ def sample_weight_grad(
         return out
     grad = grad.contiguous()
     report = new_report(device)
-    with torch.cuda.device_of(ids):
-        for family in layout.families:
-            _multiply_family(family, weights[family.table], out, batch, grad, report)
+    for family in layout.families:
+        _multiply_family(family, weights[family.table], out, batch, grad, report)
     names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
-    post(report, _Told(names, tuple(tables), layout.rows, ids.shape[0]))
+    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
     return out
 
 
@@ -269,15 +277,15 @@ def _multiply_family(
     runs = family.parts if batch.runs is None else batch.runs
     if batch.split:
         launch(sample_weight_chunk_kernel, (batch.slots,),
-            base, out, ids, offsets, grad, family.parts, runs, report, ids.shape[0], batch.bags, family.count,
+            base, out, ids, offsets, grad, family.parts, runs, report, batch.id_count, batch.bags, family.count,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_chunk_steps(family), ONE=family.one,
-            ADD=family.reader > 0, VARIABLE=variable, **_OPTIONS,
+            ADD=family.reader > 0, VARIABLE=variable, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    for parts, count in launches_of(family):
-        launch(sample_weight_kernel, (ceil_div(batch.most_bags, family.group), count),
-            base, out, ids, offsets, grad, parts, runs, report, ids.shape[0], batch.bags, GROUP=family.group,
+    for parts, part_count in launches_of(family):
+        launch(sample_weight_kernel, (ceil_div(batch.most_bags, family.group), part_count),
+            base, out, ids, offsets, grad, parts, runs, report, batch.id_count, batch.bags, GROUP=family.group,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
-            ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, **_OPTIONS,
+            ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -289,6 +297,20 @@ class _Rows(NamedTuple):
     tile: int
     vec: int
     out_vec: int
+    tiles: int  # of a row
+
+
+class _Sequence(NamedTuple):
+    """What stays the same from one sequence lookup to the next."""
+
+    rows: tuple[int, ...]  # per feature
+    dim: int
+    families: tuple[_Rows, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a row's tiles are programs of one launch (of 8 million columns they are)."""
+        return all([family.tiles <= GRID_Y for family in self.families])  # noqa: C419 - faster for few items
 
 
 @kept(128)
@@ -300,7 +322,7 @@ def _sequence_layout(
     names: str,
     out_size: int,
     device: torch.device,
-) -> tuple[_Rows, ...]:
+) -> _Sequence:
     check_layout(shapes, tables, (), (), False)
     check_memory(pointers, shapes, tables, names)
     dim = shapes[tables[0]][1]
@@ -316,16 +338,11 @@ def _sequence_layout(
             n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)
         ]
         places = [pointers[t] // dtype.itemsize for t in own if math.prod(shapes[t])]
-        families.append(
-            _Rows(
-                constants(tuple(numbers), device),
-                start,
-                tile_width(dim, dtype.itemsize),
-                power_of_two([*places, dim], 16 // dtype.itemsize),
-                power_of_two([dim], 16 // out_size),
-            )
-        )
-    return tuple(families)
+        tile = tile_width(dim, dtype.itemsize)
+        vec, out_vec = power_of_two([*places, dim], 16 // dtype.itemsize), power_of_two([dim], 16 // out_size)
+        sent = constants(tuple(numbers), device)
+        families.append(_Rows(sent, start, tile, vec, out_vec, ceil_div(dim, tile)))
+    return _Sequence(tuple([shapes[t][0] for t in tables]), dim, tuple(families))
 
 
 def sequence_lookup(
@@ -340,38 +357,32 @@ def sequence_lookup(
     """`tilerec::sequence_lookup`; starts may be on the ids' device or on the CPU."""
     check_batch(ids, starts, None)
     check_starts(starts, len(tables))
-    if not tables or not _serves(weights, dtype, ids.device):
+    device, types = ids.device, types_of(weights)
+    if not tables or not _serves(types, dtype, device):
         return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
-    device = ids.device
     raise_due(device)
-    families = _sequence_layout(
-        tuple(tables), tuple([w.shape for w in weights]), tuple([w.dtype for w in weights]),
-        tuple([w.data_ptr() for w in weights]), names, dtype.itemsize, device,
-    )  # fmt: skip
-    check_tables(weights, ids, tables, names)
-    told = _Told(
-        names, tuple(tables), tuple([weights[t].shape[0] for t in tables]), ids.shape[0], pooled=False
+    pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
+    layout = _sequence_layout(
+        own, tuple(map(Tensor.size, weights)), types, pointers, names, dtype.itemsize, device
     )
+    check_tables(weights, ids, tables, names, 0 in pointers)
+    if not layout.fits:
+        return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+    told = _Told(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
-    if known:
-        starts = _known_starts(starts, told, device)
-    else:
-        _check_same_device(ids, starts=starts)
-        starts = _flat(starts, (torch.int64,))
-    count, dim = ids.shape[0], weights[tables[0]].shape[1]
-    out = torch.empty((count, dim), dtype=dtype, device=device)
+    starts = _known_starts(starts, told, device) if known else _flat(starts, (torch.int64,))
+    count = ids.shape[0]
+    out = torch.empty((count, layout.dim), dtype=dtype, device=device)
     ids = _flat(ids)
     report = new_report(device)
-    with torch.cuda.device_of(ids):
-        for number, family in enumerate(families):
-            group = group_rows(family.tile, family.vec)
-            # One program at least: the starts of no ids are looked at, too.
-            grid = (max(ceil_div(count, group * _STEPS), 1), ceil_div(dim, family.tile))
-            launch(sequence_kernel, grid,
-                weights[family.table], out, ids, starts, family.features, report, count, len(tables), GROUP=group,
-                TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, CHECK=number == 0 and not known,
-                **_OPTIONS,
-            )  # fmt: skip
+    for number, family in enumerate(layout.families):
+        group = group_rows(family.tile, family.vec)
+        # One program at least: the starts of no ids are looked at, too.
+        launch(sequence_kernel, (max(ceil_div(count, group * _STEPS), 1), family.tiles),
+            weights[family.table], out, ids, starts, family.features, report, count, len(own), GROUP=group,
+            TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, CHECK=number == 0 and not known,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     post(report, told)
     return out, new_ticket()
 

@@ -23,10 +23,9 @@ from tilerec.ops.gradient import pooled_blocks
 from tilerec.ops.lookup import check_devices
 from tilerec.ops.lookup_checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.triton.addresses import constants, kept
+from tilerec.ops.triton.launch import GRID_Y
 from tilerec.ops.triton.lookup_parts import FIELDS
 from tilerec.ops.triton.rows import group_rows, tile_width
-
-_GRID_Y = 65535  # parts of one launch
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,10 @@ class Family:
 class Layout:
     """What stays the same from call to call."""
 
-    dims: tuple[int, ...]  # per feature
-    rows: tuple[int, ...]  # per feature
+    tables: tuple[int, ...]  # per feature, as are
+    dims: tuple[int, ...]
+    rows: tuple[int, ...]
+    width: int  # of all features
     last_key: int  # -1: no features
     families: tuple[Family, ...]
 
@@ -136,7 +137,7 @@ def _layout(
             )
         )
     rows = tuple([shapes[t][0] for t in tables])
-    return Layout(dims, rows, max(keys, default=-1), tuple(families))
+    return Layout(tables, dims, rows, sum(dims), max(keys, default=-1), tuple(families))
 
 
 def distances_of(
@@ -149,24 +150,44 @@ def distances_of(
 
 def layout_of(
     weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
-    out_size: int, uniform: bool, cut: bool, names: str,
+    dtypes: tuple[torch.dtype, ...], out_size: int, uniform: bool, cut: bool, names: str,
 ) -> Layout:  # fmt: skip
+    """The layout of a call: checked and made when it is new, else found by what it depends on.
+
+    dtypes: of the weights (`types_of`).
+    """
+    pointers = tuple(map(Tensor.data_ptr, weights))
     try:
         layout = _layout(
-            tuple(tables), tuple(keys), tuple(means), tuple([w.shape for w in weights]),
-            tuple([w.dtype for w in weights]), tuple([w.data_ptr() for w in weights]), out_size, uniform, cut,
-            ids.device, names,
+            tuple(tables), tuple(keys), tuple(means), tuple(map(Tensor.size, weights)), dtypes, pointers, out_size,
+            uniform, cut, ids.device, names,
         )  # fmt: skip
     except InputError:
         if all(0 <= t < len(weights) for t in tables):
             check_devices(weights, ids, tables, names)  # a table on "meta" has no memory either
         raise
-    check_tables(weights, ids, tables, names)
+    check_tables(weights, ids, tables, names, 0 in pointers)
     return layout
 
 
-def check_tables(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
-    check_devices(weights, ids, tables, names)
+def types_of(weights: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    """The data type of each."""
+    return tuple(map(_type_of, weights))
+
+
+# Mapped in C: half of what a loop over the tables costs, at every call.
+_type_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+
+
+def check_tables(
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, somewhere: bool = True
+) -> None:
+    """Raise an `InputError` for tables that are not where the ids are, or not contiguous.
+
+    somewhere: some have no memory; a number says too little of where those are.
+    """
+    if somewhere or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
+        check_devices(weights, ids, tables, names)
     check_contiguous(weights)
 
 
@@ -178,12 +199,12 @@ def check_memory(
             raise_no_rows(names, tables, f)
 
 
-def launches_of(family: Family) -> list[tuple[Tensor, int]]:
+def launches_of(family: Family) -> Sequence[tuple[Tensor, int]]:
     """Parts and their number, for as many launches as the grid's second axis asks for: nearly always one."""
-    if family.count <= _GRID_Y:
-        return [(family.parts, family.count)]
+    if family.count <= GRID_Y:
+        return ((family.parts, family.count),)
     step = FIELDS.value
     return [
-        (family.parts[first * step :], min(family.count - first, _GRID_Y))
-        for first in range(0, family.count, _GRID_Y)
+        (family.parts[first * step :], min(family.count - first, GRID_Y))
+        for first in range(0, family.count, GRID_Y)
     ]

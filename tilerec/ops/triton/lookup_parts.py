@@ -101,12 +101,12 @@ def load_ids(ids, at_G, take_G, rows):
 
 
 @triton.jit
-def chunk_of(parts, part_count, plane, offsets, runs, report, id_count, bags, VARIABLE: tl.constexpr):
-    """The chunk of a program's slot in a plane: its part, its bag, and its positions, none if begin == end.
+def chunk_of(parts, part_count, plane, slot, offsets, runs, report, id_count, bags, VARIABLE: tl.constexpr):
+    """The chunk of a slot (int64) in a plane: its part, its bag, and its positions, none if begin == end.
 
     Example: CHUNK 4, LONG 8, bag 5 is [7, 20): slot 3 -> bag 5, [11, 15); slot 5 -> nothing, its position 20 is behind.
     """
-    at = tl.program_id(0).to(tl.int64) * CHUNK
+    at = slot * CHUNK
     number, readers = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     for block in range(0, part_count, _BLOCK):
         number_S = block + tl.arange(0, _BLOCK)

@@ -145,10 +145,11 @@ def chunk_kernel(
     TILE: tl.constexpr, VEC: tl.constexpr, STEPS: tl.constexpr, WEIGHTED: tl.constexpr,
     VARIABLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of one slot's chunk, if it has one. Grid: (slots, planes)."""
-    plane = tl.program_id(1)
+    """Sum the rows of one slot's chunk, if it has one. Grid: (slots * planes,): planes may be many."""
+    place = tl.program_id(0).to(tl.int64)
+    plane = place // slots
     part, _bag, begin, end = chunk_of(
-        parts, part_count, plane, offsets, runs, report, id_count, bags, VARIABLE
+        parts, part_count, plane, place - plane * slots, offsets, runs, report, id_count, bags, VARIABLE
     )
     if begin < end:
         distance = tl.multiple_of(tl.load(part + DISTANCE), VEC)
@@ -162,7 +163,7 @@ def chunk_kernel(
             tl.zeros([1, TILE], tl.float32), base, ids, sample_weights, begin_G, end_G, distance, rows, dim, columns,
             inside, VEC, STEPS, WEIGHTED,
         )  # fmt: skip
-        start_G = (plane.to(tl.int64) * slots + tl.program_id(0) + tl.arange(0, 1)) * TILE
+        start_G = (place + tl.arange(0, 1)) * TILE
         slot_columns, _all = tile_columns(0, dim, TILE, VEC)
         store_tiles(chunk_sums, start_G, begin_G >= 0, slot_columns, inside, sums_GC, VEC)
         if some(bad_G):

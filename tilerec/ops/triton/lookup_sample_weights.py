@@ -109,7 +109,9 @@ def sample_weight_chunk_kernel(
     ONE: tl.constexpr, ADD: tl.constexpr, VARIABLE: tl.constexpr,
 ):  # fmt: skip
     """Products of one slot's chunk, if it has one. Grid: (slots,)."""
-    part, bag, begin, end = chunk_of(parts, part_count, 0, offsets, runs, report, id_count, bags, VARIABLE)
+    part, bag, begin, end = chunk_of(
+        parts, part_count, 0, tl.program_id(0).to(tl.int64), offsets, runs, report, id_count, bags, VARIABLE
+    )
     if begin < end:
         first, _, place = run_of(part, runs, bags, VARIABLE, GRAD_VEC)
         rows = tl.load(part + ROWS)

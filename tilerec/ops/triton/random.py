@@ -33,7 +33,7 @@ from tilerec.ops.random import (
     random_fill_reference_,
     random_rows_reference_,
 )
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.rows import reads
 
@@ -202,7 +202,9 @@ def random_rows_(
 
 
 def _reads(out: Tensor) -> bool:
-    return reads(out.dtype, out.device) and out.is_contiguous() and out.shape[0] < 1 << 31
+    # The grid: a column block of 256 is a program of the second axis.
+    fits = out.shape[0] < 1 << 31 and out.shape[1] < GRID_Y * 256
+    return fits and reads(out.dtype, out.device) and out.is_contiguous()
 
 
 def _launch(
@@ -215,10 +217,7 @@ def _launch(
     span = width + column_offset % 4
     columns = min(max(triton.next_power_of_2(span), 4), 256)
     block = 1024 // columns
-    grid = (
-        triton.cdiv(rows, block),
-        triton.cdiv(span, columns),
-    )  # the first axis takes 2^31 - 1, the second 65,535
+    grid = (triton.cdiv(rows, block), triton.cdiv(span, columns))
     launch(_fill, grid,
         out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
         float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
