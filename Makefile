@@ -3,6 +3,7 @@
 #   make train      set up .venv and train the synthetic recipe (about a minute on 2 cores)
 #   make test       set up .venv and run lint, types, contracts and the tests
 #   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
+#   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (half an hour)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
@@ -116,6 +117,11 @@ pytest: setup
 parity: setup
 	$(call say,parity: sharded equals unsharded$(comma) the whole product)
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
+
+.PHONY: simulated-gpu
+simulated-gpu: setup
+	$(call say,tests/cuda on a GPU made of host memory)
+	$(BIN)/python tests/simulated_gpu/run.py -m pytest -q --timeout 900 tests/cuda $(ARGS)
 
 .PHONY: bench
 bench: setup $(PEER)/.installed

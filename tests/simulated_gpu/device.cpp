@@ -12,7 +12,8 @@
 //   twin    a CPU tensor over the bytes of a "cuda" one
 //   kernel  one operator that reaches the device (not one that is composed of others), or one call of `tape`
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>

@@ -42,7 +42,7 @@ def built() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
         command = [
-            os.environ.get("CXX", "g++"), "-O1", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}",
+            os.environ.get("CXX", "g++"), "-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}",
             str(source), "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}",
             "-Wl,--no-as-needed",
         ]  # fmt: skip

@@ -22,6 +22,8 @@ from triton.runtime import interpreter
 from tests.ops.triton.interpreter import quick
 
 _LIBRARY: ctypes.CDLL
+_WAITS = [0]
+"""How often the host has waited for the device."""
 _CALLBACK = ctypes.CFUNCTYPE(None)
 DEVICES = 2
 CAPABILITY = (9, 0)
@@ -62,16 +64,19 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Recorded, so done."""
+    """What was recorded is done, and heard of late: when it is asked for a second time, or after a wait."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None: ...
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._heard = True
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._heard, self._waits = False, _WAITS[0]
 
     def wait(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
-        return True
+        heard, self._heard = self._heard, True
+        return heard or _WAITS[0] > self._waits
 
     def synchronize(self) -> None:
         synchronize()
@@ -85,6 +90,7 @@ def synchronize(device: Any = None) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
     if _LIBRARY.sg_waiting_is_an_error_now():
         raise RuntimeError("called a synchronizing CUDA operation")
+    _WAITS[0] += 1
 
 
 def current_stream(device: Any = None) -> Stream:
