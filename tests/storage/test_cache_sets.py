@@ -141,3 +141,20 @@ def test_no_rows_and_no_table() -> None:
         moves = _asked(sets, [], 1)
         assert isinstance(moves, Moves)
         assert moves.loaded_rows.numel() == 0
+
+
+def test_counts_of_requests_end_at_the_largest_number() -> None:
+    """And do not begin again below all others, where the most wanted row would be the first to go."""
+    sets = CacheSets(6, 1, 1, 1, CacheAlgorithm.LFU, CPU)
+    most = 2**31 - 1
+    _asked(sets, [3], 1)
+    sets._count_E[[3, 4]] = torch.tensor([most - 1, most], dtype=torch.int32)
+    for serial in (2, 3):
+        _asked(sets, [3], serial)
+        assert sets._count_E[3] == most
+    assert sets.line_of_E[3] == 0
+    _asked(sets, [5], 4)
+    assert sets.line_of_E[3] == 0, "a row that was named once is not wanted more"
+    _asked(sets, [4], 5)
+    assert sets.line_of_E[4] == 0, "one that was named as often comes in"
+    assert sets._count_E[[3, 4]].tolist() == [most, most]

@@ -32,6 +32,7 @@ from torch import Tensor
 from tilerec.spec.cache import CacheAlgorithm
 
 _NEVER = torch.iinfo(torch.int64).max
+_MOST = torch.iinfo(torch.int32).max  # that is counted of a row's requests
 
 
 class Moves(NamedTuple):
@@ -146,8 +147,9 @@ class CacheSets:
             self.line_of_E[rows] = lines.int()
             self.row_in_L[lines] = rows
             self._named_L[lines] = moves.serial
-        if self._lfu:
-            self._count_E[moves.named_rows] += 1
+        if self._lfu:  # up to the largest number there is, not round to the least
+            counts = self._count_E[moves.named_rows]
+            self._count_E[moves.named_rows] = counts + (counts < _MOST).to(torch.int32)
 
     def _lines_given(self, rows_M: Tensor, held_L: Tensor) -> Tensor:
         """For each row the line of its set that it gets, -1 for none.
@@ -184,7 +186,7 @@ class CacheSets:
         value_M = by_age[inverse_M, way_M]
         gets = (rank_M < self.ways) & (value_M != _NEVER)
         if self._lfu:
-            gets &= self._count_E[rows_M[order]] + 1 >= value_M
+            gets &= self._count_E[rows_M[order]].long() + 1 >= value_M
         line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
         given_M = torch.empty_like(rows_M)
         given_M[order] = line_M

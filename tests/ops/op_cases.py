@@ -1,0 +1,153 @@
+"""A small case of every op, on any device: what torch's own checks of operators (`opcheck`) are run on.
+
+`CASES[op](device)` are the op's arguments. `EXEMPT` says which have none, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from tilerec.ops import backends as backends
+from tilerec.ops.hash import empty_state
+
+Arguments = tuple[Any, ...]
+
+EXEMPT = {
+    "submit_pooled_": "it hands a gradient to a table: a second call with the same ticket is an error",
+    "submit_sequence_": "the same",
+}
+
+# The ticket counts lookups, so two runs differ in it by design: everything but the comparison of values.
+NO_VALUES = ("test_schema", "test_autograd_registration", "test_faketensor")
+COUNTED = ("pooled_lookup", "sequence_lookup")
+
+HYPER = [
+    0.1,
+    1.0,
+    0.05,
+    1.0,
+    1e-8,
+    0.0,
+    0.0,
+]  # lr, grad_scale, weight_decay, stochastic_rounding, and the rule's own
+RULE = "rowwise_adagrad"
+
+
+def cases(device: str) -> dict[str, Callable[[], Arguments]]:
+    """By op; what a case makes is new each time, as ops write into it."""
+
+    def whole(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    def rand(*shape: int, grad: bool = False) -> Tensor:
+        return torch.rand(shape, device=device, requires_grad=grad)
+
+    def segments(grad: bool = True) -> Arguments:
+        return rand(3, 2, grad=grad), whole(0, 2, 2, 3)
+
+    def state(clocks: bool) -> Arguments:
+        made = empty_state(5, 4, expires=True, counters=3, device=device)
+        ids = torch.arange(20, device=device)
+        more = (torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
+        step = (whole(2)[0], whole(0)[0]) if clocks else ()
+        return (ids, *more, *made, 0, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 2, *step)
+
+    def bags(grad: bool) -> Arguments:
+        tables = [rand(10, 4, grad=grad), rand(7, 3, grad=grad)]
+        return tables, whole(1, 2, 3, 4, 0, 1), whole(0, 2, 2, 5, 6)
+
+    def pooled() -> Arguments:
+        tables, ids, offsets = bags(True)
+        layout = ([0, 1], [0, 1], [0, 1], [2])
+        return (
+            tables,
+            torch.zeros(0, dtype=torch.int64),
+            ids,
+            offsets,
+            rand(6, grad=True),
+            *layout,
+            torch.float32,
+            "a@x,b@y",
+        )
+
+    def of_tables(scalars: list[Tensor]) -> Arguments:
+        weights, slots = [rand(3, 4), rand(2, 3)], [rand(3), rand(2)]
+        return weights, slots, [whole(1, 2), whole(0)], [rand(2, 4), rand(1, 3)], scalars
+
+    sums: Arguments = ([0], [2], [0], [4], [0])  # starts, bags, where gradients begin, their strides, means
+    return {
+        "offsets_from_lengths": lambda: (whole(2, 0, 1, dtype=torch.int32),),
+        "segment_ids": lambda: (whole(0, 2, 2, 3), 3),
+        "select_segments": lambda: (*segments(), whole(2, 0, 2), whole(0, 1, 3, 4), 4),
+        "select_segments_backward": lambda: (
+            rand(4, 2, grad=True), whole(0, 2, 2, 3), whole(2, 0, 2), whole(0, 1, 3, 4), 3
+        ),
+        "bucketize_by_cuts": lambda: (whole(7, 1, 4), whole(2, 0, 1), whole(0, 4, 10)),
+        "jagged_to_padded": lambda: (*segments(), 1, 0.5),
+        "padded_to_jagged": lambda: (rand(3, 1, 2, grad=True), whole(0, 1, 1, 2), 2),
+        "segment_sum": segments,
+        "repeat_segments": lambda: (rand(3, 2, grad=True), whole(0, 2, 2, 3), 3),
+        "pooled_lookup": pooled,
+        "sequence_lookup": lambda: (
+            [rand(10, 4, grad=True)], torch.zeros(0, dtype=torch.int64), whole(1, 2, 3), whole(0, 3), [0],
+            torch.float32, "a@x",
+        ),
+        "sample_weight_grad": lambda: (*bags(False), rand(2, 7), [0, 1], [0, 1], [0, 1], [2]),
+        "dense_weight_grads": lambda: (
+            [rand(10, 4)], [4, 3], [0], rand(2, 7), *bags(False)[1:], None, [0, 1], [0, 1], [0, 1], [2]
+        ),
+        "update_rows_": lambda: (
+            [rand(3, 4)], [rand(3)], rand(2, 4), whole(1, 2), None, None, [0], *sums, RULE, HYPER, [1], [0, 0], [0], [0]
+        ),
+        "order_rows": lambda: ([rand(10, 4), rand(7, 3)], whole(1, 2, 3), None, None, [0], [0], [3], [0], [4], [0]),
+        "sum_row_gradients": lambda: (rand(2, 4), whole(1, 2), None, None, 3, 4, *sums),
+        "sum_row_gradients_of_tables": lambda: (
+            rand(2, 7), whole(1, 1, 0, 2), whole(0, 1, 2, 3, 4), None, [3, 0], [4, 3], [0, 1], [0, 2], [2, 2], [0, 4],
+            [7, 7], [0, 0],
+        ),
+        "rule_partials": lambda: (
+            rand(3, 4), [rand(3)], whole(1, 2), rand(2, 4), rand(0, 2), 0, 8, True, 4, RULE, HYPER, 1
+        ),
+        "rule_apply_": lambda: (
+            rand(3, 4), [rand(3)], whole(1, 2), rand(2, 4), rand(1, 2), 8, RULE, HYPER, 1, [0, 0], 0, 4
+        ),
+        "rule_partials_of_tables": lambda: (
+            *of_tables([rand(0, 2), rand(0, 1)]), 0, [8, 3], True, True, [4, 0], RULE, HYPER, [1, 1]
+        ),
+        "rule_apply_to_tables_": lambda: (
+            *of_tables([rand(1, 2), rand(1, 1)]), [8, 3], RULE, HYPER, [1, 1], [0] * 4, [0, 0], [4, 0]
+        ),
+        "route_ids": lambda: (
+            whole(3, 0, 1), whole(0, 2, 3), (0,), (2,), (0, 2, 4), (2,), (1, 0), False, torch.int32, "clicks@items"
+        ),
+        "place_rows_": lambda: (
+            rand(9), rand(4), whole(0, 2, dtype=torch.int32), [2], [2], [0], [1], [3], [1], True
+        ),
+        "pick_rows_": lambda: (rand(4), rand(9), whole(0, 2, dtype=torch.int32), [2], [2], [0], [1], [3]),
+        "pick_rows": lambda: (rand(9), whole(0, 2, dtype=torch.int32), [2], [2], [0], [1], [3]),
+        "pack_segments": lambda: (rand(13), [2, 1], [5, 3], "int8"),
+        "unpack_segments": lambda: (
+            torch.ops.tilerec.pack_segments(rand(13), [2, 1], [5, 3], "int8"), [2, 1], [5, 3], "int8", torch.float32
+        ),
+        "random_fill_": lambda: (rand(3, 5), [3, 4], 0, 0, "uniform", 0.0, 1.0),
+        "random_rows_": lambda: (rand(3, 5), whole(4, 1, 4), [3, 4], 0, "uniform", 0.0, 1.0),
+        "renew_rows_": lambda: (
+            whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
+        ),
+        "zch_buckets": lambda: (whole(0, 1, -1), 7),
+        "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),
+        "zch_assign_": lambda: state(False),
+        "zch_assign_each_": lambda: state(True),
+        "zch_resize": lambda: (*state(False)[4:10], 0, 5, 4, 10, 3, 3, 2, 0, 1.0),
+    }  # fmt: skip
+
+
+def check(op: str, device: str) -> None:
+    """Torch's own checks of an operator: schema, aliasing, fake tensors, autograd, tracing with any sizes."""
+    options = {"test_utils": NO_VALUES} if op in COUNTED else {}
+    opcheck(getattr(torch.ops.tilerec, op).default, cases(device)[op](), **options)  # type: ignore[arg-type]
