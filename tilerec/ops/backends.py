@@ -10,6 +10,7 @@ from tilerec.ops import gradient as gradient
 from tilerec.ops import hash as hash
 from tilerec.ops import jagged as jagged
 from tilerec.ops import lookup as lookup
+from tilerec.ops import order as order
 from tilerec.ops import quant as quant
 from tilerec.ops import random as random
 from tilerec.ops import renew as renew

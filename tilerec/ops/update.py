@@ -48,7 +48,7 @@ LIBRARY.define(
     "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, "
     "int[] means, "
     "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
-    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None) -> Tensor"
+    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None, Tensor[]? ordered=None) -> Tensor"
 )
 LIBRARY.define(
     "sum_row_gradients(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int rows, int dim, "
@@ -441,6 +441,7 @@ def update_rows_reference_(
     row_names: Sequence[Tensor] | None = None,
     counts: Sequence[Tensor] | None = None,
     lr: Tensor | None = None,
+    ordered: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Sum and apply for tables that share a rule; rows whose summed gradient is not finite are left alone.
 
@@ -461,6 +462,8 @@ def update_rows_reference_(
             `steps` (then empty) and leaves it there, whether or not the record has rows of the table: a captured call
             counts on with every replay.
         lr: 0-d, with `counts`: the learning rate, in place of `hyper[0]`.
+        ordered: what `order_rows` made of the same tables, ids, weights and lists per feature, for backends that sort;
+            this one has no use for it.
 
     Returns:
         int64 `[3]`, where the ids are: rows skipped, and the table and row of the first of them (-1, -1 if none).

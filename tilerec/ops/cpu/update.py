@@ -235,7 +235,7 @@ def register(library: ctypes.CDLL) -> None:
         grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str,
         hyper: Sequence[float], steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int],
         column_offsets: Sequence[int], row_names: Sequence[Tensor] | None = None,
-        counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
+        counts: Sequence[Tensor] | None = None, lr: Tensor | None = None, ordered: Sequence[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         op = "update_rows_"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))

@@ -31,6 +31,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tilerec.ops.order import key_type as key_type
 from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.occurrences import occurrence_keys
 from tilerec.ops.triton.runs import finish_run as finish_run
@@ -43,12 +44,6 @@ CHUNK, CHUNKS = 128, 64
 PER_TABLE = 16
 """Numbers a table has in its tensor (`update.py` gives them a meaning); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
-_INT16, _INT32 = 15, 31
-
-
-def key_type(bits: int) -> torch.dtype:
-    """The narrowest signed type that holds keys of so many bits."""
-    return torch.int16 if bits <= _INT16 else torch.int32 if bits <= _INT32 else torch.int64
 
 
 def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -76,8 +71,18 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Occurrences by key: what ids alone decide (`ops/order.py`)."""
+
+    keys: Tensor
+    occurrences: Tensor
+    places: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True)
 class Sorted:
-    """Occurrences by key."""
+    """Occurrences by key, and what chunks of them add up to."""
 
     keys: Tensor
     occurrences: Tensor
@@ -89,19 +94,15 @@ class Sorted:
     pitch: int  # columns of a partial
 
 
-def sort_occurrences(
-    record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int]
-) -> Sorted:
-    """Keys, one sort, and sums of whole chunks.
+def order_occurrences(record: Record, sentinel: int, reach: int) -> Order:
+    """Keys and one sort.
 
-    tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns.
+    sentinel: the sum of the tables' rows; reach: elements that the gradient has, or at least has.
     """
     device, total = record.ids.device, record.total
     bits = sentinel.bit_length()
     keys = torch.empty(total, dtype=key_type(bits), device=device)
-    places = torch.empty(
-        total, dtype=torch.int32 if record.grad.numel() < 1 << 31 else torch.int64, device=device
-    )
+    places = torch.empty(total, dtype=torch.int32 if reach < 1 << 31 else torch.int64, device=device)
     scaled = record.means or record.sample_weights is not None
     scales = torch.empty(total, dtype=torch.float32, device=device) if scaled else None
     nothing = keys  # pointers that are not followed must still be some, and of one type whatever the batch
@@ -121,6 +122,21 @@ def sort_occurrences(
             FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
         )  # fmt: skip
         ordered, occurrences = sort_keys(keys, bits)
+    return Order(ordered, occurrences, places, scales)
+
+
+def sort_occurrences(
+    record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int],
+    order: Order | None = None,
+) -> Sorted:  # fmt: skip
+    """Keys, one sort, and sums of whole chunks.
+
+    tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: made before, if it was.
+    """
+    device, total = record.ids.device, record.total
+    order = order or order_occurrences(record, sentinel, record.grad.numel())
+    ordered, occurrences, places, scales = order.keys, order.occurrences, order.places, order.scales
+    nothing, scaled = ordered, scales is not None
     levels = 0
     pitch = triton.next_power_of_2(
         max(4, *dims)

@@ -40,8 +40,11 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.order import TENSORS as ORDER_TENSORS
+from tilerec.ops.order import key_type, layers, order_rows_reference, reach
 from tilerec.ops.triton.addresses import capturing, constants, current_stream, kept, upload
 from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
+from tilerec.ops.triton.launch import launch as run_kernel
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.random import round_at_random, round_to_nearest, words
 from tilerec.ops.triton.rows import FLOATS as ROW_TYPES
@@ -51,11 +54,13 @@ from tilerec.ops.triton.sort import (
     CHUNK,
     CHUNKS,
     PER_TABLE,
+    Order,
     Record,
     Sorted,
     ceil_div,
     finish_run,
     gradient_rows,
+    order_occurrences,
     power_of_two,
     sort_occurrences,
     steps_of,
@@ -447,19 +452,6 @@ def _tables(
     )  # fmt: skip
 
 
-def _layers(starts: Sequence[int], bags: Sequence[int]) -> int:
-    """How many features read one bag at most. Example: bags [0, 4), [4, 8), [0, 4) -> 2."""
-    edges: list[tuple[int, int]] = []
-    for start, count in zip(starts, bags, strict=True):
-        if count:
-            edges += [(start, 1), (start + count, -1)]
-    most = now = 0
-    for _, change in sorted(edges):
-        now += change
-        most = max(most, now)
-    return most
-
-
 @dataclass(frozen=True)
 class Features:
     """A record's features, as kernels read them."""
@@ -485,7 +477,7 @@ def _describe_features(
     some = [f for f, count in enumerate(bags) if count]
     vec = power_of_two([*(grad_starts[f] for f in some), *(grad_strides[f] for f in some)], 8)
     put = constants(tuple(numbers), device) if kept else upload(numbers, device)
-    return Features(put, _layers(starts, bags), sum(bags), vec, any(means) and offsets_count is not None)
+    return Features(put, layers(starts, bags), sum(bags), vec, any(means) and offsets_count is not None)
 
 
 @kept(256)
@@ -496,11 +488,11 @@ def _kept_features(*key: object) -> Features:
 
 def read_record(
     op: str, tables: Tables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
-    per_feature: Sequence[Sequence[int]], kept: bool,
+    per_feature: Sequence[Sequence[int]], kept: bool, grad_count: int | None = None,
 ) -> Record:  # fmt: skip
     """The record as kernels read it; raises what the reference raises, but for values on the device.
 
-    kept: the features' numbers will be wanted again.
+    kept: the features' numbers will be wanted again; grad_count: elements of the gradient, where `grad` is not it.
     """
     check_record(op, ids, offsets, sample_weights, *per_feature)
     grad, ids = grad.contiguous(), (ids if ids.dtype in _INDEX else ids.to(torch.int64)).contiguous()
@@ -509,15 +501,16 @@ def read_record(
     if sample_weights is not None:
         sample_weights = sample_weights.contiguous()
     ids_count = ids.numel()
+    grad_count = grad.numel() if grad_count is None else grad_count
     if kept and offsets is not None:
         features = _kept_features(
-            op, grad.numel(), 0, offsets.numel(), tables.dims, tables.first_keys, tables.rows, ids.device, True,
+            op, grad_count, 0, offsets.numel(), tables.dims, tables.first_keys, tables.rows, ids.device, True,
             *map(tuple, per_feature),
         )  # fmt: skip
     else:
         count = None if offsets is None else offsets.numel()
         features = _describe_features(
-            op, grad.numel(), ids_count, count, tables.dims, tables.first_keys, tables.rows, ids.device, False,
+            op, grad_count, ids_count, count, tables.dims, tables.first_keys, tables.rows, ids.device, False,
             *per_feature,
         )  # fmt: skip
     total = features.count if offsets is None else features.layers * ids_count
@@ -565,6 +558,7 @@ def update_rows_(
     grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str, hyper: Sequence[float],
     steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
+    ordered: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`tilerec/ops/update.py`; ids that are no rows are left out here (their lookup has told), and the result stays on
     the device."""
@@ -620,10 +614,12 @@ def update_rows_(
             by_value, step = made.paces(steps[0]), steps[0]
         elif counts is None:
             paces = pace_table(made, steps, device)
-        ordered = sort_occurrences(record, layout.numbers, len(weights), layout.sentinel, layout.dims)
+        by_key = sort_occurrences(
+            record, layout.numbers, len(weights), layout.sentinel, layout.dims, made_before(ordered, layout, record)
+        )  # fmt: skip
         for group in layout.groups:
             _update_group(
-                group, layout, record, ordered, made, weights, slots, names, result, step, by_value, paces
+                group, layout, record, by_key, made, weights, slots, names, result, step, by_value, paces
             )
     return result[:3]
 
@@ -670,7 +666,7 @@ def launch(
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
     scale = made.rule.h["grad_scale"]
-    update_runs[(ceil_div(record.total, span),)](
+    run_kernel(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
         ordered.partials, ordered.supers, numbers, paces, names, result,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
@@ -695,7 +691,56 @@ def given(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
+def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record) -> Order | None:
+    """The order that `order_rows` made, or None: there is none, or the tables lie otherwise than they did."""
+    if ordered is None:
+        return None
+    if len(ordered) != ORDER_TENSORS:
+        raise InputError(
+            f"update_rows_: ordered has {len(ordered)} tensors, wanted {ORDER_TENSORS}; pass what order_rows gave."
+        )
+    keys, occurrences, places, scales, first_keys = ordered
+    scaled = record.means or record.sample_weights is not None
+    if (
+        keys.numel() != record.total
+        or (scales.numel() > 0) != scaled
+        or first_keys.tolist() != [*layout.first_keys, layout.sentinel]
+        or keys.device != record.ids.device
+    ):
+        return None
+    return Order(keys, occurrences, places, scales if scaled else None)
+
+
+def order_rows(
+    weights: Sequence[Tensor], ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
+    tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
+    grad_strides: Sequence[int], means: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """`tilerec/ops/order.py`; keys go by groups of tables, as `update_rows_` has them."""
+    op, device, count = "order_rows", ids.device, len(weights)
+    same_device(op, device, weights=weights, offsets=offsets, sample_weights=sample_weights)
+    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
+    if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - their updates are the reference's
+        return order_rows_reference(weights, ids, offsets, sample_weights, *per_feature)
+    layout = _tables(
+        op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
+        tuple([w.data_ptr() for w in weights]), (), "", (0, 0) * count, (0,) * count, (0,) * count, (0,) * count,
+    )  # fmt: skip
+    least = reach(layout.dims, tables, bags, grad_starts, grad_strides)
+    record = read_record(op, layout, ids, ids, offsets, sample_weights, per_feature, True, grad_count=least)
+    first_keys = torch.tensor([*layout.first_keys, layout.sentinel], dtype=torch.int64, device="cpu")
+    no_scales = torch.empty(0, dtype=torch.float32, device=device)
+    if not record.total or not layout.sentinel:  # there is nothing to update
+        nothing = torch.zeros(record.total, dtype=torch.int64, device=device)
+        keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
+        return [keys, nothing, places, no_scales, first_keys]
+    with device_of(ids):
+        made = order_occurrences(record, layout.sentinel, least)
+    scales = no_scales if made.scales is None else made.scales
+    return [made.keys, made.occurrences, made.places, scales, first_keys]
+
+
 def register(key: str = "CUDA") -> None:
     """Let the kernels serve the update ops on devices of this dispatch key."""
-    for function in (update_rows_,):
+    for function in (update_rows_, order_rows):
         LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)
