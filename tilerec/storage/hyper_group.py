@@ -46,6 +46,7 @@ class HyperGroup(dict[str, Any]):
         super().__init__(values)
         self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
         self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
+        self._current: OptimizerSpec | None = None  # until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
         self._copied: float | None = None  # what they hold
         self._frozen = False  # a graph has captured an update by these numbers
@@ -63,6 +64,7 @@ class HyperGroup(dict[str, Any]):
         if name == "lr" and isinstance(value, Tensor):
             value = _checked(value, self) if self.get("capturable") else float(value)
         before = self.get(name)
+        self._current = None
         super().__setitem__(name, value)
         if name == "lr" and not isinstance(value, Tensor) and not isinstance(before, Tensor):
             self._copy_rate()
@@ -74,6 +76,24 @@ class HyperGroup(dict[str, Any]):
 
         Of a `capturable` one the lr is 0 here: updates read `rate`.
         """
+        if self._current is None:
+            self._current = self._spec()
+        return self._current
+
+    def __delitem__(self, name: str) -> None:
+        self._current = None
+        super().__delitem__(name)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def _spec(self) -> OptimizerSpec:
         values = tuple([self[name] for name in self._numbers])
         if self.get("capturable"):
             at = self._numbers.index("lr")

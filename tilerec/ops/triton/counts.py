@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.triton.addresses import constants, distances, upload
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.rules import Ready
 
 PACES = 5
@@ -103,9 +104,9 @@ def paces_on_device(
     paces = torch.empty(len(counts) * PACES, dtype=torch.int64, device=device)
     places = constants(tuple(distances(counts)), device)
     numbers = constants(made.constants, device)
-    advance_counts[(-(-len(counts) // _BLOCK),)](
-        counts[0], places, counts[0] if lr is None else lr, numbers, paces, len(counts), RULE=made.bundle.on_device,
-        ROW_STEP=made.row_step, RATED=lr is not None, ADVANCE=advance, BLOCK=_BLOCK, num_warps=1,
-        enable_fp_fusion=False,
+    launch(
+        advance_counts, (-(-len(counts) // _BLOCK),), counts[0], places, counts[0] if lr is None else lr, numbers,
+        paces, len(counts), RULE=made.bundle.on_device, ROW_STEP=made.row_step, RATED=lr is not None, ADVANCE=advance,
+        BLOCK=_BLOCK, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return paces
