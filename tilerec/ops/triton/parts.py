@@ -34,6 +34,7 @@ from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import BLOCK
 from tilerec.ops.triton.addresses import capturing, upload
 from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
+from tilerec.ops.triton.launch import launch as run_kernel
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
@@ -376,16 +377,18 @@ def rule_partials_of_tables(
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
-            part_sums[(ceil_div(parts.most, height), len(parts.own))](
-                at_rows, at_grads, at_scalars, at_weights, *at_slots, out, numbers, paces, report,
+            run_kernel(
+                part_sums, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
+                at_weights, *at_slots, out, numbers, paces, report,
                 made.rule.h["grad_scale"], *made.numbers[1:7], TERMS=made.bundle.terms, PHASE=phase,
                 SUMS=sum(made.sums[:phase]), KINDS=made.sums[phase], FINITE=int(finite), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
             if not exact:
-                add_block_sums[(ceil_div(parts.most * each, 128), len(parts.own))](
-                    out, added, numbers, EACH=each, FINITE=finite, BLOCK=128, num_warps=4
-                )
+                run_kernel(
+                    add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
+                    FINITE=finite, BLOCK=128, num_warps=4,
+                )  # fmt: skip
         post(report, _teller(op, weights))
     return added
 
@@ -444,8 +447,9 @@ def rule_apply_to_tables_(
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
             rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
-            apply_to_parts[(ceil_div(parts.most, height), len(parts.own))](
-                at_rows, at_grads, at_scalars, at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
+            run_kernel(
+                apply_to_parts, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
+                at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
                 paces, report, made.rule.h["grad_scale"], *made.numbers[1:7], APPLY=made.bundle.apply,
                 SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
