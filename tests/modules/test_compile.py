@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -59,6 +62,17 @@ class Rows(nn.Module):
     def forward(self, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         out = self.ec(kjt)
         return torch.cat([out["a"].values(), out["b"].values()]), out["c"].values()
+
+
+class Together(nn.Module):
+    """One lookup for all keys, as they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = EmbeddingCollection([EmbeddingConfig(9, 4, "abc", feature_names=["a", "b", "c"])])
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        return torch.cat([part.values() for part in self.ec(kjt).values()]) ** 2
 
 
 def train(model: nn.Module, forward, weighted: bool = False) -> list[Tensor]:
@@ -134,6 +148,36 @@ def test_a_compiled_functional_call_gives_the_gradient_to_the_tensor_it_was_give
     torch.testing.assert_close(given.grad, want)
     moved = {key: not torch.equal(value, before[key]) for key, value in model.state_dict().items()}
     assert moved == {name: False, "ebc.embedding_bags.c.weight": True}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_compiled_backward_of_sequences_reads_no_number_from_the_device(attached: bool) -> None:
+    """Where features begin is a tensor on the host. "meta" stands for the device."""
+    torch._dynamo.reset()
+    model = Together().to("meta")
+    if attached:
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    starts: list[torch.device] = []
+
+    def backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if "submit_sequence_" in str(node.target) or "submit_sequence_" in str(node.args[:1]):
+                given = node.kwargs.get("starts", node.args[4] if len(node.args) > 4 else None)
+                starts.append(given.meta["val"].device)
+            if "dense_weight_grads" in str(node.target):
+                starts.append(node.args[5].meta["val"].device)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+    host = batch(3, 1)
+    kjt = KeyedJaggedTensor(
+        host.keys(),
+        host.values().to("meta"),
+        lengths=host.lengths().to("meta"),
+        length_per_key=host.length_per_key(),
+    )
+    torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(kjt).sum().backward()
+    assert starts == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("make", [Pooled, Rows])

@@ -343,3 +343,24 @@ def test_two_collections_that_share_a_channel_keep_their_batches_apart() -> None
         assert torch.allclose(got[0], whole(second).values(), atol=1e-6)
 
     run_virtual_ranks(4, fn)
+
+
+@pytest.mark.parametrize("name", ["row_wise", "grid"])
+def test_an_evaluation_in_inference_mode_may_come_before_training(name: str) -> None:
+    whole = collection()
+    apply_optimizer_in_backward(SGD(lr=1.0), whole.parameters())
+
+    def fn(group: Group) -> Tensor:
+        module = shard(copy.deepcopy(whole), group, plan(name))
+        kjt = random_batch(["u", "v", "i"], 9, 3, seed=group.rank)
+        with torch.inference_mode():
+            before = module(kjt).values().clone()
+        module(kjt).values().sum().backward()
+        with torch.inference_mode():
+            module(kjt)
+        module(kjt).values().sum().backward()
+        return before
+
+    for rank, out in enumerate(run_virtual_ranks(4, fn)):
+        kjt = random_batch(["u", "v", "i"], 9, 3, seed=rank)
+        torch.testing.assert_close(out.clone(), whole(kjt).values().detach())

@@ -171,6 +171,34 @@ def test_rows_are_those_of_the_lookup_where_an_update_comes_before_combine() -> 
     run_virtual_ranks(2, fn)
 
 
+def test_a_lookup_that_is_combined_twice_may_have_two_backwards() -> None:
+    base = whole()
+
+    def fn(group: Group) -> None:
+        module, kjt = sharded(group, base, "row_wise"), batch(group.rank, 0)
+        looked = module.lookup(module.route(kjt))
+        losses = [(module.combine(looked).values() ** 2).sum() for _ in range(2)]
+        for one in losses:
+            one.backward()
+        torch.testing.assert_close(kjt.weights().grad, 2 * want(base, kjt))
+
+    run_virtual_ranks(2, fn)
+
+
+def test_a_backward_again_needs_a_graph_that_was_kept() -> None:
+    base = whole(attach=())
+
+    def fn(group: Group) -> None:
+        module, kjt = sharded(group, base, "table_wise"), batch(group.rank, 0)
+        out = module(kjt).values().sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            out.backward()
+
+    run_virtual_ranks(3, fn)
+
+
 def test_a_rule_in_phases_reads_before_it_writes() -> None:
     base = whole(attach=())
     apply_optimizer_in_backward(RowWiseAdagrad(lr=1.0), base.parameters())

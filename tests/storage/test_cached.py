@@ -929,3 +929,16 @@ def test_a_module_on_meta_says_the_shape_of_its_output() -> None:
     module = cache_tables(ebc(None).to("meta"), 0.2)
     module.requires_grad_(False)
     assert output(module, batch(random.Random(36)).to(torch.device("meta"))).shape == (7, 31)
+
+
+@pytest.mark.parametrize("load_factor", [0.01, 0.5])
+def test_an_evaluation_in_inference_mode_may_come_first_and_in_between(load_factor: float) -> None:
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), load_factor)
+    rng = random.Random(31)
+    for samples in (5, 25, 60):  # spare lines grow in the evaluation
+        with torch.inference_mode():
+            kjt = batch(rng, samples=samples)
+            assert torch.equal(plain(kjt).values(), other(kjt).values())
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)

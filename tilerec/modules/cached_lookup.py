@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient import _add, bag_starts, expect_reads, pooled_blocks
 from tilerec.ops.lookup import _reach, raise_bad_id
-from tilerec.ops.reader import Reader
+from tilerec.ops.reader import Reader, let_go
 from tilerec.ops.upload import upload
 from tilerec.storage.cached import alone
 from tilerec.storage.placed import Placed, per_table, place
@@ -140,8 +140,7 @@ class _CachedLookup(torch.autograd.Function):
                     reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
                     places, strides, batch.means,
                 )  # fmt: skip
-        if ctx.reader is not None:
-            ctx.reader.finish()
+        ctx.reader = let_go(ctx.reader)
         return (None, None, sample_grad, *[None] * len(ctx.leaves))
 
 

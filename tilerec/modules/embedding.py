@@ -82,18 +82,15 @@ class EmbeddingCollection(TableCollection):
                 batch = self._cached_batch(features, lookup, own_ids, dtype)
                 self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
                 continue
-            moved, traced = lookup.keys != tuple(range(len(keys))), torch.compiler.is_compiling()
-            if moved or traced:
-                starts = own_starts = key_starts(features)
-            if moved:
-                order = constants(lookup.keys, own_ids.device)
+            if lookup.keys != tuple(range(len(keys))):
+                starts, order = key_starts(features), constants(lookup.keys, own_ids.device)
                 own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
                 own_ids = torch.ops.tilerec.select_segments(
                     own_ids, starts, order, own_starts, sum(own_sizes)
                 )
-            if not traced:
-                # The host knows them: where they are on a GPU, the backward would wait for it to read them.
-                own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
+            # The host knows them (traced, it has names for them): where they are on a GPU, the backward would wait for
+            # it to read them.
+            own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
             out, _ = torch.ops.tilerec.sequence_lookup(
                 leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
             )

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from tilerec.errors import InputError
 from tilerec.ops.gradient import bag_starts, expect_reads, new_ticket, pooled_blocks
 from tilerec.ops.library import LIBRARY
-from tilerec.ops.reader import Reader, copied, id_segments, places_in_copies
+from tilerec.ops.reader import Reader, copied, id_segments, let_go, places_in_copies
 
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
 LIBRARY.define(
@@ -355,8 +355,7 @@ class _PooledLookup(torch.autograd.Function):
                     )
             if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
-        if ctx.reader is not None:
-            ctx.reader.finish()
+        ctx.reader = let_go(ctx.reader)
         return (None, None, None, sample_grad, *[None] * (_POOLED - 4), *weight_grads)
 
 

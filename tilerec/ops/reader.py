@@ -30,7 +30,8 @@ from tilerec.errors import InputError
 
 @final
 class Reader:
-    """One lookup whose backward reads rows. Who makes it keeps it alive; what writes rows only knows of it.
+    """One lookup whose backward reads rows. Its backwards keep it alive, and let it go; what writes rows only knows
+    of it.
 
     Args:
         tables: per feature, its table.
@@ -46,7 +47,7 @@ class Reader:
     ) -> None:  # fmt: skip
         self._tables, self._leaves, self._name = tuple(tables), dict(leaves), name
         self._versions = {t: _version(leaf) for t, leaf in self._leaves.items()}
-        self._copy: Callable[[Sequence[int]], list[Tensor]] | None = copy
+        self._copy = copy
         self._copies: dict[int, Tensor] = {}  # by feature
 
     @torch.no_grad()
@@ -56,7 +57,7 @@ class Reader:
             self._take([f for f, t in enumerate(self._tables) if t == table and f not in self._copies])
 
     def _take(self, features: Sequence[int]) -> None:
-        if self._copy is not None and features:
+        if features:
             self._copies.update(zip(features, self._copy(features), strict=True))
 
     def _written(self, table: int) -> bool:
@@ -84,11 +85,10 @@ class Reader:
         self._take([f for f in range(len(self._tables)) if f not in self._copies])
         return [self._copies[f] for f in range(len(self._tables))]
 
-    def finish(self) -> None:
-        """The backward has read; unless it may come again, nothing need be copied any more."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._copy, self._tables = None, ()
-            self._copies, self._leaves, self._versions = {}, {}, {}
+
+def let_go(reader: Reader | None) -> Reader | None:
+    """What a backward that has read keeps: the reader if it may come again (`retain_graph=True`), else nothing."""
+    return reader if torch._C._autograd._get_current_graph_task_keep_graph() else None
 
 
 def copied(weight: Tensor, ids_n: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Legend: B samples, C columns of the output, D columns of a slot, N ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.ops.gradient import submit
+from tilerec.ops.reader import let_go
 from tilerec.sharding.combine import Combiner, Looked, Place
 from tilerec.storage.placed import Holder
 
@@ -147,6 +148,11 @@ class _Combine(torch.autograd.Function):
             grad = ctx.output.divide_(grad.clone())
         grad = ctx.output.spread_non_finite(grad, gradients.guarded)
         reader = ctx.looked.reader
+        if routed.weights_need_grad and reader is None:
+            raise RuntimeError(
+                "A sharded lookup's backward ran a second time, and the rows that the gradients of its sample weights "
+                "need were let go after the first: pass retain_graph=True to the first one."
+            )
         as_read = None if reader is None else reader.rows()  # refuses before anything travels
         # Gradients of sample weights need those of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
@@ -167,8 +173,8 @@ class _Combine(torch.autograd.Function):
         dense = gradients.dense(record) if -1 in gradients.sinks else {}
         if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
             ctx.spent, ctx.looked = True, None
-        if reader is not None:
-            reader.finish()
+        else:
+            ctx.looked = replace(ctx.looked, reader=let_go(reader))
         bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
         return (
             *(None,) * 5,

@@ -51,11 +51,11 @@ class ReadCounts:
                 self._bags[slot] += batches[keys[route]]
         if self._counts_K2 is None or self._counts_K2.device != counts_K2.device:
             earlier = self._counts_K2
-            self._counts_K2 = counts_K2.to(torch.int64, copy=True)
+            with torch.inference_mode(False):  # an evaluation may come first, and training adds to it
+                self._counts_K2 = torch.zeros_like(counts_K2, dtype=torch.int64)
             if earlier is not None:
                 self._counts_K2 += earlier.to(counts_K2.device)
-        else:
-            self._counts_K2 += counts_K2
+        self._counts_K2 += counts_K2
 
     def bags(self) -> list[int]:
         """Per slot, samples (bags, for a pooled one)."""

@@ -102,12 +102,16 @@ def _marks(host: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _by_itself(method: Any) -> Any:
-    """A method that runs while no other thread's does."""
+    """A method that runs while no other thread's does, and outside of torch's inference mode: what an evaluation brings
+    into lines, training changes."""
 
     @functools.wraps(method)
     def run(self: RowCache, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
-            return method(self, *args, **kwargs)
+            if not torch.is_inference_mode_enabled():
+                return method(self, *args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return method(self, *args, **kwargs)
 
     return run
 
