@@ -21,7 +21,7 @@ from tilerec.spec.table import EmbeddingBagConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-ROWS, BATCH, STEPS = 96, 64, 6
+ROWS, BATCH, STEPS = 64, 32, 5
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def users(device: str, policy: str = "LRU_EVICTION") -> ManagedCollisionEmbeddin
 
 def batch(step: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 90 + 40 * step, (2 * BATCH,), generator=generator) * 10**15 - 7
+    ids = torch.randint(0, 50 + 40 * step, (2 * BATCH,), generator=generator) * 10**15 - 7
     lengths = torch.tensor([2, 0, 1, 1]).repeat(BATCH // 2)
     return KeyedJaggedTensor(["a", "b"], ids, lengths=lengths, length_per_key=[BATCH, BATCH])
 
@@ -100,7 +100,7 @@ def test_training_and_evaluating_do_not_wait(policy: str) -> None:
     host.eval()(batch(0))
     host(batch(1))
     same(module, host)
-    assert host.stats()["t"].total.evictions > 20
+    assert host.stats()["t"].total.evictions > 10
 
 
 def test_a_captured_step_is_the_next_one_at_every_replay() -> None:
@@ -111,18 +111,22 @@ def test_a_captured_step_is_the_next_one_at_every_replay() -> None:
         train(module, place)
     torch.cuda.current_stream().wait_stream(warm)
     train(host, batch(0))
+    place.values().copy_(batch(1).values())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         pooled, rows = train(module, place)
+    # A GPU runs nothing while it captures; the simulated one does.
+    captured = module.managed_collision_collection.modules_by_table["t"].step
     for step in range(1, STEPS):
-        place.values().copy_(batch(step).values())
-        graph.replay()
+        if step >= captured:
+            place.values().copy_(batch(step).values())
+            graph.replay()
         wanted = train(host, batch(step))
         torch.testing.assert_close(pooled.cpu(), wanted[0], rtol=0, atol=1e-5)
         assert torch.equal(rows.cpu(), wanted[1])
     same(module, host)
     assert module.managed_collision_collection.modules_by_table["t"].step == STEPS
-    assert host.stats()["t"].total.evictions > 20
+    assert host.stats()["t"].total.evictions > 10
 
 
 def test_ids_and_steps_move_between_devices() -> None:

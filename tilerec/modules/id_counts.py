@@ -136,7 +136,7 @@ def add_counts(
         return
     held = counts_BC.shape[0]
     place_N = bucket_N if feature_N is None else bucket_N * features + feature_N
-    became_BFO = _sums(place_N * len(Outcome) + outcomes_N, None, held * features * len(Outcome))
+    became_BFO = sums_at(place_N * len(Outcome) + outcomes_N, None, held * features * len(Outcome))
     became_BFO = became_BFO.view(held, features, len(Outcome))
     counts_BFM = counts_BC.view(held, features, len(KINDS))
     counts_BFM[..., _HITS] += became_BFO[..., Outcome.HIT]
@@ -144,10 +144,10 @@ def add_counts(
     counts_BFM[..., _EVICTIONS] += became_BFO[..., Outcome.EVICTED]
     counts_BFM[..., _COLLISIONS if shares else _REJECTIONS] += became_BFO[..., Outcome.REJECTED :].sum(-1)
     counts_BFM[..., _NOT_ADMITTED] += became_BFO[..., Outcome.NOT_ADMITTED]
-    counts_BFM[..., _PROBES] += _sums(place_N, probes_N, held * features).view(held, features)
+    counts_BFM[..., _PROBES] += sums_at(place_N, probes_N, held * features).view(held, features)
 
 
-def _sums(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
+def sums_at(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
     """int64 `[places]`: the sum of the values at each place; of ones without."""
     if place_N.device.type == "cpu":  # elsewhere it would wait for the device
         if value_N is None:

@@ -19,6 +19,7 @@ Legend: W ranks, T tables, F features of all tables, N ids of this batch, R ids 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -28,10 +29,12 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.buckets import bucket_cuts
+from tilerec.modules.id_counts import sums_at
 from tilerec.modules.managed_collection import TableIds
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
 from tilerec.ops.hash import zch_buckets
+from tilerec.ops.upload import upload
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
@@ -97,9 +100,10 @@ class IdExchange:
         cuts, known = self.cuts[t], self._owned.get((t, device))
         if known is None or known[0] != cuts:
             dtype = torch.int16 if self.group.size < 1 << 15 else torch.int32
-            held = torch.tensor(cuts, device=device).diff()
+            held = upload([last - first for first, last in itertools.pairwise(cuts)], device)
             ranks = torch.arange(self.group.size, dtype=dtype, device=device)
-            known = self._owned[t, device] = cuts, ranks.repeat_interleave(held)
+            known = cuts, torch.repeat_interleave(ranks, held, output_size=cuts[-1])
+            self._owned[t, device] = known
         return known[1]
 
     def refuse(self, failure: Exception) -> NoReturn:
@@ -140,14 +144,13 @@ class IdExchange:
             owners.append(self._owners(t, bucket_N.device).index_select(0, bucket_N))
             ids.append(batch[table])
         owner_N, ids_N = torch.cat(owners), torch.cat(ids)
-        sizes = torch.tensor([batch.sizes[name] for _, name in self.features], device=ids_N.device)
+        sizes = upload([batch.sizes[name] for _, name in self.features], ids_N.device)
         feature_N = torch.repeat_interleave(sizes, output_size=ids_N.numel())
-        counts_WF = torch.bincount(
-            owner_N.to(torch.int64) * count + feature_N, minlength=group.size * count
-        ).view(group.size, count)
+        place_N = owner_N.to(torch.int64) * count + feature_N
+        counts_WF = sums_at(place_N, None, group.size * count).view(group.size, count)
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
         said = [0, writes % (1 << 62), *(batch.times[table] for table in self.modules)]
-        head = torch.tensor(said, device=ids_N.device).expand(group.size, len(said))
+        head = upload(said, ids_N.device).expand(group.size, len(said))
         width = len(said) + count
         heard_WH = self._all_to_all(
             "id header", torch.cat([head, counts_WF], dim=1).view(-1), [width] * group.size, [width] * group.size
@@ -185,28 +188,23 @@ class IdExchange:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Rows go home; rows that lost their id go to their holders."""
         group, tables = self.group, len(self.modules)
+        # Of the rows that lost their id (-1: none), which each holder has; how many, only the device knows.
         told = [
             [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
             for own in self.holders()
         ]
-        total = sum(rows.numel() for rows in evicted) if failure is None else _FAILED
+        counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in told])
+        total = torch.stack([(rows >= 0).sum() for rows in evicted]).sum() - int(failure is not None)
+        tails_WT1 = torch.cat([total.expand(group.size, 1), counts_WT], 1)
         own = home_rows.split([sum(counts) for counts in received_counts])
-        message = torch.cat(
-            [
-                part
-                for rank in range(group.size)
-                for part in (
-                    own[rank],
-                    home_rows.new_tensor([total, *(rows.numel() for rows in told[rank])]),
-                )
-            ]
-        )
+        message = torch.cat([part for rank in range(group.size) for part in (own[rank], tails_WT1[rank])])
         tail = 1 + tables
         ins = [sum(counts) + tail for counts in sent.counts]
         parts = self._all_to_all(
             "mapped rows", message, ins, [sum(counts) + tail for counts in received_counts]
         ).split(ins)
-        tails = torch.stack([part[-tail:] for part in parts]).tolist()
+        both = torch.cat([torch.stack([part[-tail:] for part in parts]), tails_WT1], 1).tolist()
+        tails, own_tails = [words[:tail] for words in both], [words[tail:] for words in both]
         if failure is not None:
             raise failure
         failed = [rank for rank, words in enumerate(tails) if words[0] == _FAILED]
@@ -222,14 +220,16 @@ class IdExchange:
         rows = {name: part for (_, name), part in zip(self.features, rows_N.split(sizes), strict=True)}
         if not any(words[0] for words in tails):
             return rows, {}
-        return rows, self._tell(told, tails, home_rows)
+        lost = [
+            own[torch.nonzero_static(here, size=number)[:, 0]]
+            for own_told, (_, *numbers) in zip(told, own_tails, strict=True)
+            for own, here, number in zip(evicted, own_told, numbers, strict=True)
+        ]
+        return rows, self._tell(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
 
-    def _tell(self, told: list[list[Tensor]], tails: list[list[int]], like: Tensor) -> dict[str, Tensor]:
+    def _tell(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
         """Rows that lost their id, by table, of those held here."""
-        outs = [sum(rows.numel() for rows in own) for own in told]
-        heard = self._all_to_all(
-            "evicted rows", torch.cat([rows for own in told for rows in own]), [sum(words[1:]) for words in tails], outs
-        )  # fmt: skip
+        heard = self._all_to_all("evicted rows", lost, [sum(words[1:]) for words in tails], outs)
         pieces = heard.split([n for words in tails for n in words[1:]])
         tables = len(self.modules)
         return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.modules)}
@@ -263,13 +263,11 @@ def _reordered(values: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 def _within(rows_M: Tensor, ranges: Ranges) -> Tensor:
-    """Those of the rows that lie in the ranges."""
-    if not rows_M.numel() or not ranges:
-        return rows_M[:0]
+    """bool [M]: which of the rows lie in the ranges."""
     inside = torch.zeros_like(rows_M, dtype=torch.bool)
     for r0, r1 in ranges:
         inside |= (rows_M >= r0) & (rows_M < r1)
-    return rows_M[inside]
+    return inside
 
 
 def row_ranges(tiles: Sequence[Tile | Rectangle]) -> Ranges:
