@@ -287,6 +287,9 @@ class TableCollection(nn.Module):
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bring the rows of a batch to come into the caches of cached tables.
 
+        Pooled tables that are on a GPU, with an optimizer attached: the batch's ids are sorted for its update, on the
+        stream that is current now (where the batch must have arrived); its backward waits for that stream.
+
         Call it once per batch, in the order of the batches, any time before the batch's forward; results are the same
         bits whether it is called or not. Rows stay until the batch's backward, so every batch ahead takes its room.
 
@@ -298,12 +301,18 @@ class TableCollection(nn.Module):
         """
         ids = self._checked(features)
         leaves, attached, cached, _, _ = self._operands()
-        if any(cached):
+        ahead = features.device().type == "cuda" and any(attached)
+        if any(cached) or ahead:
             dtype = self._dtype(leaves)
             for lookup in self._lookups(features.keys(), attached, cached, self._split()):
                 if lookup.cached:
                     self._cached_batch(features, lookup, ids[lookup.size], dtype).prefetch()
+                elif lookup.attached:
+                    self._order_ahead(features, lookup)
         return features
+
+    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup) -> None:
+        """Have the ids of a lookup to come sorted for its update, if they are the batch's own."""
 
     def _split(self) -> Sequence[Any]:
         """Per slot, a mark: slots of different marks need lookups of their own."""

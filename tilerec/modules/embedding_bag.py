@@ -17,6 +17,7 @@ from tilerec.errors import InputError
 from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.table import Tables
+from tilerec.ops.gradient import GradientRecord, bag_starts, order_ahead, pooled_blocks
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -116,6 +117,23 @@ class EmbeddingBagCollection(TableCollection):
             means=lookup.means,
             batches=features.stride_per_key() if variable else [features.stride()],
         )
+
+    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup) -> None:
+        if self._on_bad_id == "clamp":  # clamped ids are new at every call
+            return
+        rows = [table.rows for table in self._tables.values()]
+        variable = features.variable_stride_per_key()
+        batches = features.stride_per_key() if variable else [features.stride()]
+        starts, bags = bag_starts(lookup.keys, batches)
+        dims = [self._dims[s] for s in lookup.slots]
+        places, strides = pooled_blocks(dims, bags, len(batches) == 1)
+        ids, weights = features.values(), features.weights() if self._is_weighted else None
+        order_ahead(
+            GradientRecord(
+                0, ids, ids, features.offsets(), weights, tuple([rows[t].handle for t in lookup.tables]), tuple(dims),
+                tuple(starts), tuple(bags), tuple(places), tuple(strides), lookup.means,
+            )
+        )  # fmt: skip
 
     def _expanded(
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]

@@ -91,6 +91,9 @@ class GradientSink(ABC):
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
 
+    def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:  # noqa: B027 - most have none
+        """Make ready for the `take` of a batch that is still to come what its ids decide; `record.grad` is not read."""
+
     def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
         """Several lookups of each of `sinks` as one record.
 
@@ -205,6 +208,18 @@ def deliver(records: Sequence[GradientRecord]) -> None:
             take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
+
+
+def order_ahead(record: GradientRecord) -> None:
+    """Have the sinks of a lookup that is still to come sort its ids. `grad` may be any tensor of the ids' device."""
+    groups: dict[Hashable, list[GradientSink]] = {}
+    for handle in dict.fromkeys(record.sinks):
+        sink = _SINKS.get(handle)
+        if sink is not None:
+            groups.setdefault((type(sink), sink.batch_key()), []).append(sink)
+    for sinks in groups.values():
+        handles = {sink.handle for sink in sinks}
+        sinks[0].order(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
 
 
 def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, list[int]]:

@@ -1,0 +1,207 @@
+"""Batches that are sorted ahead: the same bits, on other streams, changed, forgotten; and lookups that share tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from tests.cuda.sizes import size
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.triton import update
+from tilerec.optim import apply_optimizer_in_backward
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import Adam, RowWiseAdagrad
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from tilerec.storage.order_ahead import MOST
+
+GPU = torch.device("cuda", 0)
+ROWS, BATCH = size(100_000, 9), size(4096, 3)
+
+
+@pytest.fixture
+def sorts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Per update: whether an order was there."""
+    real = update.made_before
+    taken: list[bool] = []
+
+    def made_before(*args: Any) -> Any:
+        taken.append((order := real(*args)) is not None)
+        return order
+
+    monkeypatch.setattr(update, "made_before", made_before)
+    return taken
+
+
+def collection() -> EmbeddingBagCollection:
+    torch.manual_seed(2)
+    tables = [
+        EmbeddingBagConfig(ROWS, 8, "a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(ROWS, 12, "b", feature_names=["y"], pooling=PoolingType.MEAN, data_type="BF16"),
+        EmbeddingBagConfig(ROWS, 4, "c", feature_names=["x"]),
+    ]
+    module = EmbeddingBagCollection(tables, is_weighted=True, device=GPU)
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), [module.embedding_bags[n].weight for n in "ab"])
+    apply_optimizer_in_backward(Adam(lr=0.1), [module.embedding_bags.c.weight])
+    return module
+
+
+def batches(count: int) -> list[KeyedJaggedTensor]:
+    generator, made = torch.Generator().manual_seed(4), []
+    for _ in range(count):
+        lengths = torch.randint(0, 5, (2 * BATCH,), generator=generator)
+        total = int(lengths.sum())
+        ids = torch.randint(0, ROWS, (total,), generator=generator)
+        weights = torch.rand(total, generator=generator)
+        made.append(KeyedJaggedTensor.from_lengths_sync(["x", "y"], ids, lengths, weights).to(GPU))
+    return made
+
+
+def trained(
+    before: Callable[[EmbeddingBagCollection, KeyedJaggedTensor], Any], steps: int = 3
+) -> list[Tensor]:
+    """All rows after some steps; `before`: called with each batch ahead of its forward."""
+    module = collection()
+    for batch in batches(steps):
+        before(module, batch)
+        module(batch).values().float().square().sum().backward()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def nothing(module: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> None: ...
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_prefetched_batch_is_not_sorted_again(sorts: list[bool]) -> None:
+    want = trained(nothing)
+    assert sorts == [False] * 6  # three steps of two optimizers
+    sorts.clear()
+    assert_same(trained(lambda module, batch: module.prefetch(batch)), want)
+    assert sorts == [True] * 6
+
+
+def test_prefetching_does_not_wait() -> None:
+    module, (first, second) = collection(), batches(2)
+    module(first).values().float().sum().backward()
+    module.prefetch(second)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module.prefetch(first)
+        module(first).values().float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_another_stream_may_sort_while_a_batch_trains(sorts: list[bool]) -> None:
+    want = trained(nothing, 4)
+    sorts.clear()
+    module, ahead = collection(), torch.cuda.Stream()
+    coming = batches(4)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(ahead):
+        module.prefetch(coming[0])
+    for batch, following in itertools.zip_longest(coming, coming[1:]):
+        out = module(batch)
+        if following is not None:
+            with torch.cuda.stream(ahead):
+                module.prefetch(following)
+        out.values().float().square().sum().backward()
+    assert sorts == [True] * 8
+    assert_same([p.detach() for p in module.parameters()], want)
+
+
+def test_a_batch_that_was_written_to_is_sorted_anew(sorts: list[bool]) -> None:
+    def change(module: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> None:
+        batch.values().add_(1).remainder_(ROWS)
+
+    def prefetch_and_change(module: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> None:
+        module.prefetch(batch)
+        change(module, batch)
+
+    want = trained(change)
+    sorts.clear()
+    assert_same(trained(prefetch_and_change), want)
+    assert sorts == [False] * 6
+
+
+def test_tables_that_were_loaded_or_moved_meanwhile_do_no_harm(sorts: list[bool]) -> None:
+    def prefetch_and_load(module: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> None:
+        module.prefetch(batch)
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+        for table in module.embedding_bags.children():  # not side by side any more
+            table.weight.data = table.weight.data.clone()
+
+    want = trained(nothing)
+    assert_same(trained(prefetch_and_load), want)
+
+
+def test_batches_that_are_never_trained_on_are_forgotten(sorts: list[bool]) -> None:
+    module, coming = collection(), batches(MOST + 2)
+    for batch in coming:
+        module.prefetch(batch)
+        module.prefetch(batch)  # twice is once
+    orders = module.embedding_bags.a.rows.orders
+    assert len(orders._made) == MOST
+    for batch in coming:
+        module(batch).values().float().sum().backward()
+    assert sorts == [False] * 4 + [True] * 2 * MOST
+    assert not orders._made
+    module.prefetch(coming[0])
+    assert "orders" not in module.embedding_bags.a.rows.__getstate__()  # copies and files begin without
+
+
+def test_batches_ahead_do_not_mind_lookups_that_train_nothing(sorts: list[bool]) -> None:
+    module, (batch, *_) = collection(), batches(1)
+    module.prefetch(batch)
+    with torch.no_grad():
+        module.prefetch(batch)
+        module(batch)
+    assert len(module.embedding_bags.a.rows.orders._made) == 1
+    module(batch).values().float().sum().backward()
+    assert sorts == [True, True]
+
+
+@pytest.mark.parametrize("pooled_only", [True, False])
+def test_tables_that_several_lookups_share_are_updated_without_waiting(pooled_only: bool) -> None:
+    """The CPU adds sums of lookups, a GPU all occurrences: equal to rounding, the same bits every time."""
+
+    def run(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(5)
+        tables = [
+            EmbeddingBagConfig(ROWS, 4, "a", feature_names=["x", "y"]),
+            EmbeddingBagConfig(ROWS, 12, "b", feature_names=["y"]),
+        ]
+        pooled = EmbeddingBagCollection(tables, is_weighted=True, device=device)
+        rows = EmbeddingCollection([EmbeddingConfig(ROWS, 4, "a", feature_names=["y"])], device)
+        rows.embeddings.a.weight = pooled.embedding_bags.a.weight
+        apply_optimizer_in_backward(Adam(lr=0.1), pooled.parameters())
+        first, second, third = [batch.to(device) for batch in batches(3)]
+        lengths = third.length_per_key()  # the host knows
+        assert len(lengths) == 2
+        for _ in range(2):
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            loss = pooled(first).values().square().sum() + pooled(second).values().sum()
+            if not pooled_only:
+                loss = loss + rows(third)["y"].values().square().sum()
+            loss.backward()
+            torch.cuda.set_sync_debug_mode("default")
+        return [p.detach().cpu() for p in pooled.parameters()]
+
+    want, got = run(torch.device("cpu")), run(GPU)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_same(run(GPU), got)
