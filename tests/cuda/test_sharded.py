@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.cuda.sizes import real
 from tests.cuda.sizes import size as size_of
+from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.hash_zch import HashZchManagedCollisionModule
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
+from tilerec.planner.helpers import column_wise, data_parallel, row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
-from tilerec.spec.table import EmbeddingBagConfig, PoolingType
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tilerec.testing.batches import concat_batches, random_batch
 from tilerec.testing.ranks import Ranks
 
@@ -69,10 +77,103 @@ def train_on_the_gpu() -> list[Tensor]:
     return [getattr(w, "full_tensor", w.clone)().cpu() for w in whole]
 
 
-@pytest.mark.parametrize(("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 2), ("gloo", 4)])
+# One GPU is enough: NCCL with one rank, gloo with several on the same device.
+WORLDS = pytest.mark.parametrize(
+    ("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 2), ("gloo", 4)]
+)
+
+
+@WORLDS
 def test_tables_on_a_gpu_equal_those_of_one_process_on_the_cpu(backend: str, size: int) -> None:
     want = whole_after_training(size)
     with Ranks(size, backend=backend, timeout_s=size_of(60, 600)) as ranks:
         for got in ranks.run(train_on_the_gpu):
             for own, table in zip(got, want, strict=True):
                 torch.testing.assert_close(own, table, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ sequences
+
+
+def sequences() -> EmbeddingCollection:
+    torch.manual_seed(0)
+    module = EmbeddingCollection(
+        [
+            EmbeddingConfig(ROWS, 8, "rows", feature_names=["a"]),
+            EmbeddingConfig(ROWS, 8, "columns", feature_names=["b"]),
+            EmbeddingConfig(ROWS, 8, "copies", feature_names=["c"]),
+        ]
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    return module
+
+
+def loss_of(out: dict[str, Any]) -> Tensor:
+    return torch.stack([part.values().square().sum() for part in out.values()]).sum()
+
+
+def train_sequences_on_the_gpu() -> list[Tensor]:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    module = sequences().cuda()
+    ranks = list(range(size))
+    plan = {"rows": row_wise(), "columns": column_wise(ranks=ranks), "copies": data_parallel()}
+    shard(module, plan=plan)
+    for step in range(STEPS):
+        (loss_of(module(batch(rank, step).to("cuda"))) * size).backward()
+    state = full_state_dict(module)
+    return [state[f"embeddings.{name}.weight"].cpu() for name in plan]
+
+
+@WORLDS
+def test_sequences_on_a_gpu_equal_those_of_one_process_on_the_cpu(backend: str, size: int) -> None:
+    module = sequences()
+    for step in range(STEPS):
+        loss_of(module(concat_batches([batch(rank, step) for rank in range(size)]))).backward()
+    with Ranks(size, backend=backend, timeout_s=size_of(60, 600)) as ranks:
+        for got in ranks.run(train_sequences_on_the_gpu):
+            for own, table in zip(got, module.parameters(), strict=True):
+                torch.testing.assert_close(own, table.detach(), rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- managed collision
+
+
+def managed(device: str) -> ManagedCollisionEmbeddingBagCollection:
+    torch.manual_seed(0)
+    tables = [EmbeddingBagConfig(64, 8, "t", feature_names=["a", "b"])]
+    ids = HashZchManagedCollisionModule(64, device, 8, eviction_policy_name="LRU_EVICTION")
+    collection = ManagedCollisionCollection({"t": ids}, tables)
+    module = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables), collection, True).to(
+        device
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    return module
+
+
+def any_ids(rank: int, step: int) -> KeyedJaggedTensor:
+    return random_batch(["a", "b"], 60 + 60 * step, 8 + rank, seed=10 * step + rank)
+
+
+def train_managed_on_the_gpu() -> tuple[dict[str, Tensor], str]:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    module = managed("cuda")
+    shard(module, plan={"_embedding_module": {"t": row_wise()}}, exact=True)
+    for step in range(STEPS + 2):
+        pooled, _ = module(any_ids(rank, step).to("cuda"))
+        (pooled.values().square().sum() * size).backward()
+    return {name: value.cpu() for name, value in full_state_dict(module).items()}, str(module.stats()["t"])
+
+
+@WORLDS
+def test_managed_collision_on_a_gpu_equals_one_process_on_the_cpu(backend: str, size: int) -> None:
+    module = managed("cpu")
+    for step in range(STEPS + 2):
+        pooled, _ = module(concat_batches([any_ids(rank, step) for rank in range(size)]))
+        pooled.values().square().sum().backward()
+    wanted, stats = module.state_dict(), module.stats()["t"]
+    assert stats.total.evictions > 0
+    with Ranks(size, backend=backend, timeout_s=size_of(60, 600)) as ranks:
+        for state, said in ranks.run(train_managed_on_the_gpu):
+            assert said == str(stats)
+            for name, value in wanted.items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5 if "weight" in name else 0)

@@ -20,6 +20,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import DistanceLFU_EvictionPolicy, HashZchEvictionConfig, LFU_EvictionPolicy
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -210,6 +211,25 @@ def test_the_map_evictions_counts_and_weights_are_those_of_one_process(world: in
         assert counted == stats
     assert stats["item"].total.evictions > 0
     assert stats["item"].live > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_that_do_not_look_at_their_devices_do_the_same(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if ids were on devices: rows that lost their id come beside the batch's ids, and steps are tensors."""
+    _, state, stats = alone(policy)
+    monkeypatch.setattr(ManagedCollisionModule, "host_looks", property(lambda self: False))
+
+    def fn(group: Group) -> Any:
+        module = build(policy)
+        shard(module, {"_embedding_module": {name: row_wise() for name in ROWS}}, group, exact=True)
+        train(module, group, sizes_of(3), range(STEPS))
+        return full_state_dict(module), module.stats()
+
+    for full, counted in run_virtual_ranks(3, fn):
+        assert_same(full, state)
+        assert counted == stats
 
 
 # Under `staggered`, row-wise Adagrad has nobody to add its row sums with.
