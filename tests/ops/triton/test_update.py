@@ -365,6 +365,26 @@ def test_a_captured_update_by_a_count_of_the_host_is_refused(
         call.check()
 
 
+def test_tables_that_lie_where_others_lay_are_read_as_they_are() -> None:
+    """The same memory, and even the same tensor, of another shape; and the same table through another tensor."""
+    memory = torch.zeros(24)
+    weight = memory.view(4, 6)
+
+    def add(target: Tensor, row: int) -> None:
+        width = target.shape[1]
+        update_rows_(
+            [target], [], *single(torch.tensor([row]), torch.ones(1, width)), "sgd",
+            [1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1], [0, 0], [0], [0],
+        )  # fmt: skip
+
+    add(weight, 1)
+    add(memory.view(6, 4), 0)
+    weight.data = memory.view(8, 3)
+    add(weight, 7)
+    add(memory.view(8, 3), 7)
+    assert memory.tolist() == [-1.0] * 4 + [0.0] * 2 + [-1.0] * 6 + [0.0] * 9 + [-2.0] * 3
+
+
 def test_the_scan_and_the_loop_over_runs_give_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels add a tile's runs by a scan, interpreted ones (which scan slowly) in a loop."""
     ids, grad = torch.tensor([1, 1, 0, 2, 1, 2, 2, 3, 3]), torch.randint(-9, 9, (9, 4)).float()

@@ -41,6 +41,7 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.rules import Rule, make_rule
+from tilerec.ops.update_checks import slot_kinds
 
 
 @triton.jit
@@ -359,6 +360,7 @@ class Ready:
     mode: int
     decays: bool
     row_step: bool
+    slots: str  # per slot "e" (one number per element) or "r" (one per row)
     constants: tuple[int, ...]  # bits of float64: lr, and three that the paces on the device are made of
 
     def paces(self, t: int) -> tuple[float, float]:
@@ -384,7 +386,7 @@ def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
     return Ready(
         bundle, rule, (*numbers, *[0.0] * (7 - len(numbers)), bundle.of_rate(h)), (kinds[0], kinds[1], kinds[2]),
         (sums[0], sums[1]), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
-        struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),
+        slot_kinds(rule), struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),
     )  # fmt: skip
 
 

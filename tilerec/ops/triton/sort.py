@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from tilerec.ops.order import key_type as key_type
@@ -119,7 +118,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int) -> Order:
         launch(
             occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
             programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
-            FEATURES=min(triton.next_power_of_2(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
+            FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
         )  # fmt: skip
         ordered, occurrences = sort_keys(keys, bits)
     return Order(ordered, occurrences, places, scales)
@@ -138,7 +137,7 @@ def sort_occurrences(
     ordered, occurrences, places, scales = order.keys, order.occurrences, order.places, order.scales
     nothing, scaled = ordered, scales is not None
     levels = 0
-    pitch = triton.next_power_of_2(
+    pitch = next_power_of_two(
         max(4, *dims)
     )  # no tile of `update.py` has fewer columns, and it reads all of them
     rows = max(1, min(16, CHUNK, CHUNKS, 512 // pitch))
@@ -176,6 +175,11 @@ def power_of_two(values: Sequence[int], most: int) -> int:
     """The largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
     divisor = math.gcd(most, *values)
     return divisor & -divisor
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two from `n` >= 1 on; Triton's own takes some microseconds. Example: 5 -> 8."""
+    return 1 << (n - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -29,6 +29,8 @@ Legend: T tables, F features, N occurrences, R rows of a tile, C columns of a ti
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -73,13 +75,13 @@ from tilerec.ops.update_checks import (
     check_reach,
     check_record,
     check_tables,
-    slot_kinds,
 )
 from tilerec.ops.update_counts import check_counts
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 WIDEST = 16384
 _INDEX = (torch.int64, torch.int32)
+_data_ptr = Tensor.data_ptr
 GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ELEMENT, _ROW = tl.constexpr(1), tl.constexpr(2)
 
@@ -548,7 +550,31 @@ def served(device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots:
     )
 
 
-_KNOWN: dict[tuple[object, ...], Tables] = {}
+def _facts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(t.shape, t.dtype, t.is_contiguous()) for t in tensors]
+
+
+class _Seen:
+    """The tables of a call that was made before, found by where they lie; are they still to be read in the same way?
+
+    Yes, if these are the very same tensors, or look as those did.
+    """
+
+    def __init__(self, layout: Tables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self.facts = _facts((*weights, *slots))
+        self.shapes = [w.shape for w in weights]
+        self.tensors = [weakref.ref(tensor) for tensor in (*weights, *slots)]
+
+    def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
+        tensors = (*weights, *slots)
+        if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
+            # A parameter's `.data` may be another tensor's, at the same place by chance.
+            return [w.shape for w in weights] == self.shapes and all(map(Tensor.is_contiguous, weights))
+        return _facts(tensors) == self.facts
+
+
+_KNOWN: dict[tuple[object, ...], _Seen] = {}
 _NOTHING_SKIPPED = (0, -1, -1, (1 << 63) - 1, 0)
 
 
@@ -565,19 +591,19 @@ def update_rows_(
     op, device = "update_rows_", ids.device
     check_counts(op, steps, counts, lr, len(weights))
     made = ready(rule, hyper)
-    kinds = slot_kinds(made.rule)
+    kinds = made.slots
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     # What stays the same from step to step is checked and sent once.
     key = (
         device, current_stream(), rule, kinds, len(weights if counts else steps), tuple(seeds), tuple(row_offsets),
-        tuple(column_offsets),
-        tuple([(w.data_ptr(), w.shape, w.dtype, w.is_contiguous()) for w in weights]),
-        tuple([(s.data_ptr(), s.shape, s.dtype, s.is_contiguous()) for s in slots]),
+        tuple(column_offsets), tuple(map(_data_ptr, weights)), tuple(map(_data_ptr, slots)),
         tuple([(n.data_ptr(), n.shape[0]) for n in names]),
     )  # fmt: skip
     graph = capturing()  # what a graph reads must be kept for it
-    layout = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES and not graph else None
-    if layout is None:
+    seen = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES and not graph else None
+    if seen is not None and seen.fits(weights, slots):
+        layout = seen.layout
+    else:
         if not served(device, grad, weights, slots):
             return update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
@@ -596,7 +622,7 @@ def update_rows_(
         if len(_KNOWN) >= 256:
             _KNOWN.clear()
         if not graph:
-            _KNOWN[key] = layout
+            _KNOWN[key] = _Seen(layout, weights, slots)
     same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
