@@ -17,6 +17,7 @@ from tilerec.modules.cached_tables import cache_tables, flush_caches
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.reset import reset_rows
+from tilerec.modules.resize_table import resize_table
 from tilerec.ops.reader import id_segments, places_in_copies
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -140,6 +141,7 @@ def _flush_and_write(module: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "write"), [
     ("plain", _load), ("cached", _load), ("plain", _reset), ("cached", _reset), ("cached", _flush_and_write),
+    ("plain", EmbeddingBagCollection.bfloat16),
     ("plain", EmbeddingBagCollection.reset_parameters), ("cached", EmbeddingBagCollection.reset_parameters),
 ])  # fmt: skip
 def test_what_the_library_writes_in_between_is_known_too(kind: str, write: Callable[[Any], None]) -> None:
@@ -149,6 +151,24 @@ def test_what_the_library_writes_in_between_is_known_too(kind: str, write: Calla
     write(module)
     out.backward()
     torch.testing.assert_close(kjt.weights().grad, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_that_was_resized_in_between_is_refused_and_left_alone(kind: str) -> None:
+    """Rows have other numbers then: the gradients would go to the wrong ones."""
+    module, kjt = bags(kind), batch(0)
+    wanted, out, rows = want(module, kjt), loss(module, kjt), torch.arange(20)
+    resize_table(module, "user", 40, rows, 39 - rows)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(InputError, match="Table 'user': it was resized between a lookup and its backward"):
+        out.backward()
+    torch.testing.assert_close(kjt.weights().grad, wanted)
+    moved = [n.split(".")[1] for n, v in module.state_dict().items() if not torch.equal(v, before[n])]
+    assert sorted(moved) == ["item", "low"]
+    twin = copy.deepcopy(module)
+    for each in (module, twin):
+        loss(each, batch(1)).backward()
+        assert each.embedding_bags["user"].rows.updates == 1
 
 
 def test_a_tied_table_that_another_collection_updates_is_known_too() -> None:

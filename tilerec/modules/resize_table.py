@@ -37,6 +37,11 @@ def resize_table(
     leaf = nn.Parameter(memory, requires_grad=old.requires_grad)
     table.config = config
     table._parameters["weight"] = leaf
+    rows.about_to_write()
+    rows.refuse_earlier(
+        f"Table '{name}': it was resized between a lookup and its backward, so the rows that the gradient is of have "
+        "other numbers now; resize between two steps, after the backward. No row of it was updated."
+    )
     # Attached, the rows make fresh state of the new size; then what moves is written into it.
     rows.spec = None
     rows.bind(leaf)

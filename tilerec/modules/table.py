@@ -104,6 +104,7 @@ class Table(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
+        self.rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
             super()._apply(fn, recurse)
         self._bind()

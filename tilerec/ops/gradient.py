@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.errors import CommsError, TilerecError
+from tilerec.errors import CommsError, InputError, TilerecError
 from tilerec.ops.joined import joined
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.reader import Reader
@@ -75,6 +75,7 @@ class GradientSink(ABC):
         self.handle = next(_HANDLES)
         # Lookups whose backward reads the rows, with the table's number among theirs.
         self.readers: weakref.WeakKeyDictionary[Reader, int] = weakref.WeakKeyDictionary()
+        self.earlier: list[_Refusal] = []  # in the place of handles that lookups may still know
         _SINKS[self.handle] = self
 
     def about_to_write(self) -> None:
@@ -82,6 +83,12 @@ class GradientSink(ABC):
         while self.readers:
             reader, table = self.readers.popitem()
             reader.keep(table)
+
+    def refuse_earlier(self, reason: str) -> None:
+        """Rows have other numbers from now on: gradients of earlier lookups are refused, for this reason."""
+        self.earlier = [*self.earlier, _Refusal(self.handle, reason)]
+        self.handle = next(_HANDLES)
+        _SINKS[self.handle] = self
 
     @abstractmethod
     def batch_key(self) -> Hashable:
@@ -110,6 +117,21 @@ class GradientSink(ABC):
             for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
                 sums[handle].append(part)
         return _of_sums(records[0].serial, sums)
+
+
+class _Refusal(GradientSink):
+    """Takes nothing any more."""
+
+    def __init__(self, handle: int, reason: str) -> None:
+        self.handle, self.reason = handle, reason
+        self.readers, self.earlier = weakref.WeakKeyDictionary(), []
+        _SINKS[handle] = self
+
+    def batch_key(self) -> Hashable:
+        return self.handle
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        raise InputError(self.reason)
 
 
 _HANDLES = itertools.count(1)

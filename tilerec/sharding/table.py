@@ -109,6 +109,8 @@ class ShardedTable(Table, TiledTable):
             for i, rows in enumerate(self.tile_rows):
                 self._parameters[leaf_name(i)] = rows.leaf  # a table tied to this one was converted before it
             return self
+        for rows in self.tile_rows:
+            rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
             nn.Module._apply(self, fn, recurse)
         self._bind()

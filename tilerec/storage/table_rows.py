@@ -348,7 +348,7 @@ class TableRows(GradientSink):
     def __getstate__(self) -> dict[str, Any]:
         if self.cache is not None:
             self.settle()
-        own = ("handle", "leaf", "holders", "readers", "orders")
+        own = ("handle", "leaf", "holders", "readers", "earlier", "orders")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
