@@ -5,8 +5,9 @@
 // are numbers without effect. What a GPU forbids is forbidden: reading one of its numbers while `sync_debug_mode` is
 // "error" or a graph is captured, and copies that wait.
 //
-// Graphs: while capturing, every kernel is written on a tape with its tensors, and `replay` runs the tape again. So what a
-// kernel got by value stays as it was, and what it reads in memory is read anew.
+// Graphs: while capturing, every kernel is written on a tape with its tensors, and `replay` runs the tape. So what a kernel
+// got by value stays as it was, and what it reads in memory is read anew. Kernels run while they are captured, too (some need
+// true numbers to give a result of the right shape), and at the end all memory is put back as it was before.
 //
 // Nouns
 //   twin    a CPU tensor over the bytes of a "cuda" one
@@ -24,6 +25,8 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -52,7 +55,49 @@ void waits(const std::string& what) {
 
 // ------------------------------------------------------------------------------------------------ memory
 
+// Where the device's tensors are, and how long; several storages may be over the same bytes.
+std::map<char*, std::pair<size_t, int>> blocks;
+
+void know(void* bytes, size_t count) {
+  std::lock_guard<std::mutex> held(lock);
+  auto& [size, users] = blocks[static_cast<char*>(bytes)];
+  size = std::max(size, count);
+  users += 1;
+}
+
+void forget(void* bytes) {
+  std::lock_guard<std::mutex> held(lock);
+  auto found = blocks.find(static_cast<char*>(bytes));
+  if (found != blocks.end() && --found->second.second == 0) {
+    blocks.erase(found);
+  }
+}
+
+// All that the device holds, to be put back.
+struct Snapshot {
+  std::vector<std::pair<char*, std::vector<char>>> parts;
+
+  Snapshot() {
+    std::lock_guard<std::mutex> held(lock);
+    for (auto& [bytes, block] : blocks) {
+      parts.emplace_back(bytes, std::vector<char>(bytes, bytes + block.first));
+    }
+  }
+  void put_back() const {
+    std::lock_guard<std::mutex> held(lock);
+    for (auto& [bytes, saved] : parts) {
+      auto found = blocks.find(bytes);
+      if (found != blocks.end()) {
+        std::memcpy(bytes, saved.data(), std::min(saved.size(), found->second.first));
+      }
+    }
+  }
+};
+
+std::unique_ptr<Snapshot> before_capture;
+
 void free_bytes(void* context) {
+  forget(context);
   std::free(context);
 }
 
@@ -66,6 +111,7 @@ void* new_bytes(size_t count, int poison) {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t count) override {
     void* bytes = new_bytes(count, 0xFF);  // NaN, or -1
+    know(bytes, count);
     return {bytes, bytes, &free_bytes, c10::Device(CUDA, device_now)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -106,8 +152,18 @@ bool is_pinned(const at::Tensor& tensor) {
 
 // The same bytes on another device; they live as long as the storage they are of.
 c10::DataPtr over(const c10::Storage& storage, c10::Device device) {
-  return {storage.mutable_data(), new c10::Storage(storage), [](void* own) { delete static_cast<c10::Storage*>(own); },
-          device};
+  if (device.type() == CUDA) {
+    know(storage.mutable_data(), storage.nbytes());
+  }
+  auto* kept = new std::pair<c10::Storage, bool>(storage, device.type() == CUDA);
+  auto drop = [](void* context) {
+    auto* own = static_cast<std::pair<c10::Storage, bool>*>(context);
+    if (own->second) {
+      forget(own->first.mutable_data());
+    }
+    delete own;
+  };
+  return {storage.mutable_data(), kept, drop, device};
 }
 
 at::Tensor tensor_of(c10::Storage storage, const at::Tensor& like, c10::DispatchKey key) {
@@ -140,7 +196,8 @@ struct Twins {
     }
     if (!storage) {
       storage = c10::Storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
-                             over(tensor.storage(), c10::Device(c10::DeviceType::CPU)), c10::GetAllocator(c10::DeviceType::CPU), true);
+                             over(tensor.storage(), c10::Device(c10::DeviceType::CPU)),
+                             c10::GetAllocator(c10::DeviceType::CPU), true);
       storages.emplace_back(tensor.storage(), storage);
     }
     auto twin = tensor_of(storage, tensor, c10::DispatchKey::CPU);
@@ -567,12 +624,15 @@ int sg_capturing() {
 }
 
 void* sg_begin() {
+  before_capture = std::make_unique<Snapshot>();
   taping = new Tape;
   return taping;
 }
 
 void sg_end() {
   taping = nullptr;
+  before_capture->put_back();
+  before_capture.reset();
 }
 
 void sg_replay(void* tape) {

@@ -67,7 +67,8 @@ with torch.cuda.graph(graph):
     refused(gpu.sum().item, "capturing")
     double = gpu * 2
     gpu += 1
-for n in range(1, 4):
+assert torch.equal(gpu.cpu(), cpu), "captured is not run"
+for n in range(3):
     graph.replay()
     assert double.tolist() == ((cpu + n) * 2).tolist(), (n, double)
 
