@@ -673,9 +673,10 @@ def _update_group(
     nothing = (
         ordered.keys
     )  # a pointer that is not followed must still be one, and of one type whatever the batch
+    numbers = layout.numbers[group.first :] if group.first else layout.numbers
     launch(
-        group, layout.numbers[group.first :], record, ordered, made, weights[group.weight],
-        [*own, *[nothing] * (3 - each)], result, step, by_value, paces=given(paces, nothing),
+        group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], result, step,
+        by_value, paces=given(paces, nothing),
         names=names[layout.names] if names else nothing,
         ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=paces is not None, NAMED=bool(names),
     )  # fmt: skip
