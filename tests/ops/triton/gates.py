@@ -62,6 +62,17 @@ class Compiled:
     spilled: int  # bytes, stores and loads
     shared: int  # bytes
     instructions: dict[str, int]
+    on_their_way: int
+    """16-byte loads that the machine code begins before it adds, multiplies or stores: the longest such series. The
+    assembler may wait for one before it begins the next, to save registers, where in PTX they stand together."""
+
+    def warps(self, each: int = 1) -> int:
+        """How many warps of programs of `each` warps a Hopper multiprocessor has room for, by registers and programs.
+
+        65,536 registers, given to warps in steps of 256; at most 64 warps, of at most 32 programs.
+        """
+        fit = 65_536 // (-(-self.registers * 32 // 256) * 256)
+        return min(fit // each, 64 // each, 32) * each
 
     def count(self, *prefixes: str) -> int:
         """Instructions that begin with one of these: `count("ld.global.v4")`."""
@@ -146,7 +157,21 @@ def _compile(gate: Gate, folder: Path) -> Compiled:
         int(spills[1]) + int(spills[2]),
         int(out.metadata.shared),
         dict(Counter(_INSTRUCTIONS.findall(out.asm["ptx"]))),
+        _on_their_way(Path(get_ptxas(90).path).parent / "nvdisasm", folder / "kernel.o"),
     )
+
+
+def _on_their_way(disassembler: Path, code: Path) -> int:
+    """The longest series of 16-byte loads without arithmetic or a store in between."""
+    text = subprocess.run([disassembler, "-c", code], capture_output=True, text=True).stdout
+    most = series = 0
+    for name in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", text):
+        if name.startswith("LDG.E.128"):
+            series += 1
+            most = max(most, series)
+        elif name.startswith(("FADD", "FMUL", "FFMA", "STG")):
+            series = 0
+    return most
 
 
 def _tried(gate: Gate, folder: Path) -> dict[str, Any]:

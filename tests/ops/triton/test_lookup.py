@@ -620,6 +620,7 @@ def sequence_gate(name: str, row: str, dim: int) -> Gate:
     signature = {"base": f"*{row}", "out": f"*{row}", "ids": "*i64", "starts": "*i64", "features": "*i64"}
     sizes = {"report": "*i64", "id_count": "i32", "feature_count": "i32"}
     constants = shape_of(row, dim, row) | {"CHECK": True}
+    constants["GROUP"] *= constants.pop("STEPS")
     return Gate(name, f"{lookup_sequence.__name__}:sequence_kernel", signature | sizes, constants)
 
 
@@ -668,11 +669,14 @@ def test_kernels_read_rows_16_bytes_at_a_time_and_spill_nothing(kernels: dict[st
         assert kernel.spilled <= aside(), (name, kernel)
 
 
-def test_kernels_leave_room_for_twenty_warps_and_share_no_memory(kernels: dict[str, Compiled]) -> None:
+def test_kernels_leave_room_for_twenty_warps_and_share_next_to_no_memory(
+    kernels: dict[str, Compiled],
+) -> None:
     for name, kernel in kernels.items():
         assert kernel.registers <= (112 if "e4m3" in name else 96), (name, kernel)
-        # 8 bytes: how Triton 3.6 tells a program's lanes what an atomic gave (of a report that is taken).
-        assert kernel.shared <= 8, (name, kernel)
+        # 8 bytes: how Triton 3.6 tells a program's lanes what an atomic gave (of a report that is taken). A sequence's
+        # starts and ids are handed round once.
+        assert kernel.shared <= (256 if name.startswith("sequence") else 8), (name, kernel)
 
 
 def test_kernels_write_results_16_bytes_at_a_time(kernels: dict[str, Compiled]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,24 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from tests.ops.triton.gates import compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.launches import counted
-from tests.ops.triton.variants import Variant, cover, load, recorded, save
-from tests.ops.triton.workloads import BF16, CALLS, FP8, OPTIMIZERS, READS, Model, Workload, replace, same
+from tests.ops.triton.variants import Variant, cover, load, recorded, save, sweep
+from tests.ops.triton.workloads import (
+    BF16,
+    CALLS,
+    FP8,
+    OPTIMIZERS,
+    POINTS,
+    READS,
+    Model,
+    Workload,
+    everything,
+    replace,
+    same,
+    step,
+)
 from tilerec.ops.triton import library
 
 pytestmark = pytest.mark.skipif(
@@ -179,3 +194,36 @@ def test_a_call_of_another_size_compiles_nothing(name: str) -> None:
             known = set(given.variants)
             assert known
         assert not {str(v) for v in set(given.variants) - known}
+
+
+# ------------------------------------------------------------------------------------------------ what compiles
+
+
+def forward_of(workload: Workload, kernel: str) -> Variant:
+    """The variant of a workload's lookup."""
+    given, _ = step(workload)
+    return next(v for v in given.variants if v.kernel.endswith(f":{kernel}"))
+
+
+def test_a_turn_asks_for_all_of_its_rows_before_it_uses_one() -> None:
+    """In machine code: what the memory is kept busy with."""
+    lookups = [
+        forward_of(POINTS["P1 bf16"], "pooled_kernel"),
+        forward_of(POINTS["small"], "pooled_kernel"),
+        forward_of(POINTS["unpooled"], "sequence_kernel"),
+    ]
+    for kernel in compiled([variant.gate() for variant in lookups]).values():
+        assert kernel.on_their_way == 8
+        assert kernel.warps() >= 24
+        assert kernel.spilled == 0
+
+
+@NIGHTLY
+def test_every_variant_compiles(tmp_path: Path) -> None:
+    """Not quite every one: each of their values with each other (`cover`). Half an hour."""
+    variants = {v for workload in everything() for given in step(workload) for v in given.variants}
+    results = tmp_path / "results"
+    assert sweep(cover(variants), results, seconds=3600) == 0
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    assert not [f"{one['name']}: {one['error']}" for one in found if "error" in one]
+    assert not [one for one in found if one["spilled"] > 128]

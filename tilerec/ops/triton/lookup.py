@@ -88,6 +88,12 @@ from tilerec.ops.triton.rows import group_rows, reads, tile_width
 
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _STEPS = 8  # positions of a turn
+
+# At most so many registers: more than the kernels need. Left alone the assembler saves some, by waiting for one row of
+# a turn before it asks for the next (docs/gpu.md). AMD's compiler knows no such option.
+_BOUND: dict[str, int] = {} if torch.version.hip else {"maxnreg": 80}
+_WIDE_BOUND: dict[str, int] = {} if torch.version.hip else {"maxnreg": 96}  # 16 columns a lane, or weights
+
 _WAVES = 4  # groups of a program where ids are few
 
 
@@ -231,6 +237,7 @@ def _sum_family(
             base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
             VARIABLE=variable, SPLIT=split, WAVES=waves, num_warps=1, enable_fp_fusion=False,
+            **(_WIDE_BOUND if weighted or base.element_size() == 1 else _BOUND),
         )  # fmt: skip
 
 
@@ -376,12 +383,12 @@ def sequence_lookup(
     ids = _flat(ids)
     report = new_report(device)
     for number, family in enumerate(layout.families):
-        group = group_rows(family.tile, family.vec)
+        group = group_rows(family.tile, family.vec) * _STEPS
         # One program at least: the starts of no ids are looked at, too.
-        launch(sequence_kernel, (max(ceil_div(count, group * _STEPS), 1), family.tiles),
+        launch(sequence_kernel, (max(ceil_div(count, group), 1), family.tiles),
             weights[family.table], out, ids, starts, family.features, report, count, len(own), GROUP=group,
-            TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, CHECK=number == 0 and not known,
-            num_warps=1, enable_fp_fusion=False,
+            TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, CHECK=number == 0 and not known, num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
     post(report, told)
     return out, new_ticket()

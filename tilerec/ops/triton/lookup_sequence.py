@@ -16,11 +16,11 @@ from tilerec.ops.triton.search import segment_at, segments_of
 @triton.jit(do_not_specialize=["id_count", "feature_count"], do_not_specialize_on_alignment=ANYWHERE)
 def sequence_kernel(
     base, out, ids, starts, features, report, id_count, feature_count,
-    GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, STEPS: tl.constexpr,
-    CHECK: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of STEPS * GROUP ids, a tile of each. Grid: (runs of ids, tiles).
+    """Copy the rows of GROUP ids, a tile of each, all of which are on their way together. Grid: (runs of ids, tiles).
 
+    GROUP is eight rows for each team of lanes: a store between two rows would keep the second's load behind it.
     features: of each, its table's distance, rows (-1: another launch serves it), dim. CHECK: look at the starts.
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1] -> [[1, 2], [3, 4], [3, 4]].
     """
@@ -28,21 +28,18 @@ def sequence_kernel(
         _check_starts(report, starts, feature_count, id_count)
     dim = tl.multiple_of(tl.load(features + 2), VEC)
     columns, inside = tile_columns(tl.program_id(1) * TILE, dim, TILE, VEC)
-    begin = tl.program_id(0).to(tl.int64) * (GROUP * STEPS)
+    begin = tl.program_id(0).to(tl.int64) * GROUP
     low = segment_at(starts, feature_count, begin)
-    high = segment_at(starts, feature_count, begin + (GROUP * STEPS - 1))
-    bad_G = tl.full([GROUP], NEVER, tl.int64)
-    for u in tl.static_range(STEPS):
-        at_G = begin + u * GROUP + tl.arange(0, GROUP)
-        feature_G = features + segments_of(starts, at_G, low, high) * 3
-        distance_G = tl.multiple_of(tl.load(feature_G), VEC)
-        rows_G = tl.load(feature_G + 1)
-        take_G = (at_G < id_count) & (rows_G >= 0)
-        id_G, sound_G = load_ids(ids, at_G, take_G, rows_G)
-        bad_G = tl.where(take_G & (sound_G == 0), tl.minimum(bad_G, at_G), bad_G)
-        rows_GC = load_tiles(base, distance_G + id_G * dim, sound_G, columns, inside, VEC)
-        out_G = at_G * tl.multiple_of(dim, OUT_VEC)
-        store_tiles(out, out_G, take_G, columns, inside, rows_GC, OUT_VEC)
+    high = segment_at(starts, feature_count, begin + (GROUP - 1))
+    at_G = begin + tl.arange(0, GROUP)
+    feature_G = features + segments_of(starts, at_G, low, high) * 3
+    distance_G = tl.multiple_of(tl.load(feature_G), VEC)
+    rows_G = tl.load(feature_G + 1)
+    take_G = (at_G < id_count) & (rows_G >= 0)
+    id_G, sound_G = load_ids(ids, at_G, take_G, rows_G)
+    bad_G = tl.where(take_G & (sound_G == 0), at_G, NEVER)
+    rows_GC = load_tiles(base, distance_G + id_G * dim, sound_G, columns, inside, VEC)
+    store_tiles(out, at_G * tl.multiple_of(dim, OUT_VEC), take_G, columns, inside, rows_GC, OUT_VEC)
     at = tl.min(bad_G, 0)
     if at < id_count:
         tell(report, segment_at(starts, feature_count, at) * 2 + ID, at, tl.load(ids + at).to(tl.int64))
