@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
@@ -107,12 +108,22 @@ def _is_kernel(func: Any, tensors: Sequence[Any]) -> bool:
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
         return False  # a view
     some = [t for t in tensors if isinstance(t, Tensor)]
+    if _counts_updates(func, [t for t in _pytree.tree_leaves(tensors) if isinstance(t, Tensor)]):
+        return False
     return not any(_of_ticket(t) for t in some) and not (some and all(t.numel() == 0 for t in some))
 
 
 def _of_ticket(tensor: Tensor) -> bool:
     """A lookup's ticket (`gradient.new_ticket`): two numbers that stay on the host."""
     return tensor.dtype == torch.int64 and tensor.untyped_storage().nbytes() == 16
+
+
+def _counts_updates(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Reads or adds to update counts of tables, which are on the host (`table_rows.py`)."""
+    name = func.name().partition("::")[2].partition(".")[0]
+    return name in ("_local_scalar_dense", "_foreach_add_") and all(
+        t.dim() == 0 and t.dtype == torch.int64 for t in tensors
+    )
 
 
 @functools.cache
