@@ -78,15 +78,11 @@ OPS = {
     "select_segments": ["copy_items"],
     "select_segments_backward": [SORT, "aten.arange", "aten.searchsorted.Tensor", "sum_copies"],
     "bucketize_by_cuts": ["aten.zeros", "aten.cumsum.out", "aten.zeros", "deal_ids", SORT, "local_ids"],
-    "jagged_to_padded": [
-        "aten.full",
-        "aten.item",
-        "copy_items",
-    ],  # the first two on the host: the padding's bits
+    "jagged_to_padded": ["copy_items"],
     "padded_to_jagged": ["copy_items"],
     "segment_sum": ["sum_segments"],
     "repeat_segments": ["copy_items"],
-    "route_ids": ["aten.zeros", "deal_items", SORT, "aten.zeros", "order_items", "number_bags"],
+    "route_ids": ["aten.zeros", "deal_items", SORT, "aten.zeros", "order_items", "number_bags", "aten.clone"],
     "pick_rows": ["move_rows"],
     "place_rows_": ["move_rows"],
     "pack_segments int8": ["pack"],
