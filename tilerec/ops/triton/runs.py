@@ -1,12 +1,46 @@
-"""A run's sum: its gradients added up, in tiles, in chunks, and across programs.
+"""A run's sum: one order of additions, which is the run's own, wherever it lies among the sorted occurrences.
 
-Nouns (of `occurrences.py` and `sort.py`: occurrence, key, sentinel, place, scale, run, chunk, super-chunk)
+Nouns (and those of `occurrences.py` and `sort.py`: occurrence, key, sentinel, place, scale, run)
+  fold         a sum of one after the other: ((a + b) + c) + d
+  chunk        CHUNK occurrences of a run, counted from the run's first; its sum is the fold of its gradient rows
+  super-chunk  CHUNKS chunks of a run, counted from the run's first; its sum is the fold of their sums
+  rest         what a run has behind its last whole chunk
+  block        neighbouring sorted occurrences that begin at a multiple of their number: what one program looks at
+
+A run's sum is a fold, too: of its super-chunks, then of the chunks behind them, then of the rows of its rest. All
+borders are counted from the run's first occurrence, so a row's sum has the same bits whatever other rows a batch has,
+and under whatever number the row is sorted. A run of less than two chunks is the fold of its rows (the first chunk's
+sum is where that fold has come to): the CPU's bits.
+
+    chunks of 4, super-chunks of 2 chunks, a run of 14:   s = 8 rows, c = 4 rows, 2 rows of rest:   ((s + c) + r) + r'
+
+Long runs: a row with a million occurrences would be a million steps of one program. Chunks are summed by programs of
+their own, super-chunks from those sums. No program knows where chunks begin, but at most one begins in a block of as
+many occurrences: two would be of two runs, of which the first ends before the second begins, too early for a chunk.
+So program b looks at block b. If a chunk begins there, it has the block's last occurrence; where it begins follows from
+where its run begins, which a search in the sorted keys finds. Its sum goes to number b. Neighbouring chunks of a
+run have neighbouring numbers, so a run's program finds them. What this costs where no run is long: reading three keys
+per block, and a few more for a run that goes on from block to block.
+
+    keys   3 5 5 5 | 5 5 5 5 | 5 5 7 7     blocks and chunks of 4: row 5's begin at 1 and 5, in blocks 0 and 1
+    program of row 5: (partials[0] + partials[1]) + the row of occurrence 9
+
+Rows of a fold are read one at a time, each by the whole warp, AHEAD of them on their way before the first is added. It
+begins with -0.0, the number that changes nothing it is added to.
+
+Legend: R rows of a tile, C columns of a tile.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+CHUNK, CHUNKS = 128, 64
+
+_WAYS = tl.constexpr(128)
+"""Probes of a search at a time."""
+_AHEAD = tl.constexpr(8)
 
 
 @triton.jit
@@ -19,6 +53,58 @@ def table_of(meta, key, tables, STEPS: tl.constexpr):
         first = tl.load(meta + probe * 16, mask=fits, other=0)
         table = tl.where(fits & (first <= key.to(tl.int64)), probe, table)
     return table
+
+
+@triton.jit
+def begin_of_run(keys, key, low, high):
+    """Where the run of `key` begins: the first position in [low, high] that has it, `high` being one that does.
+
+    Example: keys (3, 5, 5, 5), key 5, low 0, high 3 -> 1.
+    """
+    ways = tl.arange(0, _WAYS)
+    while low < high:
+        step = (high - low + _WAYS - 1) // _WAYS
+        at = low + ways * step
+        less = tl.sum((tl.load(keys + at, mask=at < high, other=key) < key).to(tl.int32), axis=0)
+        high = tl.minimum(low + less * step, high)
+        low = tl.where(less > 0, low + (less - 1) * step + 1, low)
+    return low
+
+
+@triton.jit
+def end_of_run(keys, key, low, high):
+    """Where the run of `key` ends: the first position in [low, high] that is not its any more, `low` being right
+    behind one that is. Neighbours first: most runs are short.
+
+    Example: keys (3, 5, 5, 7), key 5, low 2, high 4 -> 3.
+    """
+    ways = tl.arange(0, _WAYS)
+    step = (high - low) * 0 + 1
+    while low < high:
+        at = low + ways * step
+        same = tl.sum((tl.load(keys + at, mask=at < high, other=-1) == key).to(tl.int32), axis=0)
+        high = tl.where(same < _WAYS, tl.minimum(low + same * step, high), high)
+        low = tl.where(same > 0, low + (same - 1) * step + 1, low)
+        step = (high - low + _WAYS - 1) // _WAYS
+    return low
+
+
+@triton.jit
+def piece_in_block(keys, begin, total, sentinel, SIZE: tl.constexpr):
+    """Where the piece (SIZE occurrences of a run, at a multiple of SIZE from the run's first) begins that begins in the
+    block [begin, begin + SIZE); -1 if there is none. The block ends at `total` or before."""
+    last = begin + SIZE - 1
+    key = tl.load(keys + last)
+    goes_on = tl.load(keys + begin) == key
+    follows = tl.load(keys + last + 1, mask=last + 1 < total, other=-1) == key
+    piece = begin * 0 - 1
+    if (goes_on | follows) & (key.to(tl.int64) < sentinel):
+        first = begin_of_run(keys, key, tl.where(goes_on, 0, begin), tl.where(goes_on, begin, last))
+        at = begin + first % SIZE
+        end = at + SIZE - 1
+        if tl.load(keys + end, mask=end < total, other=-1) == key:
+            piece = at
+    return piece
 
 
 @triton.jit
@@ -35,93 +121,117 @@ def gradient_rows(
     return g
 
 
-@triton.jit(do_not_specialize=["total", "sentinel", "tables"])
-def sum_chunks(
-    keys, occurrences, places, scales, grad, partials, meta, total, sentinel, tables,
-    STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    VEC: tl.constexpr, VEC_D: tl.constexpr,
-):  # fmt: skip
-    """Program c sums chunk c into `partials[c]` (fp32 [COLUMNS]) if it is whole."""
-    begin = tl.program_id(0).to(tl.int64) * CHUNK
-    key = tl.load(keys + begin)
-    if (tl.load(keys + begin + CHUNK - 1) == key) & (key.to(tl.int64) < sentinel):
-        dim = tl.load(meta + table_of(meta, key, tables, STEPS) * 16 + 1)
-        columns = tl.arange(0, COLUMNS)[None, :]
-        inside = columns < tl.multiple_of(dim, VEC_D)
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for at in range(0, CHUNK, ROWS):
-            i = begin + at + tl.arange(0, ROWS)
-            take = i < total
-            sums += gradient_rows(occurrences, places, scales, grad, i, take, columns, inside, SCALED, VEC)
-        tl.store(
-            partials + tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(sums, axis=0)
-        )
-
-
-@triton.jit(do_not_specialize=["sentinel"])
-def sum_super_chunks(
-    keys, partials, supers, sentinel,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Program s adds the partials of super-chunk s's chunks into `supers[s]` if it is whole."""
-    first = tl.program_id(0).to(tl.int64) * CHUNKS
-    key = tl.load(keys + first * CHUNK)
-    if (tl.load(keys + (first + CHUNKS) * CHUNK - 1) == key) & (key.to(tl.int64) < sentinel):
-        columns = tl.arange(0, COLUMNS)[None, :]
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for at in range(0, CHUNKS, ROWS):
-            chunk = first + at + tl.arange(0, ROWS)
-            sums += tl.load(partials + (chunk[:, None] * COLUMNS + columns))
-        tl.store(
-            supers + tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(sums, axis=0)
-        )
+@triton.jit
+def nothing(COLUMNS: tl.constexpr):
+    """-0.0 [1, C]: x + -0.0 is x, for every x."""
+    return tl.zeros((1, COLUMNS), tl.float32) * -1.0
 
 
 @triton.jit
-def finish_run(
-    sums, key, i, keys, occurrences, places, scales, grad, partials, supers, total, inside,
-    levels, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
+def fold_rows(
+    sums, first, count, occurrences, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """`sums` [COLUMNS] and what the run of `key` has from sorted occurrence `i` on.
-
-    In steps of up to ROWS pieces, the largest that fit: single occurrences up to the next chunk, whole chunks up to the
-    next super-chunk, whole super-chunks, and down again at the run's end.
-    """
-    lanes = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    going = (i < total) & (tl.load(keys + i, mask=i < total, other=-1) == key)
-    while going:
-        piece = tl.full((), 1, tl.int64)
-        until = total.to(tl.int64)
-        if levels >= 1:
-            until = tl.minimum(total, (i // CHUNK + 1) * CHUNK)
-            end = i + CHUNK - 1
-            fits = (i % CHUNK == 0) & (end < total)
-            if tl.load(keys + end, mask=fits, other=-1) == key:
-                piece = tl.full((), CHUNK, tl.int64)
-                until = total.to(tl.int64)
-                if levels >= 2:
-                    until = tl.minimum(total, (i // (CHUNK * CHUNKS) + 1) * (CHUNK * CHUNKS))
-                    end = i + CHUNK * CHUNKS - 1
-                    fits = (i % (CHUNK * CHUNKS) == 0) & (end < total)
-                    if tl.load(keys + end, mask=fits, other=-1) == key:
-                        piece = tl.full((), CHUNK * CHUNKS, tl.int64)
-                        until = total.to(tl.int64)
-        end_R = i + (lanes + 1) * piece - 1
-        take = end_R < until
-        take = take & (tl.load(keys + end_R, mask=take, other=-1) == key)
-        if piece == 1:
-            rows = gradient_rows(
-                occurrences, places, scales, grad, i + lanes, take, columns, inside, SCALED, VEC
-            )
-            sums += tl.sum(rows, axis=0)
-        elif piece == CHUNK:
-            at = (i // CHUNK + lanes) * PITCH
-            sums += tl.sum(tl.load(partials + at[:, None] + columns, mask=take[:, None], other=0.0), axis=0)
-        else:
-            at = (i // (CHUNK * CHUNKS) + lanes) * PITCH
-            sums += tl.sum(tl.load(supers + at[:, None] + columns, mask=take[:, None], other=0.0), axis=0)
-        i += tl.sum(take.to(tl.int64), axis=0) * piece
-        going = (i < total) & (tl.load(keys + i, mask=i < total, other=-1) == key)
+    """`sums` [1, C] and, one after the other, the gradient rows of `count` sorted occurrences from `first` on."""
+    for at in range(tl.zeros((), tl.int64), count, _AHEAD):
+        for k in tl.static_range(_AHEAD):
+            take = count - at > k
+            q = tl.load(occurrences + (first + at + k), mask=take, other=0)
+            place = tl.multiple_of(tl.load(places + q, mask=take, other=0).to(tl.int64), VEC)
+            own = inside & (columns * 0 + (count - at) > k)  # `take`, which the interpreter cannot spread out
+            g = tl.load(grad + (place + columns), mask=own, other=0.0).to(tl.float32)
+            if SCALED:
+                g = g * tl.load(scales + q, mask=take, other=0.0)
+            sums = tl.where(take, sums + g, sums)
     return sums
+
+
+@triton.jit
+def fold_sums(sums, pieces, first, count, columns, PITCH: tl.constexpr):
+    """`sums` [1, C] and, one after the other, `count` sums of pieces from number `first` on."""
+    for at in range(tl.zeros((), tl.int64), count, _AHEAD):
+        for k in tl.static_range(_AHEAD):
+            take = count - at > k
+            g = tl.load(
+                pieces + ((first + at + k) * PITCH + columns), mask=columns * 0 + (count - at) > k, other=0.0
+            )
+            sums = tl.where(take, sums + g, sums)
+    return sums
+
+
+@triton.jit
+def one_row(tile, own_R):
+    """The row [1, C] of a tile of fp32 that `own_R` names, to the bit: as integers, the others being 0."""
+    bits = tl.where(own_R[:, None], tile.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, axis=0, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fold_tile(g, repeats_R, ROWS: tl.constexpr):
+    """Per row of a tile the fold of its run's rows down to it [R, C]; `repeats_R`: rows of the run of the row above.
+
+    Costs what repeats: a row that begins a run is left as it is.
+    """
+    if ROWS > 1:
+        lanes = tl.arange(0, ROWS)
+        repeats = tl.sum(repeats_R.to(tl.int32) << lanes, axis=0)
+        for r in tl.static_range(1, ROWS):
+            if (repeats >> r) & 1 != 0:
+                g = tl.where((lanes == r)[:, None], one_row(g, lanes == r - 1) + g, g)
+    return g
+
+
+@triton.jit(do_not_specialize=["total", "sentinel", "tables"])
+def sum_chunks(
+    keys, occurrences, places, scales, grad, partials, meta, total, sentinel, tables,
+    STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
+    VEC_D: tl.constexpr,
+):  # fmt: skip
+    """Program b sums the chunk that begins in block b into `partials[b]` (fp32 [COLUMNS]), if one does."""
+    block = tl.program_id(0).to(tl.int64)
+    at = piece_in_block(keys, block * CHUNK, total, sentinel, CHUNK)
+    if at >= 0:
+        dim = tl.load(meta + table_of(meta, tl.load(keys + at), tables, STEPS) * 16 + 1)
+        columns = tl.arange(0, COLUMNS)[None, :]
+        inside = columns < tl.multiple_of(dim, VEC_D)
+        sums = fold_rows(
+            nothing(COLUMNS), at, CHUNK, occurrences, places, scales, grad, columns, inside, SCALED, VEC
+        )
+        tl.store(partials + (block * COLUMNS + columns), sums)
+
+
+@triton.jit(do_not_specialize=["total", "sentinel"])
+def sum_super_chunks(
+    keys, partials, supers, total, sentinel, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Program b sums the super-chunk that begins in block b (of CHUNK * CHUNKS) into `supers[b]`, if one does."""
+    block = tl.program_id(0).to(tl.int64)
+    at = piece_in_block(keys, block * (CHUNK * CHUNKS), total, sentinel, CHUNK * CHUNKS)
+    if at >= 0:
+        columns = tl.arange(0, COLUMNS)[None, :]
+        sums = fold_sums(nothing(COLUMNS), partials, at // CHUNK, CHUNKS, columns, COLUMNS)
+        tl.store(supers + (block * COLUMNS + columns), sums)
+
+
+@triton.jit
+def sum_run(
+    key, first, keys, occurrences, places, scales, grad, partials, supers, total, columns, inside, levels,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr, COLUMNS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """The sum [1, C] of the run of `key`, which begins at the sorted occurrence `first`.
+
+    levels: 1 if chunks are summed, 2 if super-chunks are, too. A batch that is too short for the first has no run of
+    two chunks, one too short for the second has none of two super-chunks.
+    """
+    sums = nothing(COLUMNS)
+    end = end_of_run(keys, key, first + 1, total.to(tl.int64))
+    i = first
+    if levels >= 2:
+        count = (end - i) // (CHUNK * CHUNKS)
+        sums = fold_sums(sums, supers, i // (CHUNK * CHUNKS), count, columns, PITCH)
+        i += count * (CHUNK * CHUNKS)
+    if levels >= 1:
+        count = (end - i) // CHUNK
+        sums = fold_sums(sums, partials, i // CHUNK, count, columns, PITCH)
+        i += count * CHUNK
+    return fold_rows(sums, i, end - i, occurrences, places, scales, grad, columns, inside, SCALED, VEC)

@@ -2,16 +2,8 @@
 
 Nouns (and those of `occurrences.py`: occurrence, key, sentinel, place, scale)
   run          sorted occurrences with one key: one row's gradients, in the order (feature, position)
-  chunk        CHUNK sorted occurrences that begin at a multiple of CHUNK; whole if all of one run
-  super-chunk  CHUNKS chunks, likewise
 
-Long runs: a row with a million occurrences would be a million steps of one program. Chunks that are whole are summed
-by programs of their own, whole super-chunks from those sums, and the row's program adds the pieces in ascending order.
-There are no atomics, so a row's sum has the same bits every time. What it costs where no run is long: reading two keys
-per chunk.
-
-    keys   5 5 5 5 5 5 5 5 5 5 5 7    chunks of 4: [5 5 5 5] [5 5 5 5] [5 5 5 7]; the first two are whole, and the
-    program of row 5 adds partials[0], partials[1], then three rows
+Sums of long runs are begun here, in chunks of many programs; `runs.py` says which, and in which order all is added.
 
 What the sort costs: `torch.sort` is a library radix sort. It takes all bits of the key type, 8 at a time, and carries
 an int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key, where a sort of 24 bits with an int32
@@ -33,13 +25,9 @@ from torch import Tensor
 from tilerec.ops.order import key_type as key_type
 from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.occurrences import occurrence_keys
-from tilerec.ops.triton.runs import finish_run as finish_run
-from tilerec.ops.triton.runs import gradient_rows as gradient_rows
-from tilerec.ops.triton.runs import sum_chunks, sum_super_chunks
-from tilerec.ops.triton.runs import table_of as table_of
+from tilerec.ops.triton.runs import CHUNK, CHUNKS, sum_chunks, sum_super_chunks
 from tilerec.ops.triton.small_sort import is_small, sort_small
 
-CHUNK, CHUNKS = 128, 64
 PER_TABLE = 16
 """Numbers a table has in its tensor (`update.py` gives them a meaning); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
@@ -128,7 +116,7 @@ def sort_occurrences(
     record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int],
     order: Order | None = None,
 ) -> Sorted:  # fmt: skip
-    """Keys, one sort, and sums of whole chunks.
+    """Keys, one sort, and the sums of long runs' chunks.
 
     tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: made before, if it was.
     """
@@ -140,8 +128,7 @@ def sort_occurrences(
     pitch = next_power_of_two(
         max(4, *dims)
     )  # no tile of `update.py` has fewer columns, and it reads all of them
-    rows = max(1, min(16, CHUNK, CHUNKS, 512 // pitch))
-    warps = warps_of(rows * pitch)
+    warps = warps_of(pitch)
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
     supers = partials
@@ -150,15 +137,15 @@ def sort_occurrences(
         launch(
             sum_chunks, (chunks,), ordered, occurrences, places, nothing if scales is None else scales, record.grad,
             partials, tables, total, sentinel, table_count,
-            STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, ROWS=rows, COLUMNS=pitch,
+            STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, COLUMNS=pitch,
             VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     if chunks >= 2 * CHUNKS:
         levels, count = 2, chunks // CHUNKS
         supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
         launch(
-            sum_super_chunks, (count,), ordered, partials, supers, sentinel,
-            CHUNK=CHUNK, CHUNKS=CHUNKS, ROWS=rows, COLUMNS=pitch, num_warps=warps, enable_fp_fusion=False,
+            sum_super_chunks, (count,), ordered, partials, supers, total, sentinel,
+            CHUNK=CHUNK, CHUNKS=CHUNKS, COLUMNS=pitch, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch)
 

@@ -8,14 +8,15 @@ Nouns (and those of `sort.py`: occurrence, key, run, chunk)
 
 One program, one warp (up to 512 numbers a tile). A tile's reads depend on each other in three steps only: the keys;
 then places and, as the key says which row it is, weights and slots; then gradients. All of a tile's rows are on their
-way together, before anything is added or written. Inside a tile, rows of one run are added by a segmented scan along
-the rows, in registers; the last occurrence of a run holds its sum, and there the rule runs. A run that goes on carries
-its sum into the next tile; what it has behind the span is added up by `finish_run`.
+way together, before anything is added or written. Inside a tile, a row of the run of the row above gets that row's sum
+(`runs.fold_tile`), in registers; the last occurrence of a run holds its sum, and there the rule runs. A run that goes
+on carries its sum into the next tile; one that goes on behind the span is summed before everything else
+(`runs.sum_run`), and its rows are left out of the tiles.
 
     keys of a tile     3 3 5 7 7     (the tile before ended with key 3, sum c)
     gradients          a b d e f
-    segmented sums     c+a  c+a+b  d  e  e+f
-    rows updated       -    3      5  -  7 (or goes on in the next tile)
+    sums               c+a  (c+a)+b  d  e  e+f
+    rows updated       -    3        5  -  7 (or goes on in the next tile)
 
 Nothing here waits for the device: grids follow from shapes, numbers of tables and features are sent once and kept, and
 what was not finite comes back as a tensor. A table's update count goes into paces and the rounding's stream: by value
@@ -52,21 +53,27 @@ from tilerec.ops.triton.random import round_at_random, round_to_nearest, words
 from tilerec.ops.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.triton.rows import reads
 from tilerec.ops.triton.rules import Ready, ready
-from tilerec.ops.triton.sort import (
+from tilerec.ops.triton.runs import (
     CHUNK,
     CHUNKS,
+    begin_of_run,
+    fold_tile,
+    gradient_rows,
+    nothing,
+    one_row,
+    sum_run,
+    table_of,
+)
+from tilerec.ops.triton.sort import (
     PER_TABLE,
     Order,
     Record,
     Sorted,
     ceil_div,
-    finish_run,
-    gradient_rows,
     order_occurrences,
     power_of_two,
     sort_occurrences,
     steps_of,
-    table_of,
     warps_of,
 )
 from tilerec.ops.update import update_rows_reference_
@@ -78,39 +85,11 @@ from tilerec.ops.update_checks import (
 )
 from tilerec.ops.update_counts import check_counts
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 WIDEST = 16384
 _INDEX = (torch.int64, torch.int32)
 _data_ptr = Tensor.data_ptr
 GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ELEMENT, _ROW = tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _add_runs(first_a, a, first_b, b):
-    """Segmented addition: a run's first occurrence forgets what came before."""
-    return first_a | first_b, tl.where(first_b != 0, b, a + b)
-
-
-@triton.jit
-def _sum_runs(g, head_R, SCAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Per row of a tile the sum from its run's first row to it [R, C]; `head_R`: where runs begin.
-
-    Without SCAN run by run, and only a run's last row has a meaning: the interpreter scans number by number.
-    """
-    if ROWS == 1:
-        return g
-    elif SCAN:
-        heads = tl.broadcast_to(head_R.to(tl.int32)[:, None], (ROWS, COLUMNS))
-        _, sums = tl.associative_scan((heads, g), 0, _add_runs)
-        return sums
-    else:
-        run_R = tl.cumsum(head_R.to(tl.int32), axis=0)
-        sums = g
-        for run in range(tl.min(run_R, axis=0), tl.max(run_R, axis=0) + 1):
-            own = (run_R == run)[:, None]
-            sums = tl.where(own, tl.sum(tl.where(own, g, 0.0), axis=0)[None, :], sums)
-        return sums
 
 
 @triton.jit
@@ -194,7 +173,7 @@ def update_runs(
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
     SUMS0: tl.constexpr, SUMS1: tl.constexpr, KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr,
     KEEPS: tl.constexpr, READS: tl.constexpr, GRAD_SCALED: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr,
-    PER_TABLE: tl.constexpr, NAMED: tl.constexpr, COMPACT: tl.constexpr, STEPS: tl.constexpr, SCAN: tl.constexpr,
+    PER_TABLE: tl.constexpr, NAMED: tl.constexpr, COMPACT: tl.constexpr, STEPS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, VEC_D: tl.constexpr, VEC_G: tl.constexpr, VEC_S: tl.constexpr,
 ):  # fmt: skip
@@ -214,17 +193,20 @@ def update_runs(
     if (final != before) & (final >= first_key) & (tl.load(keys + begin) < end_key):
         lanes = tl.arange(0, ROWS)
         columns = tl.arange(0, COLUMNS)[None, :]
-        carry = tl.zeros((COLUMNS,), tl.float32)
-        # First what the last run has behind the span: while this is added up, registers are still free.
-        tail = tl.zeros((COLUMNS,), tl.float32)
+        carry = nothing(COLUMNS)
+        # First the last run, if it goes on behind the span, all of it: now registers are still free.
+        through = nothing(COLUMNS)
+        until = end
         if (tl.load(keys + end, mask=end < total, other=-1) == final) & (final < end_key):
+            until = begin_of_run(keys, final, begin, end - 1)
             width = tl.multiple_of(tl.load(meta + table_of(meta, final, tables, STEPS) * 16 + 1), VEC_D)
-            tail = finish_run(
-                tail, final, end, keys, occurrences, places, scales, grad, partials, supers, total, columns < width,
-                levels, SCALED, CHUNK, CHUNKS, PITCH, ROWS, COLUMNS, VEC_G,
+            through = sum_run(
+                final, until, keys, occurrences, places, scales, grad, partials, supers, total, columns,
+                columns < width, levels, SCALED, CHUNK, CHUNKS, PITCH, COLUMNS, VEC_G,
             )  # fmt: skip
         # From here on occurrences are counted from the span's first: 32 bits, and fewer registers.
         count = (end - begin).to(tl.int32)
+        summed = (until - begin).to(tl.int32)  # occurrences from here on are in `through`
         known = tl.minimum(total - begin, count + 1).to(tl.int32)
         earliest = tl.where(begin > 0, 0, 1)  # has one before it
         keys += begin
@@ -256,7 +238,8 @@ def update_runs(
                 if COMPACT:
                     row = tl.load(runs + i, mask=take, other=0) - tl.load(numbers + 6)
                 start = tl.multiple_of(tl.load(numbers + 2), VEC) + row * dim
-                g = gradient_rows(occurrences, places, scales, grad, i, mine, columns, inside, SCALED, VEC_G)
+                own = mine & (i < summed)
+                g = gradient_rows(occurrences, places, scales, grad, i, own, columns, inside, SCALED, VEC_G)
                 if READS:
                     w = tl.load(
                         weights + (tl.multiple_of(start, VEC)[:, None] + columns),
@@ -271,11 +254,11 @@ def update_runs(
                 s0 = load_slot(slot0, at0, row, dim, take, columns, inside, KIND0, VEC_S)
                 s1 = load_slot(slot1, at1, row, dim, take, columns, inside, KIND1, VEC_S)
                 s2 = load_slot(slot2, at2, row, dim, take, columns, inside, KIND2, VEC_S)
-                g = tl.where(((lanes == 0) & mine & (key == prior))[:, None], carry[None, :] + g, g)
-                sums = _sum_runs(g, key != prior, SCAN, ROWS, COLUMNS)
-                carry = tl.sum(tl.where((lanes == edge)[:, None], sums, 0.0), axis=0)
-                ends_span = mine & (i == count - 1)
-                sums = tl.where(ends_span[:, None], sums + tail[None, :], sums)
+                repeats = own & (key == prior)
+                g = tl.where((repeats & (lanes == 0))[:, None], carry + g, g)
+                sums = fold_tile(g, repeats, ROWS)
+                carry = one_row(sums, lanes == edge)
+                sums = tl.where((mine & (i >= summed))[:, None], through, sums)
                 name = key_row
                 if NAMED:
                     has = take & (key_row * 0 + tl.load(numbers + 13) != 0)
@@ -692,6 +675,7 @@ def launch(
     )  # a pointer that is not followed must still be one, and of one type whatever the batch
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
+    assert span <= CHUNK, "what a run has in one span is at most a chunk, so it is a fold of rows (runs.py)"
     scale = made.rule.h["grad_scale"]
     run_kernel(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
@@ -702,7 +686,7 @@ def launch(
         SUMS0=made.sums[0], SUMS1=made.sums[1], KIND0=made.kinds[0], KIND1=made.kinds[1], KIND2=made.kinds[2],
         KEEPS=made.bundle.keeps, READS=made.rule.keeps, GRAD_SCALED=scale != 1.0, SCALED=ordered.scales is not None,
         ROUND=ROUND, PER_TABLE=PER_TABLE, NAMED=NAMED, COMPACT=runs is not None, STEPS=steps_of(group.count),
-        SCAN=not INTERPRETED, CHUNK=CHUNK, CHUNKS=CHUNKS, PITCH=ordered.pitch, ROWS=rows, COLUMNS=group.columns,
+        CHUNK=CHUNK, CHUNKS=CHUNKS, PITCH=ordered.pitch, ROWS=rows, COLUMNS=group.columns,
         VEC=group.vec, VEC_D=group.vec_d, VEC_G=record.vec, VEC_S=group.vec_s, num_warps=warps_of(rows * group.columns),
         enable_fp_fusion=False,
     )  # fmt: skip
