@@ -189,7 +189,8 @@ class Hooks:
             def load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
                 size, kind = size_of(pointers)
                 mask = hidden(mask, watch.access(READ, pointers, mask.data, size, None))
-                if other is None and watch.now is not None:
+                # Of one element, `other=0` arrives as None, too: Triton asks whether it is true.
+                if other is None and watch.now is not None and pointers.data.size > 1:
                     number = np.nan if kind.kind == "f" else True if kind.kind == "b" else _POISON[size]
                     other = interpreter.TensorHandle(
                         np.full(pointers.data.shape, number, kind), pointers.get_element_ty()

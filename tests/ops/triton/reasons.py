@@ -9,6 +9,7 @@ ROAMS: Mapping[str, tuple[str, ...]] = {
         ["pooled_kernel", "chunk_kernel", "sequence_kernel", "sample_weight_kernel", "sample_weight_chunk_kernel"],
         ("base",),
     ),
+    "advance_counts": ("counts",),
     "update_runs": ("weights", "slot0", "slot1", "slot2", "names"),
     "part_sums": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2"),
     "apply_to_parts": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2", "names"),
@@ -20,6 +21,8 @@ SHARED: Mapping[tuple[str, str], str] = {
     ("live_kernel", "report"): "all who take it write 1; who it is about is an atomic maximum",
     ("find_kernel", "needs_B"): "a flag: all who need the bucket walked write 1",
     ("hit_kernel", "last_E"): "all hits of a step write the step",
+    ("values_kernel", "tile"): "a row that is named twice gets its initial values twice",
+    ("number_kernel", "beside"): "a row that is named twice gets the number twice",
     ("move_rows", "flat"): "segments that overlap are the caller's mistake; a test of bad places makes it",
 }
 """Arguments to which programs of a launch write one value, and nobody reads it in the launch: aligned words arrive
@@ -38,6 +41,8 @@ MOST: Mapping[tuple[str, str], int] = {
     ("unpack", "segments"): LISTED,
     ("move_rows", "segments"): LISTED,
     ("deal_items", "width"): LISTED,
+    ("sequence_kernel", "feature_count"): LISTED,
+    ("advance_counts", "program_id(0)"): LISTED // 32,
     ("sort_blocks", "program_id(0)"): 65536,  # `small_sort.MOST` occurrences
     ("rank_blocks", "program_id(0)"): 65536,
     ("rank_blocks", "total"): 65536,

@@ -6,7 +6,7 @@ The interpreter computes every address that a kernel touches. `sanitized()` look
             Pointers from which distances to other tensors are counted (`ROAMS`) may touch any tensor that is alive and
             has been asked for its address (`data_ptr`)
   masked    what a masked load without `other=` gives is undefined on a GPU, and zeros in the interpreter. Here it is
-            NaN or a large odd number, so that results that depend on it are wrong
+            NaN or a large odd number, so that results that depend on it are wrong (but of loads of one element)
   race      between programs: `accesses.py`. Stores of one value by several programs must be named in `SHARED`
   lanes     of one store do not write different values to one address
   hazard    within a program of several warps: `accesses.py`. Those of one warp are kept in `one_warp`: its threads take
@@ -17,6 +17,8 @@ The interpreter computes every address that a kernel touches. `sanitized()` look
             program numbers, integer arguments and loaded int32 numbers can be as large as their type, or as `MOST` says
   divisor   divisors are not 0, and shifts less than the width
   order     the launch runs once more with its programs reversed, or shuffled in its turn; the bits are the same
+
+Races and order are not looked at where a report (`reports.py`) is taken: an error takes the place of the results.
 
 What it cannot see: more than the shapes that a test runs; roaming into the wrong tensor (results would differ); reads
 of memory that nobody has written (`torch.empty` is poisoned for that); what the compiler makes of it; waiting for each
@@ -40,7 +42,7 @@ import os
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +113,7 @@ class Launch:
         self.epoch = 0
         self.accesses: list[Access] = []  # of this program
         self.all: list[Access] = []
+        self.begins: dict[str, int] = {}  # of arguments' tensors
         self.written: list[tuple[str, Numbers, Numbers]] = []  # pointer, addresses, what was there
 
     def begin(self, grid: tuple[int, int, int]) -> None:
@@ -127,6 +130,11 @@ class Launch:
         self.next += 1
         self.epoch = 0
         return self.place(self.program)
+
+    def told(self) -> bool:
+        """Whether it, or a launch before it, has found bad input: then nobody will see what it leaves."""
+        begins = [begin for name, begin in self.begins.items() if name in TOLD_BY_ANY and begin]
+        return bool(_read(np.array(begins, np.uint64), 8).any())
 
     def place(self, program: int) -> tuple[int, int, int]:
         rest, z = divmod(program, self.grid[2])
@@ -174,7 +182,7 @@ class Sanitizer:
             result = again()
             self._end_program(launch)
             self._look_for_races(launch)
-            if self.orders and len(launch.places) > 1 and len(self.findings) == before:
+            if self.orders and len(launch.places) > 1 and not launch.told() and len(self.findings) == before:
                 self._repeat(launch, self.orders[self.launches[name] % len(self.orders)], names, again)
         except Exception as error:
             if len(self.findings) > before:
@@ -188,16 +196,16 @@ class Sanitizer:
         return result
 
     def _repeat(self, launch: Launch, order: str, names: Sequence[str], again: Callable[[], Any]) -> None:
-        wanted = _contents(launch)
+        left, wanted = _contents(launch), _contents(launch, TOLD_BY_ANY)
         _undo(launch)
         other = self.now = Launch(launch.kernel, launch.warps, names, order)
         try:
             again()
         finally:
             other.program = -1
-            got = _contents(other)
+            got = _contents(other, TOLD_BY_ANY)
             _undo(other)
-            for size, (address, value) in wanted.items():
+            for size, (address, value) in left.items():
                 _write(address, value, size)
         for size in wanted.keys() | got.keys():
             address, value = wanted.get(size, _NOTHING)
@@ -293,7 +301,7 @@ class Sanitizer:
 
     def _look_for_races(self, launch: Launch) -> None:
         launch.program = -1
-        for clash in races(launch.all):
+        for clash in [] if launch.told() else races(launch.all):
             pointers = {clash.one.pointer, clash.other.pointer}
             if clash.same_value and all((launch.kernel, pointer) in self.shared for pointer in pointers):
                 continue
@@ -318,6 +326,7 @@ class Sanitizer:
             begin = value.data_ptr()
             reach = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
             end = begin + (reach + 1) * value.element_size() if value.numel() else begin
+            launch.begins[name] = begin if value.numel() else 0
             roams = name in self.roams.get(launch.kernel, ())
             made.handle.attr["root"] = Root(name, begin, end, storage.data_ptr(), roams)
         elif isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INT32:
@@ -366,11 +375,11 @@ def _undo(launch: Launch) -> None:
         _write(address, value, value.itemsize)
 
 
-def _contents(launch: Launch) -> dict[int, tuple[Numbers, Numbers]]:
-    """What is where the launch wrote, by the size of its numbers; but for what may depend on the order."""
+def _contents(launch: Launch, but: Container[str] = ()) -> dict[int, tuple[Numbers, Numbers]]:
+    """What is where the launch wrote, by the size of its numbers; but for what it wrote through some pointers."""
     addresses: dict[int, list[Numbers]] = {}
     for pointer, address, value in launch.written:
-        if pointer not in TOLD_BY_ANY:
+        if pointer not in but:
             addresses.setdefault(value.itemsize, []).append(address)
     merged = {size: np.unique(np.concatenate(own)) for size, own in addresses.items()}
     return {size: (address, _read(address, size)) for size, address in merged.items()}
@@ -394,3 +403,8 @@ def sanitized(watch: Sanitizer | None = None) -> Iterator[Sanitizer]:
 def asked_for() -> bool:
     """Whether every test of kernels is to run so: TILEREC_SANITIZE=1, some minutes."""
     return os.environ.get("TILEREC_SANITIZE") == "1"
+
+
+def sanitized_if_asked() -> contextlib.AbstractContextManager[object]:
+    """For scripts in processes of their own."""
+    return sanitized() if asked_for() else contextlib.nullcontext()

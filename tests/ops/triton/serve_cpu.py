@@ -9,6 +9,7 @@ import torch
 from torch.library import opcheck
 
 from tests.ops.triton.interpreter import quick
+from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.triton import lookup
@@ -79,6 +80,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with quick():
+    with quick(), sanitized_if_asked():
         main()
     print("ok")

@@ -353,6 +353,35 @@ def test_lookups_that_take_rows_for_aligned(monkeypatch: pytest.MonkeyPatch) -> 
     assert "multiple_of [4]" in fails("hint", lambda: looked_up([6, 2]))
 
 
+def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that share flags and reports meet here only: elsewhere one program takes a whole batch."""
+    from tilerec.ops.hash_state import empty_state
+    from tilerec.ops.triton import hash_assign, hash_find, hash_resize
+
+    def assigned() -> list[Tensor]:
+        state = empty_state(3, 4)
+        used = [*state]
+        got = hash_assign.zch_assign_each_(
+            torch.arange(14) % 9, None, None, None, *state, 0, 3, 4, 2, 1, 0, 0, 1.0, 0, 1, 1
+        )  # fmt: skip
+        moved = hash_resize.zch_resize(*used[:6], 0, 3, 4, 6, 4, 2, 3, 0, 1.0)
+        return [values.clone() for values in (*got, *used, *moved)]
+
+    wanted = assigned()
+    for module in (hash_assign, hash_find, hash_resize):
+        monkeypatch.setattr(
+            module, "blocks", lambda count, values, block: ((-(-count // 8),), 8), raising=False
+        )
+    got: list[list[Tensor]] = []
+    passes(lambda: got.append(assigned()))
+    for one, other in zip(got[0], wanted, strict=True):
+        assert torch.equal(one, other)
+    # Each reason that is given is needed.
+    unexplained = Sanitizer(shared={})
+    told = fails("race", assigned, unexplained)
+    assert "write the same value" in told
+
+
 def test_errors_of_input_are_those_of_the_host() -> None:
     """A kernel that tells of a bad id has done nothing wrong."""
     from tilerec.ops.triton.hash import kernels

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.triton.interpreter import quick
+from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.triton import parts, random, update
 from tilerec.optim import apply_optimizer_in_backward
@@ -82,5 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with quick():
+    with quick(), sanitized_if_asked():
         main()
