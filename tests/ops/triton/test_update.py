@@ -443,6 +443,6 @@ def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
         )
         assert kernel.count("ld.global.v2.b32") == narrow * ahead, (name, kernel)
         assert kernel.count("st.global.v2.b32", "ld.global.b16", "st.global.b16") == 0, (name, kernel)
-        assert kernel.spilled <= 32, (name, kernel)
+        assert kernel.spilled <= 48, (name, kernel)
         assert kernel.registers <= 168, (name, kernel)
         assert kernel.shared <= 64, (name, kernel)
