@@ -62,7 +62,6 @@ GRID = (2**31 - 1, 65535, 65535)
 SAMPLE: Mapping[str, tuple[str, ...]] = {
     "test_exchange.py": ("test_picking_into_a_part_of_memory_leaves_the_rest_alone",),
     "test_hash.py": ("test_an_id_that_is_evicted_before_its_turn_is_a_newcomer",),
-    "test_sort.py": ("test_whole_chunks_are_summed_and_others_are_not",),
     "test_update.py": (
         "test_a_sum_is_in_the_order_of_features_then_positions",
         "test_tables_of_several_types_in_one_call",
