@@ -3,12 +3,14 @@
 Each call of a jitted function from another one (`tl.min` is such a function) replaces some 400 names of
 `triton.language` by interpreted ones, which they already are. `quick()` leaves that out. And where `tl.sort` adds
 numbers by exclusive or, one number after the other, NumPy does it for all at once (a sort of 2,048 keys takes 5 s
-otherwise). Nothing else changes, and a Triton whose interpreter is built otherwise runs as it is.
+otherwise). Sums of integers are not computed a second time to see whether they overflow: nothing is made of the answer
+(`sanitizer.py` looks for itself). Nothing else changes, and a Triton whose interpreter is built otherwise runs as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,10 +64,14 @@ def quick() -> Iterator[None]:
             for x in input
         ]
 
+    builder = interpreter.interpreter_builder
+    options = builder.options
     interpreter._patch_lang, executor.__call__ = patch_once, run_afresh
     reduces.generic_reduce = reduce_quickly
+    builder.options = dataclasses.replace(options, sanitize_overflow=False)
     try:
         yield
     finally:
+        builder.options = options
         interpreter._patch_lang, executor.__call__ = real, run
         reduces.generic_reduce = generic
