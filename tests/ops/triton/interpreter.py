@@ -4,7 +4,8 @@ Each call of a jitted function from another one (`tl.min` is such a function) re
 `triton.language` by interpreted ones, which they already are. `quick()` leaves that out. And where `tl.sort` adds
 numbers by exclusive or, one number after the other, NumPy does it for all at once (a sort of 2,048 keys takes 5 s
 otherwise). Sums of integers are not computed a second time to see whether they overflow: nothing is made of the answer
-(`sanitizer.py` looks for itself). Nothing else changes, and a Triton whose interpreter is built otherwise runs as it is.
+(`sanitizer.py` looks for itself). Nothing else changes, and a Triton whose interpreter is built otherwise runs as it
+is.
 """
 
 from __future__ import annotations
