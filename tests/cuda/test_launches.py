@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cuda.sizes import real, size
 from tilerec.errors import InputError
-from tilerec.ops import upload
+from tilerec.ops import later, upload
 from tilerec.ops.random import random_fill_reference_
 
 pytest.importorskip("triton")
@@ -101,6 +101,51 @@ def test_what_one_replay_finds_is_told_after_another_that_finds_nothing() -> Non
     graph.replay()
     with pytest.raises(InputError, match="id 5000"):
         reports.raise_all(torch.device("cuda"))
+
+
+def test_what_a_graph_writes_is_not_looked_at_before_its_first_replay() -> None:
+    """Its memory holds anything until then."""
+    seen: list[list[int]] = []
+    numbers = torch.full((3,), 7, device=CUDA)
+    later.when_arrived(torch.zeros_like(numbers), lambda _: None)  # as a step before the capture does
+    later.use_all(CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.fill_(5)
+        later.when_arrived(numbers, seen.append)
+    later.use_all(CUDA)
+    assert [0, 0, 0] in seen
+    assert [7, 7, 7] not in seen
+    graph.replay()
+    later.use_all(CUDA)
+    assert seen.count([5, 5, 5]) == 1
+
+
+def test_a_step_of_many_ops_captured_takes_reports_that_are_zeros() -> None:
+    table, ids, offsets = fresh(size(100, 12))
+    pooled(table, ids, offsets)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    before = len(reports._REPORTS._devices[CUDA].of_graphs)
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            pooled(table, ids, offsets)
+    own = reports._DEVICES[CUDA].own
+    assert {g.numbers.data_ptr() for g in reports._REPORTS._devices[CUDA].of_graphs[before:]} <= own
+
+
+def test_inference_mode_and_training_share_what_reports_are_copied_to() -> None:
+    table, ids, offsets = fresh(size(100, 12))
+    with torch.inference_mode():
+        pooled(table, ids, offsets)
+    reports.raise_all(CUDA)
+    out = pooled(table, ids, offsets)
+    assert torch.equal(out, table[ids])
+    ids[1] = 5000
+    with torch.inference_mode():
+        pooled(table, ids, offsets)
+    with pytest.raises(InputError, match="id 5000"):
+        reports.raise_all(CUDA)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

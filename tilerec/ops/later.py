@@ -15,6 +15,9 @@ Under CUDA-graph capture nothing is copied: the tensor is the graph's. From then
 sends a copy, unless the last one is still on its way, so replays are seen, too. With `once`, the tensor is zeroed
 behind the copy: what one replay left is used once, and zeros mean that there was none since. Without, `use` does as it
 thinks right.
+
+What a graph writes is anything before its first replay. So with `once` replays leave their numbers in a spare tensor,
+one that was zeroed outside of captures.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ import torch
 from torch import Tensor
 
 Use = Callable[[list[int]], None]
+
+_SPARES = 256  # there are at least so many when a capture begins
 
 
 class _Copy(NamedTuple):
@@ -58,6 +63,9 @@ class _Device:
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
     of_graphs: list[_OfGraph] = field(default_factory=list)
+    spares: defaultdict[int, list[Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # zeros, by size
 
 
 class Arrivals:
@@ -75,9 +83,12 @@ class Arrivals:
             return
         with self._lock:
             device = self._devices[numbers.device]
+            spares = device.spares[numbers.shape[0]] if self._once else None
             if torch.cuda.is_current_stream_capturing():
-                device.of_graphs.append(_OfGraph(numbers, use))
+                device.of_graphs.append(_OfGraph(spares.pop().copy_(numbers) if spares else numbers, use))
             else:
+                if spares is not None and len(spares) < _SPARES:
+                    spares.extend(zeros(_SPARES, numbers.shape[0], numbers.device))
                 _send(device, numbers, use)
 
     def use_arrived(self, where: torch.device) -> None:
@@ -96,7 +107,7 @@ class Arrivals:
                 if not graph.on_its_way:
                     _send(device, graph.numbers, graph.use, graph)
                     if self._once:
-                        graph.numbers.zero_()
+                        clear(graph.numbers)
 
     def use_all(self, where: torch.device) -> None:
         """Wait for what is under way and use it."""
@@ -129,7 +140,21 @@ def _send(device: _Device, numbers: Tensor, use: Use, graph: _OfGraph | None = N
 
 
 def _new_copy(size: int) -> _Copy:
-    return _Copy(torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event())
+    with torch.inference_mode(False):  # calls outside of inference mode write to it, too
+        host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+    return _Copy(host, torch.cuda.Event())
+
+
+def zeros(count: int, size: int, device: torch.device) -> list[Tensor]:
+    """`count` tensors of `size` int64, to be used again, in or out of inference mode."""
+    with torch.inference_mode(False):
+        return list(torch.zeros(count, size, dtype=torch.int64, device=device).unbind())
+
+
+def clear(numbers: Tensor) -> None:
+    """Zero numbers on a device, whether or not they were made in inference mode."""
+    with torch.inference_mode():
+        numbers.zero_()
 
 
 def at_once(device: torch.device) -> bool:

@@ -75,7 +75,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for module in (later, reports):
         monkeypatch.setattr(module, "at_once", lambda device: False)
     monkeypatch.setattr(
-        later, "_new_copy", lambda size: later._Copy(torch.zeros(size, dtype=torch.int64), gpu.event())
+        later, "_new_copy", lambda size: later._Copy(later.zeros(1, size, CPU)[0], gpu.event())
     )
     monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", gpu.is_capturing)
@@ -159,6 +159,21 @@ def test_reports_stay_on_their_stream(gpu: Gpu) -> None:
     assert first not in others
     gpu.stream = 0
     assert kernel().data_ptr() == first
+
+
+def test_reports_made_in_inference_mode_are_used_again_outside(gpu: Gpu) -> None:
+    with torch.inference_mode():
+        kernel()
+        raise_all(CPU)
+    kernel(1, 2, 3)
+    with pytest.raises(ValueError, match="1 2 3"):
+        raise_all(CPU)
+    with torch.inference_mode():
+        own = torch.tensor([1, 4, 5, 6])
+        post(own, fail)
+    with pytest.raises(ValueError, match="4 5 6"):
+        raise_all(CPU)
+    raise_all(CPU)
 
 
 def test_a_report_that_an_op_made_itself_is_left_alone(gpu: Gpu) -> None:

@@ -31,7 +31,8 @@ from tilerec.ops.triton.hash_place import (
     wrapped,
 )
 from tilerec.ops.triton.hash_policy import exponent_of, victim
-from tilerec.ops.triton.reports import SIZE, post, raise_due
+from tilerec.ops.triton.reports import new_report, post, raise_due
+from tilerec.ops.upload import capturing
 
 HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (tl.constexpr(int(outcome)) for outcome in Outcome)
 
@@ -260,9 +261,11 @@ def zch_assign_each_(
         ids_N if ttl_N is None else ttl_N,
     )  # fmt: skip
     used_bytes_E, expiring = used_E.view(torch.uint8), expires_E.shape[0] > 0
-    # All zeros: the report, which buckets need a walk, and where their runs begin and end.
-    work = torch.zeros(SIZE + 3 * held, dtype=torch.int64, device=ids_N.device)
-    report, (needs_B, begin_B, end_B) = work[:SIZE], work[SIZE:].view(3, held)
+    # All zeros: which buckets need a walk, and where their runs begin and end.
+    needs_B, begin_B, end_B = torch.zeros(3, held, dtype=torch.int64, device=ids_N.device)
+    report = new_report(ids_N.device)  # so a graph's is zeros before the first replay, too
+    if capturing():
+        report.zero_()  # what one replay refused is not refused by the next
     key_N = torch.empty_like(ids_N, dtype=key_type(held))
 
     grid, entries = blocks(count, ids_N, ENTRIES)

@@ -29,13 +29,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilerec.ops.later import Arrivals, at_once
+from tilerec.ops.later import Arrivals, at_once, clear, zeros
 from tilerec.ops.upload import current_stream
 
 Raise = Callable[[int, int, int], None]
 SIZE = 4
 
-_BLOCK = 64  # reports that are made at a time
+_BLOCK = 512  # reports that are made at a time
+_LEAST = 256  # there are at least so many when a capture begins
 
 _REPORTS = Arrivals(once=False)  # a taken report stays as it is until it was told
 _LOCK = threading.RLock()  # a finalizer may run an op in the midst of one
@@ -60,15 +61,17 @@ def new_report(device: torch.device) -> Tensor:
     with _LOCK:
         state = _DEVICES[device]
         free = state.free[stream]
-        if not free and torch.cuda.is_current_stream_capturing():
-            # One of any stream's: its copy has arrived, so nothing is under way. What is made here is a part of the
-            # graph, and every replay would forget what the one before it found.
-            free = next((own for own in state.free.values() if own), free)
-            if not free:
-                return _made(1, device)[0]
-        if not free:
-            free.extend(_made(_BLOCK, device))
-            state.own.update(map(Tensor.data_ptr, free))
+        if len(free) < _LEAST:
+            if torch.cuda.is_current_stream_capturing():
+                # One of any stream's: its copy has arrived, so nothing is under way. What is made here is a part of
+                # the graph: anything before the first replay, and every other forgets what the one before it found.
+                free = free or next((own for own in state.free.values() if own), free)
+                if not free:
+                    return _made(1, device)[0]
+            else:
+                made = _made(_BLOCK, device)
+                free.extend(made)
+                state.own.update(map(Tensor.data_ptr, made))
         return free.pop()
 
 
@@ -89,8 +92,8 @@ def post(report: Tensor, raise_: Raise) -> None:
 
     def tell(numbers: list[int]) -> None:
         taken, a, b, c = numbers
-        if taken:
-            report.zero_()
+        if taken == 1:
+            clear(report)
             raise_(a, b, c)
         elif free is not None:
             free.append(report)
@@ -109,4 +112,4 @@ def raise_all(device: torch.device) -> None:
 
 
 def _made(count: int, device: torch.device) -> list[Tensor]:
-    return list(torch.zeros(count, SIZE, dtype=torch.int64, device=device).unbind())
+    return zeros(count, SIZE, device)
