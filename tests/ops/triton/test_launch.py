@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,22 @@ def test_hooks_of_profilers_see_every_launch(asked: Triton) -> None:
         hooks.remove(hook)
     launch(KERNEL, (1,), FLOATS, NUMBERS, 3, 0.5, FACTOR=4)
     assert (len(asked.asked), len(asked.compiled.runs)) == (2, 1)
+
+
+@pytest.mark.parametrize("hook", [None, lambda _: None])
+def test_a_hook_need_not_be_a_chain(asked: Triton, monkeypatch: pytest.MonkeyPatch, hook: Any) -> None:
+    monkeypatch.setattr(launching, "_RUNTIME", SimpleNamespace(launch_enter_hook=hook, launch_exit_hook=None))
+    for _ in range(2):
+        launch(KERNEL, (1,), FLOATS, NUMBERS, 3, 0.5, FACTOR=4)
+    assert len(asked.asked) == (1 if hook is None else 2)
+
+
+def test_a_third_axis_and_what_triton_looks_into_are_always_asked_for(asked: Triton) -> None:
+    for _ in range(2):
+        launch(KERNEL, (1, 2, 3), FLOATS, NUMBERS, 3, 0.5, FACTOR=4)
+    for scale in (tl.constexpr(1), tl.constexpr(2), (1, 2), (1, 2.0)):
+        launch(KERNEL, (1,), FLOATS, NUMBERS, 3, scale, FACTOR=4)
+    assert len(asked.asked) == 6
 
 
 def test_two_launches_of_one_kind_are_one_program_to_triton(asked: Triton) -> None:

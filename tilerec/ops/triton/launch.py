@@ -45,6 +45,7 @@ GRID_Y = 65_535
 
 _KNOWN: dict[tuple[object, ...], _Known] = {}
 _MOST = 4096
+_PLAIN = (int, float, bool, type(None))
 _INT32, _INT64 = 1 << 31, 1 << 63
 _HIP = torch.version.hip is not None
 _RUNTIME = knobs.runtime
@@ -75,7 +76,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         *constants.values(),
     )
     known = _KNOWN.get(kind)
-    if known is None or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    # A hook may be a chain, a function or None: Triton calls whatever is there.
+    if known is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or len(grid) > 2:
         _keep(kind, kernel, kernel[grid](*arguments, **constants), arguments, constants)
         return
     compiled = known.compiled
@@ -98,6 +101,8 @@ def _keep(
     if (
         not isinstance(compiled, CompiledKernel)  # it is on its way, or there is a hook that launches
         or kernel.pre_run_hooks
+        # Triton looks into others (tuples, constants), and a face does not.
+        or not all(isinstance(a, Tensor) or a.__class__ in _PLAIN for a in arguments)
         or any(p.is_constexpr for p in plain)
         or not all(p.is_constexpr for p in rest)
         or any(isinstance(a, int) and not p.do_not_specialize for p, a in zip(plain, arguments, strict=True))
