@@ -10,10 +10,12 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
@@ -380,3 +382,75 @@ def test_a_tensor_without_capturable_is_read_once() -> None:
     assert group["lr"] == 0.5
     group["lr"] = torch.tensor(0.25)
     assert type(group["lr"]) is float
+
+
+# ------------------------------------------------------------------------------------------------------- loads
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_whether_updates_are_captured_is_not_loaded(saved: bool, tensor: bool) -> None:
+    """A graph that was captured before a load goes on by its counts and its rate."""
+    old, new = collection(), collection()
+    apply_optimizer_in_backward(Adam(lr=0.5, capturable=saved), old.parameters())
+    lr = torch.tensor(0.1) if tensor and not saved else 0.1
+    apply_optimizer_in_backward(Adam, new.parameters(), {"lr": lr, "capturable": not saved})
+    step(old, 0)
+    faces = old.fused_optimizer, new.fused_optimizer
+    for face in faces:
+        face.save_param_groups(True)
+    faces[1].load_state_dict(faces[0].state_dict())
+    new.load_state_dict(old.state_dict())
+    group = faces[1].param_groups[0]
+    assert group["capturable"] is not saved
+    assert group["lr"] == 0.5
+    assert (group["lr"] is lr) == isinstance(lr, Tensor)
+    for module in (old, new):
+        step(module, 1)
+    assert_same_bits(old, new)
+
+
+def test_a_group_that_is_capturable_no_more_hears_of_its_rate() -> None:
+    module = collection()
+    apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.tensor(0.1), "capturable": True})
+    group = module.fused_optimizer.param_groups[0]
+    group["capturable"] = False
+    step(module, 0)
+    before = [p.detach().clone() for p in module.parameters()]
+    write_setting(group, "lr", 0.0)  # what schedulers do
+    step(module, 1)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_torchs_distributed_checkpoints_take_and_load_it_in_place(tensor: bool, tmp_path: Path) -> None:
+    def made() -> EmbeddingBagCollection:
+        module = collection()
+        lr = torch.tensor(0.1) if tensor else 0.1
+        apply_optimizer_in_backward(Adam, module.parameters(), {"lr": lr, "capturable": True})
+        return module
+
+    old, new = made(), made()
+    step(old, 0)
+    faces = old.fused_optimizer, new.fused_optimizer
+    write_setting(faces[0].param_groups[0], "lr", 0.5)
+    for face in faces:
+        face.save_param_groups(True)
+    rows = new.embedding_bags["a"].rows
+
+    def places() -> list[int]:
+        return [t.data_ptr() for t in (*rows.state.values(), rows.rate(torch.device("cpu")))]
+
+    before = places()
+    dcp.save(
+        {"model": old.state_dict(), "optimizer": faces[0].state_dict()}, checkpoint_id=tmp_path, no_dist=True
+    )
+    state = {"model": new.state_dict(), "optimizer": faces[1].state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    new.load_state_dict(state["model"])
+    faces[1].load_state_dict(state["optimizer"])
+    assert places() == before
+    assert rows.rate(torch.device("cpu")).item() == 0.5
+    for module in (old, new):
+        step(module, 1)
+    assert_same_bits(old, new)

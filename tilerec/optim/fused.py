@@ -78,6 +78,10 @@ class FaceGroup(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
+OF_THIS_RUN = frozenset({"capturable"})
+"""Settings that say how a run goes, and not what it comes to: a captured graph goes on by its counts after a load."""
+
+
 class FusedOptimizer(KeyedOptimizer):
     """What attached tables look like to training code.
 
@@ -85,8 +89,10 @@ class FusedOptimizer(KeyedOptimizer):
     holds from the next backward on, so torch's learning-rate schedulers work; tables attached by one call
     share a group, also where several faces show them. The state is that of the tables, not a copy: per parameter its
     slots by name and `step`, the table's update count (int64, 0-d; called `updates` where `step` is a slot of its own).
-    `load_state_dict` writes into it.
+    `load_state_dict` writes into it. Whether it is `capturable` is not loaded: where counts lie is this run's choice.
     """
+
+    _of_this_run = OF_THIS_RUN
 
     def __init__(self, module: nn.Module) -> None:
         rows = dict(attached_rows(module))

@@ -65,6 +65,7 @@ class KeyedOptimizer(Optimizer):
 
     params: Mapping[str, Tensor]
     _stateless: set[int]  # tiles (by id) for which the optimizer keeps no state
+    _of_this_run: frozenset[str] = frozenset()  # settings of groups that loading leaves as they are
 
     def __init__(
         self,
@@ -262,6 +263,8 @@ class KeyedOptimizer(Optimizer):
             )
         for key, group in given.items():
             for setting, value in _settings(group).items():
+                if setting in self._of_this_run:
+                    continue
                 if isinstance(groups[key].get(setting), Tensor):
                     _plan_value(groups[key], setting, value, f"{who}: param group setting '{setting}'", plan)
                 else:

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.fused import FaceGroup, attached_rows
+from tilerec.optim.fused import OF_THIS_RUN, FaceGroup, attached_rows
 from tilerec.optim.keyed import KeyedOptimizer, _same_keys
 from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.state import load, shown
@@ -56,6 +56,8 @@ class ShardedFusedOptimizer(KeyedOptimizer):
     State dicts have every table on every rank; loading takes whole tensors, DTensors and other tilings'. Tables
     that are not sharded are shown as well.
     """
+
+    _of_this_run = OF_THIS_RUN
 
     def __init__(self, module: nn.Module) -> None:
         tables = sharded_tables(module)

@@ -94,6 +94,9 @@ class HyperGroup(dict[str, Any]):
         return self[name]
 
     def _spec(self) -> OptimizerSpec:
+        if isinstance(self["lr"], Tensor) and not self.get("capturable"):
+            # Not any more: nobody would hear of what is filled into the tensor from now on.
+            super().__setitem__("lr", float(self["lr"]))
         values = tuple([self[name] for name in self._numbers])
         if self.get("capturable"):
             at = self._numbers.index("lr")

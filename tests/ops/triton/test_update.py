@@ -385,6 +385,23 @@ def test_tables_that_lie_where_others_lay_are_read_as_they_are() -> None:
     assert memory.tolist() == [-1.0] * 4 + [0.0] * 2 + [-1.0] * 6 + [0.0] * 9 + [-2.0] * 3
 
 
+def test_leaves_that_got_another_type_where_they_lay_are_read_as_they_are() -> None:
+    """The very same parameters, whose memory was given up, and given to them again in bfloat16."""
+    memory = torch.zeros(2, 512, dtype=torch.uint8)
+    leaves = [torch.nn.Parameter(torch.empty(0), requires_grad=False) for _ in range(2)]
+    record = pooled([4, 4], [1, 2, 1, 0], 8, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        memory.zero_()
+        for leaf, own in zip(leaves, memory, strict=True):
+            leaf.data = own.view(dtype)[:32].view(8, 4)
+        other = [torch.zeros(8, 4, dtype=dtype) for _ in leaves]
+        for weights in (leaves, other):
+            update_rows_(weights, [], *record, "sgd", RULES["sgd"][1], [1, 1], [5, 6] * 2, [0, 0], [0, 0])
+        for leaf, want in zip(leaves, other, strict=True):
+            assert torch.equal(leaf, want)
+            assert want.any()
+
+
 def test_whole_modules_train_as_on_the_other_backend() -> None:
     """`whole_module.py`, in a process of its own: it takes the CPU's ops over."""
     script = Path(__file__).parent / "whole_module.py"

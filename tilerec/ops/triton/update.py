@@ -547,13 +547,18 @@ class _Seen:
         self.layout = layout
         self.facts = _facts((*weights, *slots))
         self.shapes = [w.shape for w in weights]
+        self.dtypes = [w.dtype for w in weights]
         self.tensors = [weakref.ref(tensor) for tensor in (*weights, *slots)]
 
     def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
         tensors = (*weights, *slots)
         if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
-            # A parameter's `.data` may be another tensor's, at the same place by chance.
-            return [w.shape for w in weights] == self.shapes and all(map(Tensor.is_contiguous, weights))
+            # A parameter's `.data` may be another tensor's, of another type, too, at the same place by chance.
+            return (
+                [w.shape for w in weights] == self.shapes
+                and [w.dtype for w in weights] == self.dtypes
+                and all(map(Tensor.is_contiguous, weights))
+            )
         return _facts(tensors) == self.facts
 
 
