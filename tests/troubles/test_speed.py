@@ -181,6 +181,7 @@ def test_a_step_runs_as_many_operators_for_300_features_as_for_3() -> None:
     few, many = ops_of(3), ops_of(300)
     for ops in (few, many):
         del ops["aten.detach.default"]  # another handle of the same tensor, twice per table: no kernel runs
+        del ops["aten._local_scalar_dense.default"]  # a table's update count, on the host: 0.2 µs
     assert few == many
 
 
@@ -201,7 +202,7 @@ def test_a_step_reads_as_few_numbers_for_300_features_as_for_3() -> None:
         forward, backward = reads_of(tables)
         assert forward == Counter()
         # Counts of updates live on the host and are read as what they are.
-        assert backward == Counter(tolist=3, numpy=2 * tables)
+        assert backward == Counter(tolist=3, item=tables)
 
 
 def sharded_reads(tables: int, kind: str) -> list[tuple[int, Counter[str], Counter[str]]]:
@@ -228,7 +229,7 @@ def test_a_sharded_step_reads_sizes_once_in_route_and_one_number_after_it(kind: 
     few, many = sharded_reads(4, kind), sharded_reads(60, kind)
     for rank, routed, rest in [*few, *many]:
         assert routed == Counter(tolist=1)
-        del rest["numpy"]  # counts of updates, on the host
+        del rest["item"]  # counts of updates, on the host
         if kind == "data_parallel":
             # Sizes of what the replicas tell one another; where it pays to reduce whole gradients, also which rows of
             # all tables were touched.
