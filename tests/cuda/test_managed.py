@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.modules import test_managed_on_device as cases
+from tilerec.errors import InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
+from tilerec.modules.reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
@@ -142,3 +144,24 @@ def test_ids_and_steps_move_between_devices() -> None:
     train(module, batch(3).to("cuda"))
     train(host, batch(3))
     same(module, host)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_rows_that_were_reset_in_between_are_not_those_that_weights_gradients_are_of(attached: bool) -> None:
+    table = EmbeddingBagConfig(16, 4, "t", feature_names=["f"])
+    module = EmbeddingBagCollection([table], device=torch.device("cuda"), is_weighted=True)
+    if attached:
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    with torch.no_grad():
+        module.embedding_bags["t"].weight.fill_(7.0)
+    weights = torch.ones(3, device="cuda", requires_grad=True)
+    ids, lengths = torch.arange(1, 4, device="cuda"), torch.tensor([2, 1], device="cuda")
+    out = module(KeyedJaggedTensor(["f"], ids, weights=weights, lengths=lengths)).values().sum()
+    reset_rows(module.embedding_bags["t"], torch.tensor([2, -1], device="cuda"))
+    if attached:
+        out.backward()
+        assert weights.grad is not None
+        assert weights.grad.tolist() == [28.0] * 3
+    else:
+        with pytest.raises(InputError, match="written between a lookup and its backward"):
+            out.backward()

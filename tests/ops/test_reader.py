@@ -132,6 +132,12 @@ def _reset(module: Any) -> None:
     reset_rows(module.embedding_bags["user"], torch.arange(20))
 
 
+def _reset_alone(module: Any) -> None:
+    reset_rows(
+        module.embedding_bags["user"], torch.arange(-1, 20)
+    )  # nothing else has been told to copy before
+
+
 def _flush_and_write(module: Any) -> None:
     flush_caches(module)
     with torch.no_grad():
@@ -141,6 +147,7 @@ def _flush_and_write(module: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "write"), [
     ("plain", _load), ("cached", _load), ("plain", _reset), ("cached", _reset), ("cached", _flush_and_write),
+    ("plain", _reset_alone), ("cached", _reset_alone),
     ("plain", EmbeddingBagCollection.bfloat16),
     ("plain", EmbeddingBagCollection.reset_parameters), ("cached", EmbeddingBagCollection.reset_parameters),
 ])  # fmt: skip

@@ -39,6 +39,7 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
             continue
         if rows.cache is None:
             rows.arrive()
+            rows.about_to_write()
         else:
             rows.leave(_here(rows, own_N) - rows.place.row_offset)
         _renew(table, rows, own_N)
@@ -60,6 +61,8 @@ def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
         own_N, leaf if made else None, tensors, place.row_offset, place.column_offset, place.key, low, high,
         [float(number) for number in beside.values()],
     )  # fmt: skip
+    # Ops write behind autograd's back; it must learn that saved copies of these tensors are stale.
+    torch.autograd.graph.increment_version([leaf, *tensors])
     if not made:
         columns = slice(place.column_offset, place.column_offset + leaf.shape[1])
         for row in _here(rows, own_N).tolist():
