@@ -128,6 +128,28 @@ def test_an_error_leaves_the_others_for_the_next_time(gpu: Gpu) -> None:
     assert seen == [[2]]
 
 
+def test_who_looks_in_the_midst_of_a_look_takes_nothing_from_it(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+    when_arrived(torch.tensor([1]), keep(seen))
+    gpu.run()
+    when_arrived(torch.tensor([2]), keep(seen))  # on its way
+    event = later._NUMBERS._devices[CPU].sent[0].copy.event
+    query, asked = event.query, []
+
+    def finalizer() -> bool:
+        if not asked:
+            asked.append(1)
+            use_arrived(CPU)
+        return query()
+
+    event.query = finalizer  # type: ignore[method-assign]
+    use_arrived(CPU)
+    assert seen == [[1]]
+    gpu.run()
+    use_arrived(CPU)
+    assert seen == [[1], [2]]
+
+
 def test_what_a_graph_leaves_is_looked_at_after_replays(gpu: Gpu) -> None:
     seen: list[list[int]] = []
     numbers = torch.tensor([0])

@@ -119,9 +119,14 @@ class Arrivals:
 
     def _next_arrived(self, device: _Device) -> tuple[list[int], Use] | None:
         with self._lock:
-            if not device.sent or not device.sent[0].copy.event.query():
+            if not device.sent:
                 return None
-            copy, use, graph = device.sent.popleft()
+            # Taken out before it is asked for: a finalizer in between may look here, too.
+            first = device.sent.popleft()
+            if not first.copy.event.query():
+                device.sent.appendleft(first)
+                return None
+            copy, use, graph = first
             numbers: list[int] = copy.host.tolist()
             device.copies[len(numbers)].append(copy)
             if graph is not None:
