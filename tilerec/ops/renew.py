@@ -74,17 +74,30 @@ def renew_rows_reference_(
     values, and beside it is [1, 0, 3, 4].
     """
     held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
-    local_N = rows_N - row_offset
-    local_M = local_N[(rows_N >= 0) & (local_N >= 0) & (local_N < held)]
-    if not local_M.numel():
+    own_M = _here(rows_N, row_offset, held)
+    if not own_M.numel():
         return
+    local_M = own_M - row_offset if row_offset else own_M
     if tile is not None:
-        made = tile.new_empty(local_M.shape[0], tile.shape[1])
-        torch.ops.tilerec.random_rows_(made, local_M + row_offset, key, column_offset, "uniform", low, high)
+        made = tile.new_empty(own_M.shape[0], tile.shape[1])
+        torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
         _indexed(tile).index_copy_(0, local_M, _indexed(made))
     for tensor, number in zip(beside, numbers, strict=True):
+        if tensor.dtype in (torch.float32, torch.float64):
+            tensor.index_fill_(0, local_M, number)
+            continue
         value = _indexed(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
         _indexed(tensor).index_fill_(0, local_M, value.item())
+
+
+def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
+    """int64 [M]: those that lie in these rows. Where all do, as on the CPU as a rule, none is copied."""
+    first, last = max(row_offset, 0), row_offset + held
+    if rows_N.numel() and rows_N.device.type == "cpu":
+        least, most = rows_N.aminmax()
+        if int(least) >= first and int(most) < last:
+            return rows_N
+    return rows_N[(rows_N >= first) & (rows_N < last)]
 
 
 def _indexed(tensor: Tensor) -> Tensor:
