@@ -288,7 +288,8 @@ class TableCollection(nn.Module):
         """Bring the rows of a batch to come into the caches of cached tables.
 
         Pooled tables that are on a GPU, with an optimizer attached: the batch's ids are sorted for its update, on the
-        stream that is current now (where the batch must have arrived); its backward waits for that stream.
+        stream that is current now (where the batch must have arrived); its backward waits for that stream. Writes to
+        the batch between the two must be ones that PyTorch counts: not through `.data`, nor by a CUDA graph's replay.
 
         Call it once per batch, in the order of the batches, any time before the batch's forward; results are the same
         bits whether it is called or not. Rows stay until the batch's backward, so every batch ahead takes its room.

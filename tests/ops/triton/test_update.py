@@ -402,6 +402,25 @@ def test_leaves_that_got_another_type_where_they_lay_are_read_as_they_are() -> N
             assert want.any()
 
 
+def test_an_update_that_found_no_memory_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("none left")
+
+    count, weight = torch.zeros((), dtype=torch.int64), torch.zeros(3, 4)
+    record = single(torch.tensor([1]), torch.ones(1, 4))
+    call = [weight], [], *record, "sgd", RULES["sgd"][1], [], [0, 0], [0], [0], None, [count], None
+    with monkeypatch.context() as short:
+        short.setattr(update, "sort_occurrences", full)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            update_rows_(*call)
+    assert count.item() == 0
+    update_rows_(*call)
+    assert count.item() == 1
+    nothing = single(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
+    update_rows_([weight], [], *nothing, *call[12:])
+    assert count.item() == 2
+
+
 def test_whole_modules_train_as_on_the_other_backend() -> None:
     """`whole_module.py`, in a process of its own: it takes the CPU's ops over."""
     script = Path(__file__).parent / "whole_module.py"

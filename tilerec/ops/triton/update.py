@@ -618,19 +618,21 @@ def update_rows_(
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
     result = constants(_NOTHING_SKIPPED, device).clone()
     with device_of(ids):
-        paces = None
-        if counts:
+        by_key = paces = None
+        if record.total and layout.sentinel:
+            by_key = sort_occurrences(
+                record, layout.numbers, len(weights), layout.sentinel, layout.dims,
+                made_before(ordered, layout, record),
+            )  # fmt: skip
+        if counts:  # behind the sort, which may find no memory: an update that is not made is not counted
             paces = paces_on_device(op, made, counts, lr, device, True)
-        if not record.total or not layout.sentinel:
+        if by_key is None:
             return result[:3]
         by_value, step = (0.0, 0.0), 0
         if counts is None and min(steps) == max(steps):
             by_value, step = made.paces(steps[0]), steps[0]
         elif counts is None:
             paces = pace_table(made, steps, device)
-        by_key = sort_occurrences(
-            record, layout.numbers, len(weights), layout.sentinel, layout.dims, made_before(ordered, layout, record)
-        )  # fmt: skip
         for group in layout.groups:
             _update_group(
                 group, layout, record, by_key, made, weights, slots, names, result, step, by_value, paces
