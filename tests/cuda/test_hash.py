@@ -129,6 +129,25 @@ def test_a_captured_batch_is_replayed() -> None:
     raise_all(place.device)
 
 
+def test_what_a_replay_refuses_does_not_keep_the_next_from_its_work() -> None:
+    state, ids = empty_state(4, 8), torch.arange(5)
+    rest = (0, 4, 8, 8, 1, 0, 0, 1.0, 0, True, 1)
+    own, place, counts = on_gpu(state), ids.cuda(), torch.ones(5, dtype=torch.int64).cuda()
+    KERNELS["zch_assign_each_"](place, counts, None, None, *on_gpu(state), *rest)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        KERNELS["zch_assign_each_"](place, counts, None, None, *own, *rest)
+    raise_all(place.device)  # nothing was replayed, nothing is told
+    counts[2] = 0
+    graph.replay()
+    equal(own, state)
+    counts[2] = 1
+    graph.replay()
+    REFERENCE["zch_assign_each_"](ids, torch.ones_like(ids), None, None, *state, *rest)
+    equal(own, state)
+    raise_all(place.device)
+
+
 def test_bad_entries_are_told_as_on_the_cpu_and_change_nothing() -> None:
     ids = torch.arange(size(5000, 100))
     bucket_N = high(mixed(ids), 6)
