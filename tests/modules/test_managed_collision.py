@@ -110,6 +110,15 @@ def test_an_inference_module_never_changes() -> None:
     assert module.stats().live == 0
 
 
+def test_an_evaluation_in_inference_mode_may_come_before_training() -> None:
+    module = HashZchManagedCollisionModule(8, "cpu", 2)  # which learns its features from its first batch
+    batch = {"a": JaggedTensor(torch.arange(6), None, torch.tensor([2, 4]))}
+    with torch.inference_mode():
+        module.eval()(batch)
+    module.train()(batch)
+    assert module.step == 1
+
+
 def test_inference_mode_comes_and_goes() -> None:
     module = made()
     map_(module, [1])

@@ -135,8 +135,11 @@ class ManagedCollisionModule(nn.Module):
             "_reads_F2": (names, 2),
             "_clock_2": (2,),
         }
-        for name, shape in shapes.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+        with torch.inference_mode(False):  # an evaluation may come first, and training adds to them
+            for name, shape in shapes.items():
+                self.register_buffer(
+                    name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False
+                )
 
     # ------------------------------------------------------------------------------------------------------ facts
 
