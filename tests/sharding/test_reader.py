@@ -13,6 +13,7 @@ from tests.parity.harness import TILINGS, Hosts
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, Sync, shard_2d
 from tilerec.sharding.embedding import shard_collection
@@ -151,6 +152,26 @@ def test_loading_a_checkpoint_in_between_is_known_on_every_rank() -> None:
         out = loss(module, kjt)
         ones = {name: torch.ones_like(value) for name, value in base.state_dict().items()}
         module.load_state_dict(ones)
+        out.backward()
+        torch.testing.assert_close(kjt.weights().grad, want(base, kjt))
+
+    run_virtual_ranks(3, fn)
+
+
+@pytest.mark.parametrize("tiling", ["table_wise", "row_wise", "column_wise", "two_tiles", "uneven"])
+def test_rows_that_are_reset_in_between_are_known_on_every_rank(tiling: str) -> None:
+    """Ranks that hold nothing of the table are told of the rows, too, and must not take them for written."""
+    base = whole(attach=())
+    with torch.no_grad():
+        for table in base.embedding_bags.values():
+            table.weight.add_(1.0)  # initial values are others
+
+    def fn(group: Group) -> None:
+        module, kjt = sharded(group, base, tiling), batch(group.rank, 0)
+        out = loss(module, kjt)
+        for table in module._sharded_tables:
+            table._warned_of_eviction = True
+            reset_rows(table, torch.arange(-1, 9))
         out.backward()
         torch.testing.assert_close(kjt.weights().grad, want(base, kjt))
 

@@ -35,7 +35,8 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
         there = rows.leaf.device
         own_N = rows_N.to(there, non_blocking=there.type != "cpu")  # to the host: it is read there at once
-        if not own_N.numel():
+        # Nothing is written where there are no rows: such ranks must not take theirs for written.
+        if not own_N.numel() or not rows.leaf.shape[0]:
             continue
         if rows.cache is None:
             rows.arrive()
