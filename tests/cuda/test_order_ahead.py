@@ -152,7 +152,7 @@ def test_batches_that_are_never_trained_on_are_forgotten(sorts: list[bool]) -> N
     module, coming = collection(), batches(MOST + 2)
     for batch in coming:
         module.prefetch(batch)
-        module.prefetch(batch)  # twice is once
+        module.prefetch(batch)  # one is kept
     orders = module.embedding_bags.a.rows.orders
     assert len(orders._made) == MOST
     for batch in coming:

@@ -78,7 +78,7 @@ class OrdersAhead:
             record: as the backward will hand it in; its `grad` is not read.
         """
         batch = Batch.of(record, handles)
-        if batch is None or capturing() or any(_same(made.batch, batch) for made in self._made):
+        if batch is None or capturing():
             return
         position = {handle: t for t, handle in enumerate(handles)}
         order = torch.ops.tilerec.order_rows(
@@ -91,7 +91,9 @@ class OrdersAhead:
                 tensor.record_stream(stream)
         event = torch.cuda.Event()
         event.record(stream)
-        self._made = [*self._made, _Made(batch, order, stream, event)][-MOST:]
+        # Asked for again, it is made again: a graph's replay may have filled the batch anew, which no version counts.
+        others = [made for made in self._made if not _same(made.batch, batch)]
+        self._made = [*others, _Made(batch, order, stream, event)][-MOST:]
 
     def take(self, handles: Sequence[int], record: GradientRecord) -> list[Tensor] | None:
         """The order of this batch, once; behind it the current stream waits, if another one made it."""
