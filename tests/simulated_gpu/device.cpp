@@ -22,6 +22,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -43,6 +44,7 @@ std::set<int64_t> pinned;              // addresses where pinned memory begins
 bool waiting_is_an_error = false;
 Tape* taping = nullptr;
 int64_t kernels = 0;
+std::atomic<int64_t> waited = 0;       // how often the host has
 
 thread_local c10::DeviceIndex device_now = 0;
 thread_local std::array<c10::StreamId, DEVICES> stream_now = {0, 0};
@@ -51,6 +53,7 @@ c10::StreamId last_stream = 0;
 void waits(const std::string& what) {
   TORCH_CHECK(taping == nullptr, "operation not permitted when stream is capturing: ", what, " waits for the device");
   TORCH_CHECK(!waiting_is_an_error, "called a synchronizing CUDA operation: ", what);
+  waited++;
 }
 
 // ------------------------------------------------------------------------------------------------ memory
@@ -617,6 +620,10 @@ void sg_waiting_is_an_error(int on) {
 
 int sg_waiting_is_an_error_now() {
   return waiting_is_an_error ? 1 : 0;
+}
+
+int64_t sg_waited() {
+  return waited;
 }
 
 int sg_capturing() {

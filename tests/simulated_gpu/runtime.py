@@ -70,19 +70,24 @@ class Event:
         self._heard = True
 
     def record(self, stream: Any = None) -> None:
-        self._heard, self._waits = False, _WAITS[0]
+        self._heard, self._waits = False, _waited()
 
     def wait(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
         heard, self._heard = self._heard, True
-        return heard or _WAITS[0] > self._waits
+        return heard or _waited() > self._waits
 
     def synchronize(self) -> None:
         synchronize()
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0
+
+
+def _waited() -> int:
+    """How often the host has waited for the device: in ops that read it, and here."""
+    return int(_LIBRARY.sg_waited()) + _WAITS[0]
 
 
 def synchronize(device: Any = None) -> None:
@@ -231,7 +236,7 @@ def install(library: ctypes.CDLL) -> None:
     get_torch_obj_rule_map()
     library.sg_current_stream.restype = library.sg_new_stream.restype = ctypes.c_int64
     library.sg_begin.restype = ctypes.c_void_p
-    library.sg_kernels.restype = ctypes.c_int64
+    library.sg_kernels.restype = library.sg_waited.restype = ctypes.c_int64
     cuda: Any = torch.cuda
     for made in (Stream, Event, CUDAGraph, graph, device, device_of, stream, current_stream, synchronize,
                  set_sync_debug_mode):  # fmt: skip
