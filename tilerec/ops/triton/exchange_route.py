@@ -320,7 +320,9 @@ def route_ids(
     fault, present, moved = told[:3].tolist()  # the one wait
     if fault:
         _raise_fault(fault, ids, offsets, cuts, ranges, layout, names)
-    counts = told[3:].view(parts, 2).clone()  # memory of its own: compiled programs take it from the beginning
+    counts = (
+        told[3:].view(parts, 2).clone()
+    )  # memory of its own: compiled programs take it from the beginning
     return counts, lengths_P[:present], local_V[:moved], slots_P[:present], positions_V[:moved]
 
 
