@@ -5,7 +5,7 @@ Nouns
   key          which row it is: the first key of its table + the id
   sentinel     the key after the last: what no feature reads, or an id that is no row; sorts behind everything
   place        element of the output gradient at which the occurrence's row begins
-  scale        what that row is multiplied by: sample weight / (mean pooling) length of the bag
+  scale        what that row is multiplied by: sample weight * (mean pooling) 1 / length of the bag
 
 A backend that sorts occurrences (the Triton kernels) takes an order that was made before, at the forward or while the
 batch before it trains: `update_rows_(..., ordered=order_rows(...))`, and the bits are the same. The others find the
@@ -127,7 +127,7 @@ def order_rows_reference(
         scale = torch.ones_like(own, dtype=torch.float32)
         if sample_weights is not None:
             scale = sample_weights[begin:end].to(torch.float32)
-        scales.append(scale / lengths_n if mean else scale)
+        scales.append(scale * lengths_n.float().reciprocal() if mean else scale)  # as the native library does
     rest = total - sum(own.numel() for own in keys)
     keys.append(torch.full((rest,), sentinel, device=device))
     nothing = torch.zeros(rest, dtype=torch.int64, device=device)

@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 _INSTRUCTIONS = re.compile(
     r"\b((?:ld|st)\.(?:global|shared|local)[\w.:]*|atom\.[\w.]*|red\.[\w.]*|shfl[\w.]*|bar\.sync|(?:fma|div|sqrt)\.[\w.]*)"
@@ -77,6 +79,12 @@ class Compiled:
     def count(self, *prefixes: str) -> int:
         """Instructions that begin with one of these: `count("ld.global.v4")`."""
         return sum(n for name, n in self.instructions.items() if name.startswith(prefixes))
+
+
+nightly = pytest.mark.skipif(
+    os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for ten seconds: nightly"
+)
+"""Gates of kernels that few changes touch; those of lookups, updates and jagged ops are always held."""
 
 
 def aside() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.ops.triton.gates import Gate, compiled
+from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, Call, pooled, single
@@ -221,6 +221,7 @@ def gate(name: str, rate: str) -> Gate:
     )
 
 
+@nightly
 def test_compiled_paces_are_rounded_operation_by_operation_in_double() -> None:
     """No joined multiply and add, no approximate division or root: the bits of the host."""
     chosen = [(name, "fp64") for name in NAMES] if NIGHTLY else [("adam", "fp32")]

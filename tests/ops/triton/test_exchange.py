@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.triton.gates import Gate, aside, compiled
+from tests.ops.triton.gates import Gate, aside, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
 from tilerec.ops import exchange as reference
@@ -403,6 +403,7 @@ def route_gates() -> list[Gate]:
     ]  # fmt: skip
 
 
+@nightly
 @pytest.mark.timeout(120)
 def test_rows_move_16_bytes_a_lane_and_nothing_spills() -> None:
     moves = [

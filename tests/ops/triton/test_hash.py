@@ -44,7 +44,7 @@ from tests.ops.test_hash import (  # noqa: F401
     test_rows_used_in_this_step_are_not_evicted,
     test_tensors_that_count_are_numbers_that_are_given,
 )
-from tests.ops.triton.gates import Gate, aside, compiled
+from tests.ops.triton.gates import Gate, aside, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.modules import (
     HashZchManagedCollisionModule,
@@ -454,6 +454,7 @@ GATES = [
 ]
 
 
+@nightly
 def test_kernels_compile_for_hopper_without_spills_and_locks() -> None:
     results = compiled(GATES)
     for name, result in results.items():

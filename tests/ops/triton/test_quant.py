@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.triton.gates import Gate, compiled
+from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.comms.codec import codec
 from tilerec.ops import quant as reference
@@ -205,6 +205,7 @@ def gate(kernel: str, fp8: bool, width: int, number: str = "*fp32") -> Gate:
     )
 
 
+@nightly
 @pytest.mark.timeout(120)
 def test_numbers_are_read_16_bytes_a_lane_and_bytes_4_at_a_time() -> None:
     for name, result in compiled(
