@@ -3,7 +3,7 @@
 #   make train      set up .venv and train the synthetic recipe (about a minute on 2 cores)
 #   make test       set up .venv and run lint, types, contracts and the tests
 #   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
-#   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (half an hour)
+#   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there

@@ -8,8 +8,7 @@ Nouns
   sweep     compiling every variant of a list without a GPU (`gates.py`), in pieces of so many seconds
 
 Triton's own binder says what a launch's variant is: the one that `JITFunction.run` would call, for Hopper's backend. So
-what is recorded here is what a GPU's cache would be asked for. One constant is another on a GPU and is put right here
-(`ON_GPUS`). Tensors begin at multiples of 64 bytes here, of 512 there: multiples of 16 both.
+what is recorded here is what a GPU's cache would be asked for. Tensors begin at multiples of 64 bytes here, of 512 there: multiples of 16 both.
 
     with recorded() as record:
         pooled_lookup(...)
@@ -48,9 +47,6 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tests.ops.triton.gates import ROOT, Gate
-
-ON_GPUS = {"SCAN": True}
-"""Constants that are another on a GPU than interpreted."""
 
 _TYPES = {
     "fp64": "float64",
@@ -135,7 +131,7 @@ def variant_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Varia
     for name, (type_, more) in zip(names, specialization, strict=True):
         if type_ == "constexpr":
             # What is 1 has become a constant, too; `more` is its value then.
-            constants.append((name, ON_GPUS.get(name, _plain(bound[name]))))
+            constants.append((name, _plain(bound[name])))
         else:
             types.append((name, type_))
             if more:
