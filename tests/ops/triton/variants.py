@@ -8,7 +8,8 @@ Nouns
   sweep     compiling every variant of a list without a GPU (`gates.py`), in pieces of so many seconds
 
 Triton's own binder says what a launch's variant is: the one that `JITFunction.run` would call, for Hopper's backend. So
-what is recorded here is what a GPU's cache would be asked for. Tensors begin at multiples of 64 bytes here, of 512 there: multiples of 16 both.
+what is recorded here is what a GPU's cache would be asked for. Tensors begin at multiples of 64 bytes here, of 512
+there: multiples of 16 both.
 
     with recorded() as record:
         pooled_lookup(...)
