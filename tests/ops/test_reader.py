@@ -160,6 +160,20 @@ def test_what_the_library_writes_in_between_is_known_too(kind: str, write: Calla
     torch.testing.assert_close(kjt.weights().grad, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Table 'user'. rows that lose their id:UserWarning")
+@pytest.mark.parametrize("write", [_load, _reset_alone, EmbeddingBagCollection.bfloat16])
+def test_what_the_library_writes_to_tables_without_an_attached_optimizer_is_known_too(
+    write: Callable[[Any], None],
+) -> None:
+    module, kjt = bags(lr=None), batch(0)
+    with torch.no_grad():
+        module.embedding_bags["user"].weight.mul_(2.0)  # so that initial values are others
+    wanted, out = want(module, kjt), loss(module, kjt)
+    write(module)
+    out.backward()
+    torch.testing.assert_close(kjt.weights().grad, wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_that_was_resized_in_between_is_refused_and_left_alone(kind: str) -> None:
     """Rows have other numbers then: the gradients would go to the wrong ones."""

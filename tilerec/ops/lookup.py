@@ -292,9 +292,9 @@ def _reader(
         ]
 
     reader = Reader(tables, {t: weights[t] for t in used}, name, copy)
-    if sinks.shape[0]:
-        handles = sinks.tolist()
-        expect_reads({t: handles[t] for t in used}, reader)
+    # Rows without an attached optimizer are reset, loaded and moved, too: their leaf knows its sink.
+    handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
+    expect_reads({t: handles[t] for t in used}, reader)
     return reader
 
 
