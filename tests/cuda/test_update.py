@@ -27,7 +27,8 @@ from tilerec.ops.triton.parts import (
     sum_row_gradients_of_tables,
 )
 from tilerec.ops.triton.random import random_fill_
-from tilerec.ops.triton.update import update_rows_, update_runs
+from tilerec.ops.triton.update import update_rows_
+from tilerec.ops.triton.update_runs import update_runs
 from tilerec.ops.update import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilerec.ops import upload as sending
-from tilerec.ops.triton import lookup, random, update
+from tilerec.ops.triton import lookup, random, update_tables
 from tilerec.ops.triton.addresses import alignment, base, constants, distances, kept, upload
 from tilerec.ops.triton.rows import reads
 
@@ -132,4 +132,4 @@ def test_rows_of_e4m3_are_left_to_the_reference_where_gpus_do_not_convert_them(
         assert reads(torch.bfloat16, device)
     reads.cache_clear()
     assert reads(fp8, CPU)
-    assert lookup.reads is update.reads is random.reads is reads
+    assert lookup.reads is update_tables.reads is random.reads is reads

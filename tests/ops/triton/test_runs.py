@@ -15,7 +15,7 @@ from tests.ops.triton.gates import Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.ops.cpu import library as cpu_library
-from tilerec.ops.triton import library, runs, sort, update
+from tilerec.ops.triton import library, runs, sort, update_launch
 from tilerec.ops.triton.parts import sum_row_gradients_of_tables
 from tilerec.ops.triton.update import update_rows_
 
@@ -33,7 +33,7 @@ def _quick() -> Iterator[None]:
 
 def small(monkeypatch: pytest.MonkeyPatch, chunk: int, chunks: int) -> None:
     """Chunks of so many rows, super-chunks of so many chunks; a chunk holds a program's span, here one tile."""
-    for module in (sort, update):
+    for module in (sort, update_launch):
         monkeypatch.setattr(module, "CHUNK", chunk)
         monkeypatch.setattr(module, "CHUNKS", chunks)
 

@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 from tests.ops.triton.gates import ROOT, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
-from tilerec.ops.triton import library, rules, sort, update
+from tilerec.ops.triton import library, rules, sort, update, update_launch
 from tilerec.ops.triton.rules import ready
 from tilerec.ops.triton.update import update_rows_
+from tilerec.ops.triton.update_launch import tile_rows
 from tilerec.ops.update import update_rows_reference_
 
 pytestmark = pytest.mark.skipif(
@@ -215,7 +216,7 @@ def test_very_long_runs_are_summed_in_super_chunks(
     head: int, run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks of 16 and super-chunks of 2 chunks, a run of 80 has two of these, a chunk and a rest."""
-    for module in (sort, update):
+    for module in (sort, update_launch):
         monkeypatch.setattr(module, "CHUNK", 16)
         monkeypatch.setattr(module, "CHUNKS", 2)
     ids = torch.cat(
@@ -434,7 +435,7 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     """The run kernel for rows and gradients of one type, all aligned."""
     made, size = ready(rule, hyper), {"fp32": 4, "bf16": 2}[dtype]
     columns = max(4, 1 << (dim - 1).bit_length())
-    rows = update.tile_rows(columns, made.kinds.count(1))
+    rows = tile_rows(columns, made.kinds.count(1))
     names = {id(value): name for name, value in vars(rules).items()}
     constants = {
         "TERMS": f"tilerec.ops.triton.rules:{names[id(made.bundle.terms)]}",
@@ -452,7 +453,7 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
         "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
         **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
     }  # fmt: skip
-    return Gate(f"{rule} {dtype}", "tilerec.ops.triton.update:update_runs", signature, constants)
+    return Gate(f"{rule} {dtype}", "tilerec.ops.triton.update_runs:update_runs", signature, constants)
 
 
 def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:

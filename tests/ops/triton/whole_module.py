@@ -64,13 +64,13 @@ def main() -> None:
     for backend in (update, parts, random):
         backend.register("CPU")
     calls = []
-    real = update.launch
+    real = update.launch_update
 
     def counted(*args: object, **kwargs: object) -> None:
         calls.append(0)
         real(*args, **kwargs)  # type: ignore[arg-type]
 
-    update.launch = counted
+    update.launch_update = counted
     for (name, dtype), want in expected.items():
         before = len(calls)
         got = train(name, dtype)

@@ -7,8 +7,8 @@ Nouns
   numbers   what a kernel knows of a part: PER_PART numbers, sent with every call: rows and gradients are new each time
 
 Sums within a block are a fixed tree, ((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7)), blocks are added in ascending order: the
-bits are the reference's, and those of a row cut elsewhere. (The kernel for whole rows, `update.py`, lets the warp add
-up a row in its own order: the same bits every time, and equal to these to rounding.)
+bits are the reference's, and those of a row cut elsewhere. (The kernel for whole rows, `update_runs.py`, lets the warp
+add up a row in its own order: the same bits every time, and equal to these to rounding.)
 
     columns 5 … 10 of a row: shift 5, tile of 16 columns from 0, blocks (x5 + x6 + x7) and (x8 + x9 + x10)
 
@@ -34,28 +34,17 @@ from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import BLOCK
 from tilerec.ops.triton.addresses import capturing, upload
 from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
-from tilerec.ops.triton.launch import launch as run_kernel
+from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
 from tilerec.ops.triton.rules import Ready, ready
 from tilerec.ops.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
-from tilerec.ops.triton.update import (
-    GRADIENT_TYPES,
-    WIDEST,
-    Group,
-    Tables,
-    counted,
-    device_of,
-    launch,
-    load_slot,
-    read_record,
-    refuse_frozen_counts,
-    same_device,
-    served,
-    store_rows,
-    store_slot,
-)
+from tilerec.ops.triton.update import refuse_frozen_counts
+from tilerec.ops.triton.update_launch import device_of, launch_update
+from tilerec.ops.triton.update_record import read_record, same_device
+from tilerec.ops.triton.update_slots import load_slot, store_rows, store_slot
+from tilerec.ops.triton.update_tables import GRADIENT_TYPES, WIDEST, Group, Tables, counted, served
 from tilerec.ops.update import (
     block_count,
     rule_apply_to_tables_reference_,
@@ -377,7 +366,7 @@ def rule_partials_of_tables(
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
-            run_kernel(
+            launch(
                 part_sums, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
                 at_weights, *at_slots, out, numbers, paces, report,
                 made.rule.h["grad_scale"], *made.numbers[1:7], TERMS=made.bundle.terms, PHASE=phase,
@@ -385,7 +374,7 @@ def rule_partials_of_tables(
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
             if not exact:
-                run_kernel(
+                launch(
                     add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
                     FINITE=finite, BLOCK=128, num_warps=4,
                 )  # fmt: skip
@@ -447,7 +436,7 @@ def rule_apply_to_tables_(
             at_slots += [at_rows] * (3 - len(at_slots))
             columns, height = _tile(parts.columns(column_offsets))
             rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
-            run_kernel(
+            launch(
                 apply_to_parts, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
                 at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
                 paces, report, made.rule.h["grad_scale"], *made.numbers[1:7], APPLY=made.bundle.apply,
@@ -539,7 +528,7 @@ def sum_row_gradients_of_tables(
                 True,
             )
             nothing = ordered.keys
-            launch(
+            launch_update(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
                 ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), paces=nothing,
                 names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,

@@ -29,7 +29,7 @@ from tilerec.ops.triton.runs import CHUNK, CHUNKS, sum_chunks, sum_super_chunks
 from tilerec.ops.triton.small_sort import is_small, sort_small
 
 PER_TABLE = 16
-"""Numbers a table has in its tensor (`update.py` gives them a meaning); number 0 is its first key, 1 its columns."""
+"""Numbers a table has in its tensor (`update_tables.py` says which); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
 
 
@@ -127,7 +127,7 @@ def sort_occurrences(
     levels = 0
     pitch = next_power_of_two(
         max(4, *dims)
-    )  # no tile of `update.py` has fewer columns, and it reads all of them
+    )  # no tile of `update_runs.py` has fewer columns, and it reads all of them
     warps = warps_of(pitch)
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
