@@ -283,7 +283,9 @@ def calls(arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     kept: dict[torch.Size, Tensor] = {}
 
     def gradient_like(values: Tensor) -> Tensor:
-        return kept.setdefault(values.shape, torch.ones(values.shape))
+        if values.shape not in kept:
+            kept[values.shape] = torch.ones(values.shape)
+        return kept[values.shape]
 
     def inferred(module: Any) -> None:
         with torch.no_grad():
