@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
-from tilerec.sparse import keyed_jagged_tensor
+from tilerec.sparse import select
 from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal
 from tilerec.sparse.keys import Keys, UnknownKeyError
@@ -440,7 +440,7 @@ def test_record_stream_and_pinning_reach_every_tensor(monkeypatch: pytest.Monkey
         Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor.clone()
     )
     assert kjt_is_equal(kjt.pin_memory(), kjt)
-    assert set(pinned) == {tensor.data_ptr() for tensor in kjt._tensors()}
+    assert set(pinned) == {tensor.data_ptr() for tensor in kjt._parts.tensors()}
 
 
 def test_text_shows_bags_by_key() -> None:
@@ -465,9 +465,7 @@ class _NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_synced_batch_is_sliced_without_waiting(variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kjt = (_variable() if variable else _example()).sync()
-    monkeypatch.setattr(
-        keyed_jagged_tensor, "_on_host", lambda tensor: False
-    )  # as on a device, where `tolist` is a wait
+    monkeypatch.setattr(select, "_on_host", lambda tensor: False)  # as on a device, where `tolist` is a wait
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: pytest.fail("it waits for the device"))
     with torch.device("meta"), _NoWaiting():
         parts = [kjt["b"], *kjt.to_dict().values(), *kjt.split([1, 1]), kjt.permute([1, 0]), kjt.permute([1])]
@@ -480,7 +478,7 @@ def test_keys_can_be_handed_over_ready() -> None:
     keys = Keys.of(["a", "b"])
     kjt = KeyedJaggedTensor(keys, torch.arange(2), lengths=torch.tensor([1, 1]))
     assert kjt.keys() == ["a", "b"]
-    assert kjt.permute([1, 0])._keys is kjt.permute([1, 0])._keys
+    assert kjt.permute([1, 0])._parts.keys is kjt.permute([1, 0])._parts.keys
 
 
 REFUSED = [

@@ -42,7 +42,7 @@ def validate_keyed_jagged_tensor(
 
 
 def _check_offsets(kjt: KeyedJaggedTensor) -> None:
-    offsets_S1 = kjt._segments.given_offsets
+    offsets_S1 = kjt._parts.segments.given_offsets
     if offsets_S1 is None:
         return
     first = int(offsets_S1[0].item())
@@ -58,7 +58,7 @@ def _check_offsets(kjt: KeyedJaggedTensor) -> None:
             f"{int(offsets_S1[bag + 1])}; wanted each "
             f"at least as large as the one before."
         )
-    lengths_S = kjt._segments.given_lengths
+    lengths_S = kjt._parts.segments.given_lengths
     if lengths_S is not None:
         bag = _first(lengths_S.long() != offsets_S1.long().diff())
         if bag is not None:
