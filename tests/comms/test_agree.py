@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tilerec.comms.agree import agree, on_all_ranks
+from tilerec.comms.agree import agree, heard_by_all, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
@@ -174,6 +174,22 @@ def test_a_block_that_raises_on_one_rank_raises_on_all_when_all_are_done() -> No
     told = "ConfigError: The model: its tiles failed on ranks 0, 2 with KeyError: 't'. No rank goes on; mend it there."
     assert said[1] == ("done", told)
     assert run_virtual_ranks(1, run, (0,)) == [("done", "KeyError: 't'")]
+
+
+def test_what_a_rank_raises_before_ranks_agree_is_told_where_they_do() -> None:
+    def run(group: Group) -> str:
+        try:
+            with heard_by_all(group, "the model"):
+                if group.rank == 1:
+                    raise KeyError("t")
+            agree(group, "the model", {"checks": "passed"})
+        except (KeyError, ConfigError) as error:
+            return str(error)
+        return ""
+
+    first, second = run_virtual_ranks(2, run)
+    assert second == "'t'"
+    assert """['checks'] is 'passed' on rank 0 and "KeyError: 't'" on rank 1""" in first
 
 
 def test_ranks_have_the_names_that_the_caller_gives_them() -> None:

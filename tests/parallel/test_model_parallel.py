@@ -24,6 +24,7 @@ from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.fused_params import EmbOptimType
 from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.parallel.replicate import DMPCollection
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.parallel.traffic import traffic
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -437,6 +438,21 @@ def settings_that_differ() -> list[str]:
             DistributedModelParallel(base, plan=plan(2), **given)
         assert type(base.ebc) is EmbeddingBagCollection
         messages.append(str(caught.value))
+    wrapper = Recorder()
+    if rank == 1:
+        wrapper.options = lambda: {"reduce": model}  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as caught:
+        DistributedModelParallel(model(), plan=plan(2), data_parallel_wrapper=wrapper)
+    assert "a value of type function has no form that ranks can compare" in str(caught.value)
+    if rank == 1:
+        wrapper.options = lambda: {"reduce": 1 // 0}  # type: ignore[method-assign]
+    for make in (
+        lambda: DistributedModelParallel(model(), plan=plan(2), data_parallel_wrapper=wrapper),
+        lambda: DMPCollection(model(), "cpu", plan(2), 2, 2, data_parallel_wrapper=wrapper),
+    ):
+        with pytest.raises(ZeroDivisionError if rank else ConfigError) as failed:
+            make()
+        assert rank or "is 'passed' on rank 0 and 'ZeroDivisionError" in str(failed.value)
     with pytest.raises(MemoryError if rank else ConfigError) as broken:
         DistributedModelParallel(Broken(model()))
     assert rank or "its dense part failed on rank 1 with MemoryError: no memory" in str(broken.value)

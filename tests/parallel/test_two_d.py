@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tilerec.modules.evict import LRU_EvictionPolicy
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.plan_of import plan_of
@@ -545,6 +547,34 @@ def test_a_batch_that_one_group_refuses_is_refused_by_all_if_asked() -> None:
     assert outside == rows[3][1]
     assert outside.startswith("Rank 2 refused its batch in another sharding group")
     assert all(texts[2] for texts in rows)
+
+
+@pytest.mark.parametrize("settings", [EXACT, AVERAGE], ids=["exact", "average"])
+def test_an_optimizer_that_cannot_be_made_on_one_rank_is_made_on_none(settings: ReplicaSettings) -> None:
+    torch.manual_seed(0)
+    base = Model()
+
+    def run(group: Group) -> tuple[str, ...]:
+        module, said = copy.deepcopy(base), []
+        shard_2d(module, [GroupConfig(None, 2)], group, settings)
+
+        for bad in (2, None):
+            rate = functools.partial(divmod, 1, group.rank != bad)
+            try:
+                KeyedOptimizerWrapper(
+                    dict(module.named_parameters()), lambda p, rate=rate: torch.optim.SGD(p, rate()[0])
+                )
+                said.append("")
+            except (ZeroDivisionError, ConfigError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return tuple(said)
+
+    first, second = zip(*run_virtual_ranks(4, run), strict=True)
+    assert second == ("",) * 4
+    assert first[2].startswith("ZeroDivisionError")
+    for text in (first[0], first[1], first[3]):
+        assert "making the optimizer" in text
+        assert "failed on rank 2 with ZeroDivisionError" in text
 
 
 def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:

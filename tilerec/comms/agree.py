@@ -10,10 +10,10 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, TilerecError
 
 
 def digest(what: str, value: object) -> bytes:
@@ -58,11 +58,27 @@ def agree(group: Group, what: str, value: object, ranks: Sequence[int] | None = 
 
 
 @contextmanager
-def on_all_ranks(group: Group, what: str, step: str) -> Iterator[None]:
+def heard_by_all(group: Group, what: str) -> Iterator[None]:
+    """A block before ranks `agree` on `what`: where it raises on one, the others hear of it there, and do not wait.
+
+    Who gets through it agrees on a mapping with `"checks": "passed"`.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = str(error) if isinstance(error, TilerecError) else f"{type(error).__name__}: {error}"
+        with suppress(ConfigError):
+            agree(group, what, {"checks": said})
+        raise
+
+
+@contextmanager
+def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """A block that every rank of the group goes through: where it raises on one, it raises on all, when all are done.
 
     Args:
         what, step: for the other ranks' message.
+        ranks: what the group's ranks are called in it; None: by their numbers in the group.
 
     Raises what the block raises; `ConfigError` where it raised on other ranks only:
     `The sharded model: its tiles failed on rank 1 with MemoryError: …`.
@@ -81,7 +97,8 @@ def on_all_ranks(group: Group, what: str, step: str) -> Iterator[None]:
                 raise
     if own is not None:
         raise own
-    failed = {rank: text for rank, text in enumerate(told) if text is not None}
+    names = range(group.size) if ranks is None else ranks
+    failed = {names[rank]: text for rank, text in enumerate(told) if text is not None}
     if failed:
         first = str(next(iter(failed.values())))
         raise ConfigError(

@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +61,11 @@ class TiledTable(ABC):
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """`[n]` numbers of each rank as `[W, n]`, the same bits everywhere. All ranks call it."""
 
+    @abstractmethod
+    def on_all_ranks(self, what: str, step: str) -> AbstractContextManager[None]:
+        """A block that all ranks go through: where it raises on one, it raises on all. `what`, `step`: for the others'
+        message."""
+
 
 def tiled_table_of(parameter: Tensor) -> TiledTable | None:
     """The table in tiles one of whose leaves `parameter` is, or None."""
@@ -67,6 +73,19 @@ def tiled_table_of(parameter: Tensor) -> TiledTable | None:
     if rows is None:
         return None
     return next((holder for holder in rows.holders if isinstance(holder, TiledTable)), None)
+
+
+@contextmanager
+def together(parameters: Iterable[Tensor], what: str, step: str) -> Iterator[None]:
+    """`TiledTable.on_all_ranks` for all ranks that these parameters' tables lie on; a plain block without tables.
+
+    All of these ranks go through it, with parameters of the same tables.
+    """
+    tables = {table.ranks: table for p in parameters if (table := tiled_table_of(p)) is not None}
+    with ExitStack() as blocks:
+        for table in tables.values():
+            blocks.enter_context(table.on_all_ranks(what, step))
+        yield
 
 
 def is_further_leaf(parameter: Tensor) -> bool:

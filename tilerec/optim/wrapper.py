@@ -16,6 +16,7 @@ from tilerec.optim.tiled import (
     empty_leaves,
     gradient_layout,
     takes_any_shape,
+    together,
     waits_for_step,
 )
 from tilerec.optim.whole import needs_rows, warn_of_parts
@@ -35,8 +36,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     Of a sharded table without an attached optimizer it steps this rank's tiles. Rules that work element by element make
     of them what they would make of the table; of others (Adafactor, Muon, LBFGS) a warning says that they do not.
 
+    Where `params` holds tiles of sharded tables, all ranks make it, with all of the tables' parameters: what the
+    factory raises on one of them is raised on all.
+
     Raises:
-        ConfigError: the factory made an optimizer over a parameter that is not in `params`.
+        ConfigError: the factory made an optimizer over a parameter that is not in `params`; it failed on another rank
+            (the message says on which, and why).
     """
 
     def __init__(
@@ -47,8 +52,15 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     ) -> None:
         self._start()
         self.params = dict(params)
-        self._optimizer = optim_factory(self.params if pass_params_dict else list(self.params.values()))
+        with together(self.params.values(), "KeyedOptimizerWrapper", "making the optimizer"):
+            self._make(optim_factory, pass_params_dict)
+        self.defaults = self._optimizer.defaults
+        self._bystanders = empty_leaves(self.params.values())
+        warn_of_parts(self._optimizer, self.params)
+
+    def _make(self, optim_factory: Callable[[Any], Optimizer], pass_params_dict: bool) -> None:
         names = self._names()
+        self._optimizer = optim_factory(self.params if pass_params_dict else list(self.params.values()))
         for group in self._optimizer.param_groups:
             for tensor in group["params"]:
                 if tensor not in names:
@@ -56,9 +68,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                         f"KeyedOptimizerWrapper: {type(self._optimizer).__name__} has a parameter of shape "
                         f"{tuple(tensor.shape)} that is not in params; name it there."
                     )
-        self.defaults = self._optimizer.defaults
-        self._bystanders = empty_leaves(self.params.values())
-        warn_of_parts(self._optimizer, self.params)
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agree import on_all_ranks
+from tilerec.comms.agree import digest, heard_by_all, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
@@ -81,10 +81,10 @@ class DistributedModelParallel(nn.Module):
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
 
-        also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
-
         def cut(group: Group, home: torch.device | str | int) -> None:
             who = "DistributedModelParallel"
+            with heard_by_all(group, "the model to shard"):
+                also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
             shard_tables(module, plan, group, None, home, False, sharders, who, also)
 
         self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
@@ -249,14 +249,19 @@ class DistributedModelParallel(nn.Module):
 def dense_settings(
     init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None
 ) -> dict[str, object]:
-    """What is said of the dense part, which must be the same on all ranks: else some would wait for others."""
+    """What is said of the dense part, which must be the same on all ranks: else some would wait for others.
+
+    Raises what the wrapper's `options()` raises; `ConfigError` if it names values that ranks cannot compare.
+    """
     wrapper = wrapper or DefaultDataParallelWrapper()
-    return {
+    said: dict[str, object] = {
         "init_data_parallel": bool(init_data_parallel),
         "init_parameters": bool(init_parameters),
         "data_parallel_wrapper": type(wrapper).__qualname__,
         "wrapper_options": wrapper.options(),
     }
+    digest("the dense part", said)
+    return said
 
 
 def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -6,7 +6,6 @@ DMPCollection(model)  =  shard_2d(model)  +  dense parameters on the device, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import heard_by_all
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import ConfigError
@@ -145,7 +144,7 @@ class DMPCollection(DistributedModelParallel):
         )
 
         def cut(group: Group, home: torch.device | str | int) -> None:
-            try:
+            with heard_by_all(group, "the model to shard in 2D"):
                 if world_size != group.size:
                     raise ConfigError(
                         f"DMPCollection: world_size is {world_size!r} and global_pg has {group.size} ranks; pass the "
@@ -173,13 +172,10 @@ class DMPCollection(DistributedModelParallel):
                     GroupConfig(plan, sharding_group_size, node_group_size, use_inter_host_allreduce),
                     *_of_submodules(module, submodule_configs or ()),
                 ]
-            except Exception as error:  # the others must not wait for this rank
-                _told(group, error)
-                raise
+                also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
             settings = ReplicaSettings(
                 sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
             )
-            also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
             self._two_d = shard_2d(
                 module, configs, group, settings, topology, home, sharders, "DMPCollection", also
             )
@@ -285,12 +281,6 @@ def _equal_before_saved(module: nn.Module, two_d: TwoD) -> None:
     for key in [key for key, hook in hooks.items() if isinstance(hook, _EqualFirst)]:
         del hooks[key]
     module.register_state_dict_pre_hook(_EqualFirst(two_d))
-
-
-def _told(group: Group, error: Exception) -> None:
-    """Let the ranks that got further hear why this one did not."""
-    with suppress(ConfigError):
-        agree(group, "the model to shard in 2D", {"checks": str(error)})
 
 
 def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree, on_all_ranks
+from tilerec.comms.agree import agree, heard_by_all, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
@@ -157,15 +156,10 @@ def _shard(
     who: str,
     also: Mapping[str, object],
 ) -> nn.Module:
-    try:
+    with heard_by_all(group, "the model to shard"):
         device = None if device is None else device_of(device, who)
         ready = prepare(module, plan, group, topology, device, listed(sharders, who), None)
         check_ids(ready.ids, group.size)
-    except Exception as error:
-        # The others must not wait for this rank: they hear of it where they compare.
-        with suppress(ConfigError):
-            agree(group, "the model to shard", {"checks": str(error)})
-        raise
     agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described(), **also})
     if ready.collections or ready.ids:
         # Channels of their own: other calls of the model's ranks may come between theirs.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import agree, heard_by_all
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
@@ -314,14 +313,10 @@ def shard_2d(
             ranks than a sharding group has; ranks that were given different settings; an `init_fn` that fails on
             another rank. It is told on all ranks, and the model is as it was.
     """
-    try:
+    with heard_by_all(world, "the model to shard in 2D"):
         settings.check(who)
         home = None if device is None else device_of(device, who)
         planned, topology, given = _planned(module, configs, world, settings, topology, home, sharders, who)
-    except Exception as error:
-        with suppress(ConfigError):  # the others hear of it where they compare
-            agree(world, "the model to shard in 2D", {"checks": str(error)})
-        raise
     said = {
         "checks": "passed",
         "sync": settings.sync,
@@ -345,15 +340,11 @@ def shard_2d(
     # All groups are there before anything is cut, and whatever may fail is tried first: ranks fail together.
     channels = [_Channels.of(part, world, settings) for part in planned]
     with unattached_on_error(module.parameters()):
-        try:
+        with heard_by_all(world, "the model to shard in 2D"):
             jobs = [
                 _job(module, part, own, world, settings, topology, home, sharders_, first=k == 0)
                 for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
             ]
-        except Exception as error:
-            with suppress(ConfigError):
-                agree(world, "the model to shard in 2D", {"checks": str(error)})
-            raise
         agree(
             world,
             "the model to shard in 2D",
@@ -436,7 +427,8 @@ def _job(
         hosts = grid.topology_of(team, topology, plan.group_plan.hosts)
         scale = 1.0 / grid.replicas if settings.moment_scale is None else float(settings.moment_scale)
         names = grid.sharding_groups[team]
-        teams = Teams((0,) * own.shard.size, own.axis, (), scale, names, own.refusals)
+        replicas = grid.replica_groups[member]
+        teams = Teams((0,) * own.shard.size, own.axis, (), scale, names, replicas, own.refusals)
         assert own.ids is not None
         ids = IdRanks(own.ids, grid.member_of)
     ready = prepare(module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from tilerec.comms.agree import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.initial import fill_initial
@@ -203,6 +205,18 @@ class ShardedTable(Table, TiledTable):
         sizes = [count] * group.size
         heard = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
         return heard.to(values.device).view(group.size, count)
+
+    @contextmanager
+    def on_all_ranks(self, what: str, step: str) -> Iterator[None]:
+        """See `TiledTable`; where teams train apart, those of all teams."""
+        teams = self.tile_rows[0].peers.teams
+        with ExitStack() as blocks:
+            if teams is not None and teams.apart:
+                elsewhere = f"{step}, in another sharding group,"
+                blocks.enter_context(on_all_ranks(teams.axis, what, elsewhere, teams.replica_names or None))
+            names = None if teams is None else teams.names or None
+            blocks.enter_context(on_all_ranks(self._group, what, step, names))
+            yield
 
     @property
     def _group(self) -> Group:

@@ -32,6 +32,7 @@ class Teams:
             outside of it.
         moment_scale: of what a gradient adds to the moment of row-wise Adagrad, where teams train apart.
         names: what errors call the ranks of the tables' group; none: by their numbers in it.
+        replica_names: what they call the ranks of the axis, likewise.
         everyone: a channel over the ranks of all teams, where a batch that one refuses is to be refused by all.
     """
 
@@ -40,6 +41,7 @@ class Teams:
     peers: tuple[int, ...]
     moment_scale: float = 1.0
     names: tuple[int, ...] = ()
+    replica_names: tuple[int, ...] = ()
     everyone: Group | None = None
 
     @property
