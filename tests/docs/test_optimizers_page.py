@@ -12,7 +12,8 @@ import torch
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRowWiseAdagrad
 from tilerec.optim.warmup import WarmupPolicy
 from tilerec.spec import optimizer as spec
-from tilerec.spec.optimizer import OptimizerSpec, from_torch
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.torch_optimizer import from_torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 

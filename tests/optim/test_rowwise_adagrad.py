@@ -14,6 +14,7 @@ from torch import nn
 from tilerec.errors import ConfigError
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
 from tilerec.spec import optimizer as spec
+from tilerec.spec.torch_optimizer import from_torch
 
 
 def _oracle(
@@ -172,13 +173,13 @@ def test_share_memory_moves_the_state() -> None:
 
 
 def test_attached_it_stands_for_its_row_rule_with_the_same_defaults() -> None:
-    assert spec.from_torch(RowWiseAdagrad) == spec.RowWiseAdagrad()
+    assert from_torch(RowWiseAdagrad) == spec.RowWiseAdagrad()
     defaults = RowWiseAdagrad([nn.Parameter(torch.ones(1, 1))]).defaults
     ours = spec.RowWiseAdagrad().to_json()
     shared = {"lr", "eps", "weight_decay", "initial_accumulator_value"}
     assert {name: ours[name] for name in shared} == {name: defaults[name] for name in shared}
-    assert spec.from_torch(RowWiseAdagrad, {"lr": 0.5, "weight_decay": 0.1, "maximize": False}) == (
+    assert from_torch(RowWiseAdagrad, {"lr": 0.5, "weight_decay": 0.1, "maximize": False}) == (
         spec.RowWiseAdagrad(0.5, weight_decay=0.1)
     )
     with pytest.raises(ConfigError, match="maximize=True is not supported"):
-        spec.from_torch(RowWiseAdagrad, {"maximize": True})
+        from_torch(RowWiseAdagrad, {"maximize": True})

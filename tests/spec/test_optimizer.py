@@ -23,8 +23,8 @@ from tilerec.spec.optimizer import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
     Slot,
-    from_torch,
 )
+from tilerec.spec.torch_optimizer import from_torch
 
 ALL: list[type[OptimizerSpec]] = [
     SGD,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.spec.optimizer import OptimizerSpec, from_torch
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.torch_optimizer import from_torch
 from tilerec.storage.hyper_group import HyperGroup
 from tilerec.storage.table_rows import TableRows, rows_of
 

@@ -37,7 +37,7 @@ class RowWiseAdagrad(Optimizer):
             need the other tiles, which only an attached optimizer hears of.
     """
 
-    # What this optimizer becomes when it is attached; `spec.optimizer.from_torch` reads it.
+    # What this optimizer becomes when it is attached; `spec.torch_optimizer.from_torch` reads it.
     optimizer_spec = spec.RowWiseAdagrad
 
     def __init__(

@@ -14,7 +14,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.spec.optimizer import OptimizerSpec, from_torch
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.torch_optimizer import from_torch
 
 _C = TypeVar("_C")
 

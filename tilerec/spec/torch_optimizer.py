@@ -1,0 +1,158 @@
+"""Others' optimizers as specs: torch's classes, TorchRec's, and FBGEMM's names, with their settings.
+
+torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}   ->   SGD(lr=0.1, momentum=0.9)
+"EXACT_ROWWISE_ADAGRAD", {"learning_rate": 1}   ->   RowWiseAdagrad(lr=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from tilerec.errors import ConfigError
+from tilerec.spec.optimizer import (
+    SGD,
+    SPECS,
+    Adagrad,
+    Adam,
+    AdamW,
+    OptimizerSpec,
+    RowWiseAdagrad,
+    refuse_unknown,
+)
+
+_TORCH: dict[type, type[OptimizerSpec]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+
+# FBGEMM's names for its fused optimizers (upper case, as in its enum).
+_FBGEMM: dict[str, str] = {
+    "EXACT_SGD": "SGD",
+    "SGD": "SGD",
+    "EXACT_ADAGRAD": "Adagrad",
+    "EXACT_ROWWISE_ADAGRAD": "RowWiseAdagrad",
+    "ADAM": "Adam",
+    "PARTIAL_ROWWISE_ADAM": "PartialRowWiseAdam",
+    "LAMB": "LAMB",
+    "PARTIAL_ROWWISE_LAMB": "PartialRowWiseLAMB",
+    "LARS_SGD": "LarsSGD",
+}
+
+# Another spelling of a field, as fused-embedding configurations write it.
+_ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
+
+# Settings that choose how torch runs its own loop. They change no number, so they are taken and dropped.
+_TORCH_EXECUTION = ("foreach", "fused")
+
+# torch settings that do change numbers and that no row rule has: fine at the value that does nothing.
+_TORCH_OFF: dict[str, Any] = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0}
+
+_WHY_OFF = {
+    "amsgrad": "the row rules keep no running maximum of the second moment",
+    "maximize": "the row rules minimise; negate the loss instead",
+    "differentiable": "the update runs inside the backward pass and is not itself differentiated",
+    "dampening": "the row rules have no dampening; scale momentum or lr instead",
+}
+
+
+def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSpec:
+    """The spec that an optimizer class and its keyword arguments stand for.
+
+    Args:
+        cls: `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW` (exactly these, not subclasses, whose `step` may
+            differ); a spec class or a spec; a `torch.optim.Optimizer` subclass with its own
+            `optimizer_spec` attribute naming a spec class; one of TorchRec's optimizer classes; or a name,
+            such as "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
+        kwargs: its settings. What is left out takes the spec's default. Besides the fields of the spec,
+            `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused` are dropped (they choose
+            how torch runs, not what it computes); `amsgrad`, `maximize`, `differentiable`, `dampening` are
+            refused unless off.
+
+    TorchRec's and FBGEMM's fused "Adam" decays decoupled, so those names with a weight_decay give `AdamW`.
+
+    Raises:
+        ConfigError: no spec for `cls`, an unknown or unsupported setting, or a value out of range.
+    """
+    settings = dict(kwargs or {})
+    spec, shown = _spec_class(cls, settings)
+    for old, new in _ALIASES.items():
+        if old in settings:
+            _once(shown, settings, old, new)
+            settings[new] = settings.pop(old)
+    if "beta1" in settings or "beta2" in settings:
+        _once(shown, settings, "beta1/beta2", "betas")
+        default = getattr(cls if isinstance(cls, OptimizerSpec) else spec, "betas", (0.9, 0.999))
+        settings["betas"] = (settings.pop("beta1", default[0]), settings.pop("beta2", default[1]))
+    if "weight_decay_mode" in settings:
+        settings["weight_decay_mode"] = _decay_mode(settings["weight_decay_mode"])
+    for key in _TORCH_EXECUTION:
+        settings.pop(key, None)
+    for key, off in _TORCH_OFF.items():
+        if key in settings and settings.pop(key) != off:
+            raise ConfigError(
+                f"{shown}: {key}={(kwargs or {})[key]!r} is not supported ({_WHY_OFF[key]}); leave it out, "
+                "or do not attach the optimizer and call its step() on the parameter's .grad."
+            )
+    # torch's own switch between its two classes, which its param groups spell out.
+    if spec is Adam and settings.get("decoupled_weight_decay") is True:
+        spec = AdamW
+        settings.setdefault("weight_decay", 0.0)
+    if spec in (Adam, AdamW) and settings.get("decoupled_weight_decay") is (spec is AdamW):
+        del settings["decoupled_weight_decay"]
+    if spec is RowWiseAdagrad and settings.get("lr_decay") == 0:
+        del settings["lr_decay"]
+    refuse_unknown(spec.__name__, spec, settings, shown)
+    return replace(cls, **settings) if isinstance(cls, OptimizerSpec) else spec(**settings)
+
+
+def _spec_class(cls: Any, settings: Mapping[str, Any]) -> tuple[type[OptimizerSpec], str]:
+    """The spec class that `cls` names, and how to call `cls` in a message."""
+    if isinstance(cls, OptimizerSpec):
+        return type(cls), repr(cls)
+    if isinstance(cls, type):
+        shown = f"{cls.__module__}.{cls.__qualname__}"
+        if issubclass(cls, OptimizerSpec) and cls.__name__ in SPECS:
+            return cls, cls.__name__
+        if cls in _TORCH:
+            return _TORCH[cls], shown
+        own = vars(cls).get("optimizer_spec")
+        if isinstance(own, type) and issubclass(own, OptimizerSpec):
+            return own, shown
+        if cls.__module__.startswith("torchrec.optim.") and cls.__name__ in SPECS:
+            return _decoupled(SPECS[cls.__name__], settings), shown
+    else:
+        shown = name = cls.name if isinstance(cls, Enum) else cls
+        if isinstance(name, str):
+            if not isinstance(cls, Enum) and name in SPECS:
+                return SPECS[name], shown
+            if name.upper() in _FBGEMM:
+                return _decoupled(SPECS[_FBGEMM[name.upper()]], settings), shown
+        shown = repr(cls)
+    raise ConfigError(
+        f"Optimizer {shown}: no row rule does this; use one of torch.optim.SGD, Adagrad, Adam, AdamW, or of "
+        f"tilerec's {', '.join(SPECS)}; or do not attach it and call its step() on the parameter's .grad."
+    )
+
+
+def _decoupled(spec: type[OptimizerSpec], settings: Mapping[str, Any]) -> type[OptimizerSpec]:
+    """FBGEMM's Adam decays decoupled; without a weight_decay the two are one."""
+    return AdamW if spec is Adam and settings.get("weight_decay", 0) else spec
+
+
+def _once(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
+    if new in settings:
+        raise ConfigError(f"{shown}: got both {old} and {new}, which are one setting; pass {new} only.")
+
+
+def _decay_mode(mode: Any) -> Any:
+    """One of "none", "l2", "decoupled" from those words, "decouple", or an enum member of such a name."""
+    word = mode.name if isinstance(mode, Enum) else mode
+    word = word.lower() if isinstance(word, str) else word
+    return "decoupled" if word == "decouple" else word
