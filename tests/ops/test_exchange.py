@@ -95,7 +95,7 @@ def _route_by_hand(batch: Batch) -> list[list[Any]]:
     parts = [by_place[place] for place in range(len(by_place))]
     present = [bag for part in parts for bag in part]
     return [
-        [[len(part), sum(len(inside) for _, inside in part)] for part in parts],
+        [0, *(n for part in parts for n in (len(part), sum(len(inside) for _, inside in part)))],
         [len(inside) for _, inside in present],
         [local for _, inside in present for local, _ in inside],
         [number for number, _ in present],
@@ -142,13 +142,13 @@ def batches(draw: st.DrawFn) -> Batch:
 @BOTH
 def test_routing_gives_the_worked_example(which: str) -> None:
     batch = Batch(torch.tensor([3, 0, 1]), torch.tensor([0, 2, 3]))
-    counts, lengths, local, slots, positions = ROUTE[which](*batch)
-    assert counts.tolist() == [[1, 1], [2, 2]]
+    told, lengths, local, slots, positions = ROUTE[which](*batch)
+    assert told.tolist() == [0, 1, 1, 2, 2]
     assert lengths.tolist() == [1, 1, 1]
     assert local.tolist() == [1, 0, 1]
     assert slots.tolist() == [0, 0, 1]
     assert positions.tolist() == [0, 1, 2]
-    assert [t.dtype for t in (counts, lengths, local, slots, positions)] == [
+    assert [t.dtype for t in (told, lengths, local, slots, positions)] == [
         torch.int64, torch.int32, torch.int32, torch.int32, torch.int64,
     ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_routing_numbers_each_id_within_its_key(which: str) -> None:
         wire=[0],
         each_id=True,
     )
-    assert _lists(ROUTE[which](*batch)) == [[[3, 3]], [1, 1, 1], [3, 0, 1], [0, 1, 2], [2, 3, 4]]
+    assert _lists(ROUTE[which](*batch)) == [[0, 3, 3], [1, 1, 1], [3, 0, 1], [0, 1, 2], [2, 3, 4]]
 
 
 @BOTH
@@ -189,9 +189,9 @@ def test_routing_numbers_each_id_within_its_key(which: str) -> None:
     ids=["no route", "no bag", "no id", "no part travels", "no row"],
 )  # fmt: skip
 def test_routing_of_nothing_gives_nothing(which: str, batch: Batch) -> None:
-    counts, *rest = ROUTE[which](*batch)
-    assert counts.shape == (sum(place >= 0 for place in batch.wire), 2)
-    assert counts.sum() == 0
+    told, *rest = ROUTE[which](*batch)
+    assert told.shape == (1 + 2 * sum(place >= 0 for place in batch.wire),)
+    assert told.sum() == 0
     assert [t.shape for t in rest] == [(0,)] * 4
 
 

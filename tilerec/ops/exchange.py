@@ -64,6 +64,25 @@ def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoRetur
     )
 
 
+# A fault is one number, the larger the earlier: LAST_FAULT - (route, whether an id, position). So the first of several is
+# told, whichever program comes first.
+ROUTE_BITS = 43
+ID_BIT = 1 << 42
+LAST_FAULT = (1 << 62) - 1
+
+
+def raise_fault(
+    fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], names: str
+) -> NoReturn:
+    """Raise the `InputError` for what `route_ids` has told in its first number; arguments as there."""
+    route, rest = divmod(LAST_FAULT - fault, 1 << ROUTE_BITS)
+    of_id, position = divmod(rest, ID_BIT)
+    if of_id:
+        rows = cuts[sum(ranges[: route + 1]) + route]
+        raise_bad_id(names, route, position, int(ids[position]), rows)
+    raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
+
+
 def check_route(cuts: Sequence[int], ranges: Sequence[int], wire: Sequence[int]) -> None:
     """Assert that a layout of routes does not contradict itself; arguments as in `route_ids`."""
     lengths, parts = (sum(ranges) + len(ranges), sum(ranges)), sum(place >= 0 for place in wire)
@@ -115,17 +134,20 @@ def _route_ids_reference(
         names: "feature@table" per route, "," between, for messages.
 
     Returns:
-        counts: int64 `[K, 2]` in wire order: present bags and ids of each part.
+        told: int64 `[1 + 2 K]`: 0, or the fault (below); then present bags and ids of each part, in wire order.
         lengths: int32 `[P]`: ids of each present bag.
         local: `dtype` `[N]`: local ids.
         slots: int32 `[P]`: number of each present bag within its key.
         positions: int64 `[N]`: where each id stands in `ids`.
 
+        On a GPU nobody knows P and N but `told`, so there the last four are longer, at most by what the host knows: as
+        many as ids, for each route of the key that most routes read. What is behind the first P (or N) is nothing.
+
     Raises:
         InputError: an id outside its table; offsets that fall, leave the ids or hold fewer bags than the batch sizes
-            say.
+            say. On a GPU the last at once, the others by the one who reads `told`: `raise_fault`.
 
-    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> counts ((1, 1), (2, 2)),
+    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> told (0, 1, 1, 2, 2),
     lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
     """
     device, parts = ids.device, sum(place >= 0 for place in wire)
@@ -154,7 +176,7 @@ def _route_ids_reference(
         base += own[-1]
     if not pieces:
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
-        return nothing.new_zeros((0, 2)).long(), nothing, nothing.to(dtype), nothing, nothing.long()
+        return nothing.new_zeros(1).long(), nothing, nothing.to(dtype), nothing.clone(), nothing.long()
     linear_N, bag_N, position_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
     lower_K = torch.tensor(lower, device=device)
     part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
@@ -173,7 +195,7 @@ def _route_ids_reference(
         (torch.bincount(wire_N[starts_P], minlength=parts), torch.bincount(wire_N, minlength=parts)), dim=1
     )
     return (
-        counts_K2,
+        torch.nn.functional.pad(counts_K2.view(-1), (1, 0)),
         (ends_P - starts_P).to(torch.int32),
         local_N[order_N].to(dtype),
         bag_N[starts_P].to(torch.int32),
@@ -305,7 +327,7 @@ def _fake_route_ids(
     context = torch.library.get_ctx()
     present, count = context.new_dynamic_size(), context.new_dynamic_size()
     return (
-        ids.new_empty((sum(place >= 0 for place in wire), 2), dtype=torch.int64),
+        ids.new_empty(1 + 2 * sum(place >= 0 for place in wire), dtype=torch.int64),
         ids.new_empty(present, dtype=torch.int32),
         ids.new_empty(count, dtype=dtype),
         ids.new_empty(present, dtype=torch.int32),

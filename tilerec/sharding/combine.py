@@ -524,6 +524,7 @@ class Combiner:
         else:
             own = torch.empty(0, dtype=torch.float32, device=grads.device)
         own = own.to(self.wide)
+        assert routed.positions is not None, "some rank's weights need gradients"
         into = torch.empty(sum(routed.sent_ids), dtype=self.wide, device=grads.device)
         self.group.all_to_all("weight gradients", into, own, routed.sent_ids, routed.received_ids).wait()
         return torch.zeros(count, dtype=self.wide, device=grads.device).index_add_(0, routed.positions, into)

@@ -5,10 +5,12 @@ Nouns
   payload  lengths of present bags (left out where every bag has one id), local ids, weights, merge positions
   Routed   the result: on the home side where rows will go, on the owner side what to look up
 
-The header is the one host synchronization of a step. A rank that refuses its own batch says so in its header, so
-every rank raises and nobody waits.
+The header is the one host synchronization of a step: with what the others say comes what this rank's device has found,
+its sizes and faults, in one copy (`_Headers`). Until then results of `route_ids` are as long as they can become. A rank
+that refuses its own batch says so in its header, so every rank raises and nobody waits.
 
-Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (the union of its parts' present bags).
+Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (the union of its parts' present bags), V
+items: what P and N cannot pass (the batch's ids, for each route of the key that most routes read).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
+from tilerec.ops.exchange import raise_fault
+from tilerec.ops.upload import current_stream, upload
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts
 
@@ -42,8 +46,8 @@ class Routed:
     bags: list[int]  # per slot: its bags, or its ids where each is a bag of its own
     counts: list[int]  # P of each part in wire order, then U of each merge
     slot_starts: list[int]  # of each of them, where its bag numbers begin in `slots`; -1: all bags, in order
-    slots: Tensor
-    positions: Tensor  # of each id I sent, in my batch's values
+    slots: Tensor  # without elements where nobody's begin there
+    positions: Tensor | None  # of each id I sent, in my batch's values; None unless weights need gradients
     sent_ids: list[int]  # per owner
     # As owner.
     present: list[int]  # P of each received part, [home][part]
@@ -132,8 +136,8 @@ class Router:
         for m, merge in enumerate(layout.own_merges):
             for p in merge.parts:
                 self._merge_of[layout.wire[p]] = m
-        self._header_index = torch.tensor(self._index_header(), device="cpu")
-        self._refusals = 0, 0  # how many ranks of all teams refused this step, and the sum of their numbers
+        self._header_index = self._index_header()
+        self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
         self._header_out = [
             1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
             for parts, merges in zip(layout.sent, self._merges_to, strict=True)
@@ -157,8 +161,8 @@ class Router:
 
     def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
         """Tell every rank that this one's batch cannot be routed, then raise `failure`."""
-        nothing = torch.zeros(len(self.layout.parts), 2, dtype=torch.int64, device=device)
-        sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int32, device=device)
+        nothing = torch.zeros(1 + 2 * len(self.layout.parts), dtype=torch.int64, device=device)
+        sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int64, device=device)
         self._exchange_headers(REFUSED, nothing, sizes_M)
         raise failure
 
@@ -174,7 +178,7 @@ class Router:
         """
         weights = batch.weights if self.weighted else None
         try:
-            counts_K2, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
+            told, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
@@ -183,27 +187,41 @@ class Router:
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= (zlib.crc32(batch.training) & 0x1FFFFFFF) << TRAINING
+        counts_K2 = told[1:].view(-1, 2)
         marks = self._mark(slots, counts_K2, batch.bags)
-        counts, sizes, heard = self._exchange_headers(flags, counts_K2, marks.sizes_M)
-        refused = [home for home, header in enumerate(heard) if header[0] & REFUSED]
+        headers = self._exchange_headers(flags, told, marks.sizes_M)
+        if headers.fault:
+            raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
+        self._check(headers, flags, batch.training)
+        self.reads.add(counts_K2, keys, batch.batches)
+        # Now the host knows how much of each there is.
+        present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
+        lengths, slots, positions, local = (
+            lengths[:present],
+            slots[:present],
+            positions[:moved],
+            local[:moved],
+        )
+        unions = self._unite(marks, headers.counts, headers.sizes)
+        return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
+
+    def _check(self, headers: _Headers, flags: int, training: bytes) -> None:
+        """Raise on all ranks alike where one of them cannot go on."""
+        refused = [home for home, header in enumerate(headers.heard) if header[0] & REFUSED]
         if refused:
             raise InputError(
                 f"Rank {self._ranks[refused[0]]} refused its batch (its own error says why), so no rank routes this "
                 "step; see the error of that rank."
             )
-        if self.everyone is not None and self._refusals[0]:
-            count, ranks = self._refusals
-            who = f"Rank {ranks} refused its" if count == 1 else f"{count} ranks refused their"
+        if headers.refusals:
+            who = f"{headers.refusals} ranks refused their"
+            if headers.refusals == 1:
+                who = f"Rank {headers.refusers} refused its"
             raise InputError(
                 f"{who} batch in another sharding group (the error there says why), so no rank routes this step."
             )
-        if any(header[0] >> TRAINING != flags >> TRAINING for header in heard):
-            self._refuse_training(batch.training)
-        self.reads.add(counts_K2, keys, batch.batches)
-        unions = self._unite(marks, counts, sizes)
-        return self._exchange_payloads(
-            batch, weights, counts, lengths, local, slots, positions, unions, heard
-        )
+        if any(header[0] >> TRAINING != flags >> TRAINING for header in headers.heard):
+            self._refuse_training(training)
 
     def _refuse_training(self, own: bytes) -> NoReturn:
         """Some ranks would send gradients that others do not wait for; every rank knows, so every rank says so."""
@@ -225,20 +243,21 @@ class Router:
         starts = list(itertools.accumulate([bags[slot] for slot in self._merge_slots], initial=0))
         total = starts[-1]
         if not self._merge_slots:
-            nothing = torch.empty(0, dtype=torch.int32, device=device)
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
             return _Marks(nothing, nothing, nothing, nothing)
-        first_K = torch.tensor([total if m < 0 else starts[m] for m in self._merge_of], device=device)
-        part_P = torch.repeat_interleave(
-            torch.arange(len(self._merge_of), device=device), counts_K2[:, 0], output_size=slots.numel()
+        # What belongs to no merge goes to one place past the end, and so does what is behind the last present bag.
+        firsts = [total if m < 0 else starts[m] for m in self._merge_of]
+        numbers = upload([*firsts, total, *starts], device)
+        first_K, edges = numbers[: len(firsts) + 1], numbers[len(firsts) + 1 :]
+        present_K = counts_K2[:, 0]
+        first_P = torch.repeat_interleave(
+            first_K, torch.cat((present_K, slots.numel() - present_K.sum(0, True))), output_size=slots.numel()
         )
-        first_P = first_K[part_P]
-        # What belongs to no merge goes to one place past the end.
         place_P = torch.where(first_P < total, first_P + slots, total)
         mark = torch.zeros(total + 1, dtype=torch.bool, device=device).index_fill_(0, place_P, True)[:total]
         before = torch.zeros(total + 1, dtype=torch.int32, device=device)
         torch.cumsum(mark, 0, dtype=torch.int32, out=before[1:])
-        edges = torch.tensor(starts, device=device)
-        at_edges = before[edges]
+        at_edges = before[edges].to(torch.int64)
         return _Marks(mark, edges, before[place_P] - before[first_P], at_edges[1:] - at_edges[:-1])
 
     def _unite(self, marks: _Marks, counts: list[list[int]], sizes: list[int]) -> list[_Union]:
@@ -255,36 +274,46 @@ class Router:
             unions.append(_Union(slots, [marks.ranks_P[starts[w] : starts[w + 1]] for w in wires]))
         return unions
 
-    def _exchange_headers(
-        self, flags: int, counts_K2: Tensor, sizes_M: Tensor
-    ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-        """Tell every rank what comes, and hear it: own counts, own merges' sizes, headers. The host waits here only."""
-        device, parts = counts_K2.device, counts_K2.shape[0]
-        said = torch.tensor([flags], dtype=torch.int32, device=device)
-        values = torch.cat((said, counts_K2.view(-1).to(torch.int32), sizes_M))
-        if self._header_index.device != device:
-            self._header_index = self._header_index.to(device)
-        out = values.index_select(0, self._header_index)
+    def _exchange_headers(self, flags: int, told: Tensor, sizes_M: Tensor) -> _Headers:
+        """Tell every rank what comes, and hear it. The host waits here only.
+
+        Args:
+            told: as `route_ids` gives it: the fault, which is a flag to the others, and the counts.
+        """
+        device, parts = told.device, len(self.layout.parts)
+        fault = told[:1]
+        flags_1 = (fault != 0) + flags  # REFUSED is 1, and whoever refuses already has no fault
+        values = torch.cat((flags_1, told[1:], sizes_M)).to(torch.int32)
+        out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
-        header = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
+        handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
+        refusals = refusers = 0
         if self.everyone is None:
-            flat = torch.cat((values, header.wait())).tolist()
+            *flat, low, high = torch.cat((values, handle.wait(), fault.view(torch.int32))).tolist()
         else:  # both are on their way when the host waits
-            refused = flags & REFUSED
-            own = torch.tensor([refused, refused * self.everyone.rank], dtype=torch.int32, device=device)
+            refused = flags_1 & REFUSED
+            own = torch.cat((refused, refused * self.everyone.rank)).to(torch.int32)
             vote = self.everyone.all_reduce_("refusals", own)
-            *flat, count, ranks = torch.cat((values, header.wait(), vote.wait())).tolist()
-            self._refusals = count, ranks
+            both = torch.cat((values, handle.wait(), vote.wait(), fault.view(torch.int32)))
+            *flat, refusals, refusers, low, high = both.tolist()
         counts = [flat[at : at + 2] for at in range(1, 1 + 2 * parts, 2)]
         sizes = flat[1 + 2 * parts : values.numel()]
         ends = itertools.accumulate(self._header_in, initial=values.numel())
-        return counts, sizes, [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+        heard = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+        return _Headers((high << 32) + low % (1 << 32), counts, sizes, heard, refusals, refusers)
+
+    def _index_on(self, device: torch.device) -> Tensor:
+        """The header's index. Each stream sends its own: none of them waits for another."""
+        key = device, current_stream()
+        if key not in self._indices:
+            self._indices[key] = upload(self._header_index, device)
+        return self._indices[key]
 
     def _exchange_payloads(
-        self, batch: Batch, weights: Tensor | None, counts: list[list[int]], lengths: Tensor, local: Tensor,
-        slots: Tensor, positions: Tensor, unions: list[_Union], heard: list[list[int]],
+        self, batch: Batch, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor, slots: Tensor,
+        positions: Tensor, unions: list[_Union],
     ) -> Routed:  # fmt: skip
-        layout, weighted = self.layout, weights is not None
+        layout, weighted, counts, heard = self.layout, weights is not None, headers.counts, headers.heard
         words = self._id_words + self._weight_words * weighted
         pieces: list[Tensor] = []
         out_splits, sent_ids = [], []
@@ -351,9 +380,13 @@ class Router:
             -1 if count == batch.bags[slot] else start
             for count, slot, start in zip(own_counts, self._slot_of, starts, strict=True)
         ]
+        weights_need_grad = any(header[0] & WEIGHTS_NEED_GRAD for header in heard)
+        # A batch stays until its backward, so what nobody will read does not stay with it.
         routed = Routed(
-            batch.bags, own_counts, slot_starts, all_slots, positions, sent_ids, present, received_ids,
-            any(header[0] & WEIGHTS_NEED_GRAD for header in heard), all_unions, members,
+            batch.bags, own_counts, slot_starts,
+            _held(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
+            _held(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
+            all_unions, members,
         )  # fmt: skip
         routed.pending = lambda: self._receive(routed, handle, in_splits, heard, weighted)
         return routed
@@ -404,6 +437,23 @@ class Router:
         routed.member_slots = _joined(member_slots, payload)
 
 
+def _held(part: Tensor) -> Tensor:
+    """For long: as it is, or a copy where it would keep more than twice its own memory alive."""
+    return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """What a step's one copy to the host says."""
+
+    fault: int  # of my batch, for `raise_fault`; 0: none
+    counts: list[list[int]]  # P and N of each of my parts, in wire order
+    sizes: list[int]  # U of each of my merges
+    heard: list[list[int]]  # per home: flags; P and N of each part I get; U and P of each merge I make
+    refusals: int  # how many ranks of all teams refused this step (0 where nobody counts)
+    refusers: int  # and the sum of their numbers
+
+
 @dataclass(frozen=True)
 class _Union:
     """A merge's bags `[U]`, and for each of its parts where its present bags stand among them."""
@@ -419,7 +469,7 @@ class _Marks:
     mark: Tensor  # per bag of each merge, whether any of its parts has it
     edges: Tensor  # where each merge begins in `mark`, and the end
     ranks_P: Tensor  # per present bag of all parts, its place in the union of its merge
-    sizes_M: Tensor  # U of each merge, int32
+    sizes_M: Tensor  # U of each merge
 
 
 def _training(word: int) -> str:

@@ -82,7 +82,7 @@ OPS = {
     "padded_to_jagged": ["copy_items"],
     "segment_sum": ["sum_segments"],
     "repeat_segments": ["copy_items"],
-    "route_ids": ["aten.zeros", "deal_items", SORT, "aten.zeros", "order_items", "number_bags", "aten.clone"],
+    "route_ids": ["aten.zeros", "deal_items", SORT, "aten.zeros", "order_items", "number_bags"],
     "pick_rows": ["move_rows"],
     "place_rows_": ["move_rows"],
     "pack_segments int8": ["pack"],

@@ -318,5 +318,5 @@ CALLS: dict[str, Callable[[int], Call]] = {
 }
 """A call of an op, prepared for so many segments, bags, rows or ids."""
 
-READS = ("route_ids", "zch_assign_each_")
-"""Of these the host, or a later kernel's loop, reads what a kernel has written: it must run."""
+READS = ("zch_assign_each_",)
+"""Of these a later kernel's loop reads what a kernel has written: it must run."""

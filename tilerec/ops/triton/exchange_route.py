@@ -6,7 +6,7 @@ Nouns (beside those of that file)
   item     one id in one layer, number  layer * N + position;  V of them. Mostly there is one layer: items are ids
   place    of an item: that of its part in wire order; K where it does not travel
 
-In 11 launches, about 90 bytes per id over memory:
+In 10 launches, about 90 bytes per id over memory:
 
   deal     per item: its bag (searched in the offsets), its route, its part (searched in the cuts) -> place, 1 or 2
            bytes
@@ -14,8 +14,8 @@ In 11 launches, about 90 bytes per id over memory:
   order    per item in wire order: local id, position, bag number; how many bags begin in each tile
   number   the present bags' numbers: a tile's first is the sum of the tiles before it
 
-Its results are as long as the batch says, so the host waits once, at the end, for two sizes (and learns there what
-was wrong, so that it raises at once, as on the CPU). Nothing before waits.
+Nothing waits: results are as long as they can become (V), and how much of them there is, and what was wrong, stands in
+`told`, which goes to the host with what else the step must know (`sharding/route.py`).
 
 Legend: N ids, V items, K parts that travel, P present bags.
 """
@@ -32,9 +32,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.exchange import _route_ids_reference, check_route, raise_bad_offsets, raise_few_offsets
+from tilerec.ops.exchange import (
+    ID_BIT,
+    LAST_FAULT,
+    ROUTE_BITS,
+    _route_ids_reference,
+    check_route,
+    raise_few_offsets,
+)
 from tilerec.ops.gradient import bag_starts
-from tilerec.ops.lookup import raise_bad_id
 from tilerec.ops.triton.addresses import constants, upload
 from tilerec.ops.triton.jagged_bucketize import key_type
 from tilerec.ops.triton.jagged_offsets import ANYWHERE
@@ -42,11 +48,9 @@ from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.reports import raise_due
 from tilerec.ops.triton.search import segment_at, segments_of
 
-# A fault is one number, the larger the earlier: _LAST - (route, whether an id, position). So the one that is told is
-# the CPU's, whichever program comes first.
-_ROUTE_BITS = tl.constexpr(43)
-_ID_BIT = tl.constexpr(1 << 42)
-_LAST = tl.constexpr((1 << 62) - 1)
+_ROUTE_BITS = tl.constexpr(ROUTE_BITS)
+_ID_BIT = tl.constexpr(ID_BIT)
+_LAST = tl.constexpr(LAST_FAULT)
 
 # Numbers of an entry.
 _FIRST = tl.constexpr(0)  # its route's first bag
@@ -169,6 +173,8 @@ def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, p
 
     A count is (end - begin), added up in integers by the item that begins and by the one that ends: of a bag, of the
     bags and of the ids of a part. What nobody begins is 0.
+
+    told: [1 + 2 K], the counts from 1 on.
     """
     program = tl.program_id(0).to(tl.int64)
     earlier = tl.full((), 0, tl.int64)
@@ -191,15 +197,11 @@ def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, p
     tl.store(slots_P + bag, number, mask=begins)
     tl.atomic_add(lengths_P + bag, (-item).to(tl.int32), mask=begins, sem="relaxed")
     tl.atomic_add(lengths_P + bag, (item + 1).to(tl.int32), mask=ends, sem="relaxed")
-    counts = told + 3 + 2 * place
+    counts = told + 1 + 2 * place
     tl.atomic_add(counts, -bag, mask=starts, sem="relaxed")
     tl.atomic_add(counts, bag + 1, mask=stops, sem="relaxed")
     tl.atomic_add(counts + 1, -item, mask=starts, sem="relaxed")
     tl.atomic_add(counts + 1, item + 1, mask=stops, sem="relaxed")
-    # The last item that travels says how many there were.
-    final = stops & ((item + 1 == items) | (behind >= parts))
-    tl.store(told + 1 + item * 0, bag + 1, mask=final)
-    tl.store(told + 2 + item * 0, item + 1, mask=final)
 
 
 _TILE = 256
@@ -272,7 +274,7 @@ def route_ids(
     items = count * layers
     if not layers:
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
-        return nothing.new_zeros((0, 2)).long(), nothing, nothing.to(dtype), nothing, nothing.long()
+        return nothing.new_zeros(1).long(), nothing, nothing.to(dtype), nothing.clone(), nothing.long()
 
     entries = [
         column[r]
@@ -281,7 +283,7 @@ def route_ids(
     ]
     # A batch of one size has its bags where the last one had them.
     sent = constants(tuple(entries), device) if len(batches) == 1 else upload(entries, device)
-    told = torch.zeros(3 + 2 * parts, dtype=torch.int64, device=device)
+    told = torch.zeros(1 + 2 * parts, dtype=torch.int64, device=device)
     places_V = torch.empty(items, dtype=key_type(parts + 1), device=device)
     bags_V = torch.empty(items, dtype=torch.int32, device=device)
     programs = max(-(-max(count, offsets.numel() - 1) // _TILE), 1)
@@ -317,22 +319,4 @@ def route_ids(
             num_warps=1,
             enable_fp_fusion=False,
         )
-    fault, present, moved = told[:3].tolist()  # the one wait
-    if fault:
-        _raise_fault(fault, ids, offsets, cuts, ranges, layout, names)
-    counts = (
-        told[3:].view(parts, 2).clone()
-    )  # memory of its own: compiled programs take it from the beginning
-    return counts, lengths_P[:present], local_V[:moved], slots_P[:present], positions_V[:moved]
-
-
-def _raise_fault(
-    fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], layout: _Layout, names: str
-) -> None:  # fmt: skip
-    code = _LAST.value - fault
-    route, rest = divmod(code, 1 << _ROUTE_BITS.value)
-    of_id, position = divmod(rest, _ID_BIT.value)
-    if of_id:
-        rows = cuts[layout.cut_starts[route] + ranges[route]]
-        raise_bad_id(names, route, position, int(ids[position]), rows)
-    raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
+    return told, lengths_P, local_V, slots_P, positions_V
