@@ -64,8 +64,8 @@ def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoRetur
     )
 
 
-# A fault is one number, the larger the earlier: LAST_FAULT - (route, whether an id, position). So the first of several is
-# told, whichever program comes first.
+# A fault is one number, the larger the earlier: LAST_FAULT - (route, whether an id, position). So the first of several
+# is told, whichever program comes first.
 ROUTE_BITS = 43
 ID_BIT = 1 << 42
 LAST_FAULT = (1 << 62) - 1
