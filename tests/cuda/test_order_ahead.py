@@ -22,7 +22,7 @@ from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from tilerec.storage.order_ahead import MOST
+from tilerec.storage.made_ahead import MOST
 
 GPU = torch.device("cuda", 0)
 ROWS, BATCH = size(100_000, 9), size(4096, 3)
@@ -105,6 +105,76 @@ def test_prefetching_does_not_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def sequences(clamps: bool = False) -> EmbeddingCollection:
+    """Two lookups, by columns: one reads the batch's ids as they lie, the other those of one key."""
+    torch.manual_seed(2)
+    tables = [
+        EmbeddingConfig(ROWS, 8, "a", feature_names=["x", "y"]),
+        EmbeddingConfig(ROWS, 12, "b", feature_names=["y"], data_type="BF16"),
+    ]
+    module = EmbeddingCollection(tables, GPU, on_bad_id="clamp" if clamps else "error")
+    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    return module
+
+
+def clamping() -> EmbeddingBagCollection:
+    """Tables of two sizes read a feature, so its ids are clamped twice."""
+    torch.manual_seed(2)
+    tables = [
+        EmbeddingBagConfig(ROWS // 2, 8, "a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(ROWS - 1, 8, "b", feature_names=["y"], pooling=PoolingType.MEAN),
+    ]
+    module = EmbeddingBagCollection(tables, device=GPU, on_bad_id="clamp")
+    apply_optimizer_in_backward(Adam(lr=0.1), module.parameters())
+    return module
+
+
+def step(module: EmbeddingCollection | EmbeddingBagCollection, batch: KeyedJaggedTensor) -> None:
+    out = module(batch)
+    parts = [part.values() for part in out.values()] if isinstance(out, dict) else [out.values()]
+    torch.stack([part.float().square().sum() for part in parts]).sum().backward()
+
+
+KINDS = {"sequences": sequences, "clamped sequences": lambda: sequences(True), "clamped bags": clamping}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_are_made_of_a_batch_are_made_ahead_too(kind: str, sorts: list[bool]) -> None:
+    """Clamped ones, and those of some keys."""
+    plain, module, coming = KINDS[kind](), KINDS[kind](), batches(3)
+    for batch in coming:
+        step(plain, batch)
+    assert sorts == [False] * 6  # three steps of two lookups, or of tables whose ids are clamped apart
+    sorts.clear()
+    module.prefetch(coming[0])
+    for at, batch in enumerate(coming):
+        module.prefetch(coming[(at + 1) % 3])
+        if at == 1:
+            module.prefetch(batch)  # made anew
+        step(module, batch)
+    assert sorts == [True] * 6
+    assert_same([p.detach() for p in module.parameters()], [p.detach() for p in plain.parameters()])
+    assert module.clamped_ids == plain.clamped_ids
+    assert (plain.clamped_ids > 0) == (kind == "clamped bags")
+    # What an evaluation reads stays for the step to come, and the step takes it.
+    with torch.no_grad():
+        module(coming[0])
+    step(module, coming[0])
+    assert sorts == [True] * 8
+    assert not module._ahead
+    assert not getattr(module, "_ordered", None)
+
+
+def test_made_ids_of_a_batch_that_was_written_to_are_made_anew(sorts: list[bool]) -> None:
+    modules, (batch,) = [clamping(), clamping()], batches(1)
+    modules[0].prefetch(batch)
+    batch.values().add_(1)
+    for module in modules:
+        step(module, batch)
+    assert sorts == [False] * 4
+    assert_same(*[[p.detach() for p in module.parameters()] for module in modules])
+
+
 def test_another_stream_may_sort_while_a_batch_trains(sorts: list[bool]) -> None:
     want = trained(nothing, 4)
     sorts.clear()
@@ -154,11 +224,11 @@ def test_batches_that_are_never_trained_on_are_forgotten(sorts: list[bool]) -> N
         module.prefetch(batch)
         module.prefetch(batch)  # one is kept
     orders = module.embedding_bags.a.rows.orders
-    assert len(orders._made) == MOST
+    assert len(orders.made) == MOST
     for batch in coming:
         module(batch).values().float().sum().backward()
     assert sorts == [False] * 4 + [True] * 2 * MOST
-    assert not orders._made
+    assert not orders.made
     module.prefetch(coming[0])
     assert "orders" not in module.embedding_bags.a.rows.__getstate__()  # copies and files begin without
 
@@ -169,7 +239,7 @@ def test_batches_ahead_do_not_mind_lookups_that_train_nothing(sorts: list[bool])
     with torch.no_grad():
         module.prefetch(batch)
         module(batch)
-    assert len(module.embedding_bags.a.rows.orders._made) == 1
+    assert len(module.embedding_bags.a.rows.orders.made) == 1
     module(batch).values().float().sum().backward()
     assert sorts == [True, True]
 

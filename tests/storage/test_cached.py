@@ -435,12 +435,14 @@ def test_ids_that_are_clamped() -> None:
     for _ in range(4):
         kjt = batch(rng)
         kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, kjt.values() * 3 - 20, kjt.lengths())
-        with pytest.warns(UserWarning, match="were clamped"):
-            other.prefetch(kjt)
+        other.prefetch(kjt)
         with pytest.warns(UserWarning, match="were clamped"):
             want, got = step(plain, kjt), step(other, kjt)
         assert torch.equal(want, got)
     assert_same(plain, other)
+    # Once per batch and lookup: what reads "a" is clamped to several sizes.
+    assert {name: stats.requests for name, stats in other.cache_stats().items()} == {"a": 12, "b": 4, "c": 4}
+    assert other.clamped_ids == plain.clamped_ids
 
 
 @pytest.mark.filterwarnings(

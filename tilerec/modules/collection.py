@@ -31,6 +31,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat import flat_memory, lay_flat
+from tilerec.storage.made_ahead import MadeAhead, Sources
 from tilerec.storage.table_rows import stats_of
 
 OnBadId = Literal["error", "clamp"]
@@ -138,6 +139,7 @@ class TableCollection(nn.Module):
             dtype_to_data_type(self._output_dtype)
         self._on_bad_id = on_bad_id
         self._clamped = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._ahead = MadeAhead()  # per batch, offsets and clamped ids
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
         self._readers = readers(self._configs)
         self._sizes = self._slot_sizes()
@@ -287,9 +289,10 @@ class TableCollection(nn.Module):
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bring the rows of a batch to come into the caches of cached tables.
 
-        Pooled tables that are on a GPU, with an optimizer attached: the batch's ids are sorted for its update, on the
-        stream that is current now (where the batch must have arrived); its backward waits for that stream. Writes to
-        the batch between the two must be ones that PyTorch counts: not through `.data`, nor by a CUDA graph's replay.
+        Tables that are on a GPU, with an optimizer attached: the batch's ids are sorted for its update, on the stream
+        that is current now (where the batch must have arrived); its forward waits for what that stream has made of the
+        batch, and its backward for the sort. Writes to the batch between the two must be ones that PyTorch counts: not
+        through `.data`, nor by a CUDA graph's replay.
 
         Call it once per batch, in the order of the batches, any time before the batch's forward; results are the same
         bits whether it is called or not. Rows stay until the batch's backward, so every batch ahead takes its room.
@@ -300,20 +303,32 @@ class TableCollection(nn.Module):
         Raises:
             InputError: what the forward would raise for this batch.
         """
-        ids = self._checked(features)
+        self._check(features)
         leaves, attached, cached, _, _ = self._operands()
-        ahead = features.device().type == "cuda" and any(attached)
+        ahead = features.device().type == "cuda" and any(attached) and not features.values().is_inference()
         if any(cached) or ahead:
+            lookups = self._lookups(features.keys(), attached, cached, self._split())
+            ids = self._ids_ahead(features, lookups)
             dtype = self._dtype(leaves)
-            for lookup in self._lookups(features.keys(), attached, cached, self._split()):
+            readers = Counter(t for lookup in lookups for t in set(lookup.tables))
+            for lookup, own_ids in zip(lookups, ids, strict=True):
                 if lookup.cached:
-                    self._cached_batch(features, lookup, ids[lookup.size], dtype).prefetch()
-                elif lookup.attached:
-                    self._order_ahead(features, lookup)
+                    self._cached_batch(features, lookup, own_ids, dtype).prefetch()
+                elif ahead and lookup.attached and all(readers[t] == 1 for t in lookup.tables):
+                    self._order_ahead(features, lookup, own_ids)
         return features
 
-    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup) -> None:
-        """Have the ids of a lookup to come sorted for its update, if they are the batch's own."""
+    def _ids_ahead(self, features: KeyedJaggedTensor, lookups: Sequence[Lookup]) -> list[Tensor]:
+        """The ids of each lookup to come. What of a batch is made here is kept for its forward: it has the same
+        tensors then, to which lines and orders belong, and the stream on which they were made is waited for."""
+        new = features.offsets_or_none() is None
+        every = self._in_tables(features) if self._on_bad_id == "clamp" else [features.values()]
+        if new or self._on_bad_id == "clamp":
+            self._ahead.keep(_sources(features), [features.offsets(), *every], features.device())
+        return [every[lookup.size] for lookup in lookups]
+
+    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:
+        """Have the ids of a lookup to come sorted for its update."""
 
     def _split(self) -> Sequence[Any]:
         """Per slot, a mark: slots of different marks need lookups of their own."""
@@ -337,6 +352,27 @@ class TableCollection(nn.Module):
 
     def _checked(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """The batch's ids, for every `Lookup.size`; with `on_bad_id="clamp"`, moved into their tables and counted."""
+        self._check(features)
+        ids = features.values()
+        made = None
+        if not torch.compiler.is_compiling() and self._ahead:
+            made = self._ahead.take(_sources(features), stays=not torch.is_grad_enabled())
+        if self._on_bad_id == "error":
+            return [ids]
+        every = self._in_tables(features) if made is None else made[1:]
+        bad = (every[0] != ids).sum()
+        # Counted where the ids are: nobody waits for a number that may never be asked for.
+        self._clamped = self._clamped.to(bad.device, non_blocking=True) + bad
+        if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
+            warnings.warn(
+                f"{type(self).__name__}: {int(bad)} ids of this batch lay outside their tables and were clamped "
+                f"({self.clamped_ids} so far, see clamped_ids).",
+                stacklevel=3,
+            )
+        return every
+
+    def _check(self, features: KeyedJaggedTensor) -> None:
+        """Refuse what is no batch of ids."""
         if not isinstance(features, KeyedJaggedTensor):
             raise InputError(
                 f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor; make one with "
@@ -349,25 +385,15 @@ class TableCollection(nn.Module):
             raise InputError(
                 f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
             )
-        if self._on_bad_id == "error":
-            return [ids]
-        keys = features.keys()
+
+    def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Clamped ids. Tables of different sizes may read a feature: first for its smallest, and so on."""
+        ids, keys = features.values(), features.keys()
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
-        # Tables of different sizes may read a feature: the first of the results is for its smallest, and so on.
-        every = [
+        return [
             self._clamp(ids, keys, key_N, size)
             for size in range(max(map(len, self._readers.values()), default=1))
         ]
-        bad = (every[0] != ids).sum()
-        # Counted where the ids are: nobody waits for a number that may never be asked for.
-        self._clamped = self._clamped.to(bad.device, non_blocking=True) + bad
-        if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
-            warnings.warn(
-                f"{type(self).__name__}: {int(bad)} ids of this batch lay outside their tables and were clamped "
-                f"({self.clamped_ids} so far, see clamped_ids).",
-                stacklevel=3,
-            )
-        return every
 
     def _refuse_transforms(self, features: KeyedJaggedTensor) -> None:
         """torch.func has no rule for lookups: forward mode would give zeros in silence, reverse mode riddles."""
@@ -417,6 +443,11 @@ def readers(configs: Sequence[AnyTableConfig]) -> dict[str, list[int]]:
         for feature in config.feature_names:
             sizes.setdefault(feature, set()).add(config.num_embeddings)
     return {feature: sorted(several) for feature, several in sizes.items()}
+
+
+def _sources(features: KeyedJaggedTensor) -> Sources | None:
+    """What is made of a batch's ids ahead is made of these."""
+    return Sources.of((features.values(), features.offsets()), tuple(features.keys()))
 
 
 def key_starts(features: KeyedJaggedTensor) -> Tensor:

@@ -14,10 +14,12 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
+from tilerec.ops.gradient import GradientRecord, order_ahead
 from tilerec.ops.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
+from tilerec.storage.made_ahead import MOST, MadeAhead, Sources
 
 
 class EmbeddingCollection(TableCollection):
@@ -53,6 +55,7 @@ class EmbeddingCollection(TableCollection):
         super().__init__(tables, device, "embeddings", output_dtype, on_bad_id)
         self._need_indices = need_indices
         self._dims = tuple(slot.dim for slot in self._slots)
+        self._ordered = MadeAhead()  # per batch and lookup, ids in the order of its features
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up.
@@ -83,11 +86,7 @@ class EmbeddingCollection(TableCollection):
                 self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
                 continue
             if lookup.keys != tuple(range(len(keys))):
-                starts, order = key_starts(features), constants(lookup.keys, own_ids.device)
-                own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
-                own_ids = torch.ops.tilerec.select_segments(
-                    own_ids, starts, order, own_starts, sum(own_sizes)
-                )
+                own_ids = self._in_order(features, lookup, own_ids, own_sizes)
             # The host knows them (traced, it has names for them): where they are on a GPU, the backward would wait for
             # it to read them.
             own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
@@ -112,6 +111,42 @@ class EmbeddingCollection(TableCollection):
                 feature.offsets_or_none(),  # else derived when they are asked for
             )
 
+    def _in_order(
+        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
+    ) -> Tensor:
+        """`_by_keys`, or what `prefetch` has made of these ids."""
+        if not torch.compiler.is_compiling() and self._ordered:
+            made = self._ordered.take(_sources(features, lookup), stays=not torch.is_grad_enabled())
+            if made is not None:
+                return made[0]
+        return self._by_keys(features, lookup, ids, sizes)
+
+    def _by_keys(
+        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
+    ) -> Tensor:
+        """The ids of a lookup's features, one feature after the other."""
+        starts, order = key_starts(features), constants(lookup.keys, ids.device)
+        own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
+        own: Tensor = torch.ops.tilerec.select_segments(ids, starts, order, own_starts, sum(sizes))
+        return own
+
+    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:
+        sizes, own_ids = features.length_per_key(), ids
+        bags = [sizes[k] for k in lookup.keys]
+        if lookup.keys != tuple(range(len(sizes))):
+            own_ids = self._by_keys(features, lookup, ids, bags)
+            sources = _sources(features, lookup)
+            self._ordered.keep(sources, [own_ids], ids.device, MOST * len(self._slots))
+        rows, dim = [table.rows for table in self._tables.values()], self._dims[lookup.slots[0]]
+        starts = list(accumulate(bags, initial=0))[:-1]
+        count = len(bags)
+        order_ahead(
+            GradientRecord(
+                0, own_ids, own_ids, None, None, tuple([rows[t].handle for t in lookup.tables]), (dim,) * count,
+                tuple(starts), tuple(bags), tuple([start * dim for start in starts]), (dim,) * count, (0,) * count,
+            )
+        )  # fmt: skip
+
     def _split(self) -> Sequence[int]:
         return self._dims
 
@@ -131,3 +166,10 @@ class EmbeddingCollection(TableCollection):
     def embedding_names_by_table(self) -> list[list[str]]:
         """Embedding names of each table, in the order of the tables."""
         return [[slot.name for slot in self._slots if slot.table == config.name] for config in self._configs]
+
+
+def _sources(features: KeyedJaggedTensor, lookup: Lookup) -> Sources | None:
+    """What a lookup's ids in the order of its features are made of."""
+    return Sources.of(
+        (features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.size)
+    )

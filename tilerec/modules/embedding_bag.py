@@ -118,16 +118,14 @@ class EmbeddingBagCollection(TableCollection):
             batches=features.stride_per_key() if variable else [features.stride()],
         )
 
-    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup) -> None:
-        if self._on_bad_id == "clamp":  # clamped ids are new at every call
-            return
+    def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:
         rows = [table.rows for table in self._tables.values()]
         variable = features.variable_stride_per_key()
         batches = features.stride_per_key() if variable else [features.stride()]
         starts, bags = bag_starts(lookup.keys, batches)
         dims = [self._dims[s] for s in lookup.slots]
         places, strides = pooled_blocks(dims, bags, len(batches) == 1)
-        ids, weights = features.values(), features.weights() if self._is_weighted else None
+        weights = features.weights() if self._is_weighted else None
         order_ahead(
             GradientRecord(
                 0, ids, ids, features.offsets(), weights, tuple([rows[t].handle for t in lookup.tables]), tuple(dims),
