@@ -26,7 +26,7 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.rank_grid import RankGrid
 from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
 from tilerec.planner.helpers import row_wise, table_wise
-from tilerec.sharding.update import with_moment_scale
+from tilerec.sharding.update import TileRows, with_moment_scale
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig
@@ -385,6 +385,19 @@ def test_counts_of_updates_become_the_largest_and_count_steps() -> None:
         return [*found, rows.updates, two.unsynced_steps]
 
     assert run_virtual_ranks(4, run) == [[n, n, 4, 0] for n in (1, 2, 3, 4)]
+
+
+def test_counts_are_not_read_table_by_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each would be a wait; `fetch` reads them together."""
+    base = model(Adam(lr=0.01, capturable=True))
+
+    def run(group: Group) -> None:
+        module, two = in_2d(group, base, 1)
+        step(module, group, 0, 1.0)
+        two.sync()
+
+    monkeypatch.setattr(TileRows, "updates", property(lambda rows: pytest.fail("a count by itself")))
+    run_virtual_ranks(4, run)
 
 
 def test_state_left_out_of_a_sync_counts_as_unsynced_and_comes_with_the_next() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tilerec.comms.agree import agree, digest
 from tilerec.comms.group import Group, Handle
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import SLOTS, WEIGHTS
+from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26
@@ -149,7 +149,8 @@ class ReplicaSync:
 
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
         """Per tile, the rows that any replica has touched, ascending; update counts become the largest."""
-        own = [_touched(tile).rows(wanted) for tile in rows]
+        touched = [_touched(tile) for tile in rows]
+        own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
         said = {
             "include_optimizer_state": bool(wanted & SLOTS),
             "a hook averages": self.hook is not None,
@@ -159,20 +160,20 @@ class ReplicaSync:
         facts = [
             word,
             len(rows),
-            *(n for t, u in zip(rows, own, strict=True) for n in (t.updates, u.numel())),
+            *(n for t, u in zip(updates, own, strict=True) for n in (t, u.numel())),
         ]
         counts = self._tell_all(
             "replica counts",
             torch.tensor(facts, device=self.axis.device),
             [2 + 2 * len(rows)] * self.axis.size,
         )
-        told = [tensor.view(-1, 2).tolist() for tensor in counts]
+        told = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
         if any(pairs[0] != told[0][0] for pairs in told):
             agree(self.axis, "what sync() averages", said, self.ranks)
         told = [pairs[1:] for pairs in told]
         for t, tile in enumerate(rows):
             most = max(pairs[t][0] for pairs in told)
-            if most > tile.updates:
+            if most > updates[t]:
                 tile.state[tile._counter].fill_(most)
         numbers = torch.cat([u.to(self.axis.device) for u in own])
         heard = self._tell_all("replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in told])
@@ -180,7 +181,8 @@ class ReplicaSync:
             if peer != self.axis.rank:
                 for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
                     _touched(tile).mark(part.to(tile.leaf.device))
-        return [_touched(tile).rows(wanted).to(tile.leaf.device) for tile in rows]
+        union, _ = rows_of_all(touched, wanted)
+        return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
 
     def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every replica's numbers, given how many there are."""
