@@ -4,6 +4,9 @@
 #   make test       set up .venv and run lint, types, contracts and the tests
 #   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
 #   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
+#   make sanitize   the tests of GPU kernels under the sanitizer: every access looked at (minutes)
+#   make nightly    all of it: the tests with the cases that take minutes (`make parity` among them), `make sanitize` and
+#                   `make simulated-gpu` (hours)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
@@ -118,10 +121,25 @@ parity: setup
 	$(call say,parity: sharded equals unsharded$(comma) the whole product)
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
 
+.PHONY: sanitize
+sanitize: setup
+	$(call say,kernels under the sanitizer)
+	TILEREC_SANITIZE=1 $(BIN)/python -m pytest -q --timeout 900 tests/ops/triton $(ARGS)
+
 .PHONY: simulated-gpu
 simulated-gpu: setup
 	$(call say,tests/cuda on a GPU made of host memory)
 	$(BIN)/python tests/simulated_gpu/run.py -m pytest -q --timeout 900 tests/cuda $(ARGS)
+
+# What `make test` leaves out because it takes minutes. A failure does not keep the others from being run.
+.PHONY: nightly
+nightly: setup
+	$(call say,tests$(comma) the cases that take minutes among them)
+	failed=; \
+	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --timeout 900 $(ARGS) || failed+=" tests"; \
+	$(MAKE) --no-print-directory sanitize || failed+=" sanitize"; \
+	$(MAKE) --no-print-directory simulated-gpu || failed+=" simulated-gpu"; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 .PHONY: bench
 bench: setup $(PEER)/.installed

@@ -211,10 +211,10 @@ def install(clock: Clock) -> None:
     from tilerec.storage.table_rows import TableRows
 
     TableRows.take = clock.watch("backward", TableRows.take)  # type: ignore[method-assign]
-    for function in (gradient.deliver, gradient._submit_pooled, gradient._submit_sequence):
+    for function in (gradient.deliver, gradient.submit_pooled, gradient.submit_sequence):
         replace_everywhere(function, clock.watch("backward", function))
     for name in ("submit_pooled_", "submit_sequence_"):
-        gradient.LIBRARY.impl(name, getattr(gradient, f"_{name[:-1]}"), "CPU", allow_override=True)
+        gradient.LIBRARY.impl(name, getattr(gradient, name[:-1]), "CPU", allow_override=True)
     for backend in backends:
         backend.register("CPU")
 

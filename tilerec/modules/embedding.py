@@ -15,6 +15,7 @@ from tilerec.modules.cached_lookup import cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient import GradientRecord, order_ahead
+from tilerec.ops.lookup import sequence_lookup
 from tilerec.ops.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -90,7 +91,7 @@ class EmbeddingCollection(TableCollection):
             # The host knows them (traced, it has names for them): where they are on a GPU, the backward would wait for
             # it to read them.
             own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
-            out, _ = torch.ops.tilerec.sequence_lookup(
+            out, _ = sequence_lookup(
                 leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
             )
             self._collect(results, features, lookup, out, own_sizes)

@@ -18,6 +18,7 @@ from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient import GradientRecord, bag_starts, order_ahead, pooled_blocks
+from tilerec.ops.lookup import pooled_lookup
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -91,7 +92,7 @@ class EmbeddingBagCollection(TableCollection):
                 batch = self._cached_batch(features, lookup, ids[lookup.size], dtype)
                 out = cached_lookup(batch, own_sinks, leaves)
             else:
-                out, _ = torch.ops.tilerec.pooled_lookup(
+                out, _ = pooled_lookup(
                     leaves, own_sinks, ids[lookup.size], offsets, weights, lookup.tables, lookup.keys, lookup.means,
                     batches, dtype, lookup.names,
                 )  # fmt: skip

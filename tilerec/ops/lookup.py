@@ -30,9 +30,17 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import InputError
-from tilerec.ops.gradient import bag_starts, expect_reads, new_ticket, pooled_blocks
+from tilerec.ops.gradient import (
+    bag_starts,
+    expect_reads,
+    new_ticket,
+    pooled_blocks,
+    submit_pooled,
+    submit_sequence,
+)
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.reader import Reader, copied, id_segments, let_go, places_in_copies
+from tilerec.ops.watchers import unwatched
 
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
 LIBRARY.define(
@@ -314,9 +322,13 @@ def _sample_weight_grad(
 
 
 class _PooledLookup(torch.autograd.Function):
+    """Inputs: what is no tensor of the batch, the batch's tensors, the tables (every input costs autograd time)."""
+
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        (sinks, ids, offsets, sample_weights, *layout, dtype, names), weights = args[:_POOLED], args[_POOLED:]
+    def forward(
+        ctx: Any, call: tuple[Any, ...], ids: Tensor, offsets: Tensor, sample_weights: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        sinks, layout, dtype, names = call
         with torch._C._AutoDispatchBelowAutograd():
             out, ticket = torch.ops.tilerec.pooled_lookup.default(
                 weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
@@ -350,19 +362,20 @@ class _PooledLookup(torch.autograd.Function):
                 wanted = reach.captured
                 if reach.submits:
                     dims = [w.shape[1] for w in weights]
-                    torch.ops.tilerec.submit_pooled_(
-                        reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout
-                    )
+                    submits = submit_pooled if unwatched((grad, ids)) else torch.ops.tilerec.submit_pooled_
+                    submits(reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
             if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
         ctx.reader = let_go(ctx.reader)
-        return (None, None, None, sample_grad, *[None] * (_POOLED - 4), *weight_grads)
+        return (None, None, None, sample_grad, *weight_grads)
 
 
 class _SequenceLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        (sinks, ids, starts, tables, dtype, names), weights = args[:_SEQUENCE], args[_SEQUENCE:]
+    def forward(
+        ctx: Any, call: tuple[Any, ...], ids: Tensor, starts: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        sinks, tables, dtype, names = call
         with torch._C._AutoDispatchBelowAutograd():
             out, ticket = torch.ops.tilerec.sequence_lookup.default(
                 weights, sinks, ids, starts, tables, dtype, names
@@ -387,7 +400,10 @@ class _SequenceLookup(torch.autograd.Function):
                 reach = _reach(ctx, grad, sinks, wanted)
                 wanted = reach.captured
                 if reach.submits:
-                    torch.ops.tilerec.submit_sequence_(reach.sinks, ticket, grad, ids, starts, ctx.tables)
+                    submits = (
+                        submit_sequence if unwatched((grad, ids)) else torch.ops.tilerec.submit_sequence_
+                    )
+                    submits(reach.sinks, ticket, grad, ids, starts, ctx.tables)
             if any(wanted):
                 features = list(range(len(ctx.tables)))
                 weight_grads = _dense_grads(
@@ -396,7 +412,7 @@ class _SequenceLookup(torch.autograd.Function):
         return (*[None] * _SEQUENCE, *weight_grads)
 
 
-_POOLED, _SEQUENCE = 10, 6  # inputs before the weights
+_POOLED, _SEQUENCE = 4, 3  # inputs before the weights
 
 
 def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) -> bool:
@@ -408,22 +424,50 @@ def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) ->
     )
 
 
-def _pooled_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
-    if not _differentiates(weights, rest[3]):
+def _pooled_lookup_autograd(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int], dtype: torch.dtype,
+    names: str,
+) -> Any:  # fmt: skip
+    layout = (tables, keys, means, batches)
+    if not _differentiates(weights, sample_weights):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilerec.pooled_lookup.default(weights, *rest)
-    return _PooledLookup.apply(*rest, *weights)
+            return torch.ops.tilerec.pooled_lookup.default(
+                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
+            )
+    return _PooledLookup.apply((sinks, layout, dtype, names), ids, offsets, sample_weights, *weights)
 
 
-def _sequence_lookup_autograd(weights: Sequence[Tensor], *rest: Any) -> Any:
+def _sequence_lookup_autograd(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int], dtype: torch.dtype,
+    names: str,
+) -> Any:  # fmt: skip
     if not _differentiates(weights, None):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilerec.sequence_lookup.default(weights, *rest)
-    return _SequenceLookup.apply(*rest, *weights)
+            return torch.ops.tilerec.sequence_lookup.default(
+                weights, sinks, ids, starts, tables, dtype, names
+            )
+    return _SequenceLookup.apply((sinks, tables, dtype, names), ids, starts, *weights)
 
 
 LIBRARY.impl("pooled_lookup", _pooled_lookup_autograd, "Autograd")
 LIBRARY.impl("sequence_lookup", _sequence_lookup_autograd, "Autograd")
+
+
+def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
+    """The op `tilerec::pooled_lookup`. Where nobody watches its formula is called as a function: the dispatcher,
+    which would come here, turns all arguments into its own and back."""
+    if unwatched((ids, *weights)):
+        return _pooled_lookup_autograd(weights, sinks, ids, *rest)
+    return torch.ops.tilerec.pooled_lookup(weights, sinks, ids, *rest)
+
+
+def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
+    """The op `tilerec::sequence_lookup`, as `pooled_lookup`."""
+    if unwatched((ids, *weights)):
+        return _sequence_lookup_autograd(weights, sinks, ids, *rest)
+    return torch.ops.tilerec.sequence_lookup(weights, sinks, ids, *rest)
+
 
 LIBRARY.define(
     "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor offsets, "

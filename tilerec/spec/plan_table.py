@@ -17,7 +17,8 @@ from tilerec.spec.ranks import ranks_to_text
 from tilerec.spec.tile import Tiling, rectangles
 
 if TYPE_CHECKING:
-    from tilerec.spec.plan import ParameterSharding, ShardingPlan
+    from tilerec.spec.parameter_sharding import ParameterSharding
+    from tilerec.spec.plan import ShardingPlan
 
 _SHARES = ("module", "table", "rows x dim", "type", "kernel", "ranks", "hosts", "each holds", "bytes each")
 _TOTALS = ("ranks", "hosts", "tables", "bytes each")
