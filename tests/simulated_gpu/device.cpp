@@ -41,7 +41,7 @@ using Tape = std::deque<std::function<void()>>;
 
 std::mutex lock;
 std::set<int64_t> pinned;              // addresses where pinned memory begins
-bool waiting_is_an_error = false;
+int waiting_is = 0;                    // 1: told of, 2: an error
 Tape* taping = nullptr;
 int64_t kernels = 0;
 std::atomic<int64_t> waited = 0;       // how often the host has
@@ -52,7 +52,10 @@ c10::StreamId last_stream = 0;
 
 void waits(const std::string& what) {
   TORCH_CHECK(taping == nullptr, "operation not permitted when stream is capturing: ", what, " waits for the device");
-  TORCH_CHECK(!waiting_is_an_error, "called a synchronizing CUDA operation: ", what);
+  TORCH_CHECK(waiting_is < 2, "called a synchronizing CUDA operation: ", what);
+  if (waiting_is == 1) {
+    TORCH_WARN("called a synchronizing CUDA operation: ", what);
+  }
   waited++;
 }
 
@@ -614,12 +617,12 @@ int64_t sg_new_stream() {
   return ++last_stream;
 }
 
-void sg_waiting_is_an_error(int on) {
-  waiting_is_an_error = on != 0;
+void sg_set_sync_debug_mode(int mode) {
+  waiting_is = mode;
 }
 
-int sg_waiting_is_an_error_now() {
-  return waiting_is_an_error ? 1 : 0;
+int sg_sync_debug_mode() {
+  return waiting_is;
 }
 
 int64_t sg_waited() {

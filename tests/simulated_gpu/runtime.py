@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from tests.ops.triton.interpreter import quick
 _LIBRARY: ctypes.CDLL
 _WAITS = [0]
 """How often the host has waited for the device."""
+_ONE_AT_A_TIME = threading.RLock()
+"""The interpreter changes Triton's language while it runs a kernel, for every thread."""
 _CALLBACK = ctypes.CFUNCTYPE(None)
 DEVICES = 2
 CAPABILITY = (9, 0)
@@ -93,8 +96,11 @@ def _waited() -> int:
 def synchronize(device: Any = None) -> None:
     if _LIBRARY.sg_capturing():
         raise RuntimeError("operation not permitted when stream is capturing")
-    if _LIBRARY.sg_waiting_is_an_error_now():
+    mode = _LIBRARY.sg_sync_debug_mode()
+    if mode == 2:
         raise RuntimeError("called a synchronizing CUDA operation")
+    if mode == 1:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     _WAITS[0] += 1
 
 
@@ -176,7 +182,7 @@ class graph:
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
-    _LIBRARY.sg_waiting_is_an_error(int(mode in (2, "error")))
+    _LIBRARY.sg_set_sync_debug_mode({"default": 0, "warn": 1, "error": 2}.get(mode, mode))
 
 
 class _Runtime:
@@ -203,7 +209,8 @@ def _launched(executor: Any) -> None:
         given = [twins(a) for a in args], {k: twins(v) for k, v in kwargs.items()}
 
         def kernel() -> None:
-            run(self, *given[0], **given[1])
+            with _ONE_AT_A_TIME:
+                run(self, *given[0], **given[1])
 
         kernel()
         callback = _CALLBACK(kernel)
@@ -250,7 +257,7 @@ def install(library: ctypes.CDLL) -> None:
     cuda.default_stream = lambda device=None: Stream(_index(device), stream_id=0)
     cuda.current_device = lambda: library.sg_current_device()
     cuda.set_device = lambda device: library.sg_set_device(_index(device))
-    cuda.get_sync_debug_mode = lambda: 2 * library.sg_waiting_is_an_error_now()
+    cuda.get_sync_debug_mode = lambda: library.sg_sync_debug_mode()
     cuda.is_current_stream_capturing = lambda: bool(library.sg_capturing())
     cuda.is_available = cuda.is_initialized = always(True)
     cuda.device_count = always(DEVICES)

@@ -27,6 +27,7 @@ QUICK = [
     "test_lookup.py::test_an_error_appears_at_a_later_op_without_anybody_waiting",
     "test_cached.py::test_a_prefetched_batch_is_looked_up_and_updated_without_waiting_for_the_device",
     "test_cached.py::test_moving_a_cached_module_moves_its_caches_only",
+    "test_sharded_waits.py::test_a_forward_on_two_hosts_waits_once_and_has_the_cpus_bits[False]",
 ]
 
 
@@ -40,7 +41,7 @@ def test_a_device_refuses_what_a_gpu_refuses_and_replays_what_was_captured(tmp_p
     script = tmp_path / "script.py"
     script.write_text(
         """
-import torch
+import warnings, torch
 cpu, gpu = torch.arange(6.0), torch.arange(6.0, device="cuda")
 assert gpu.is_cuda and torch.equal(gpu.cpu(), cpu)
 
@@ -61,6 +62,14 @@ pinned = cpu.pin_memory()
 assert pinned.is_pinned() and not cpu.is_pinned()
 pinned.to("cuda", non_blocking=True)
 torch.cuda.set_sync_debug_mode("default")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    torch.cuda.set_sync_debug_mode("warn")
+    assert gpu.tolist() == cpu.tolist()
+    torch.cuda.synchronize()
+    gpu + 1
+    torch.cuda.set_sync_debug_mode("default")
+assert len(told) == 2 and all("synchronizing" in str(one.message) for one in told), told
 
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
