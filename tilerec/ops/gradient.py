@@ -20,8 +20,8 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from array import array
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,41 +212,47 @@ def deliver(records: Sequence[GradientRecord]) -> None:
             failures.append(error)
 
     records = sorted(records, key=lambda record: record.serial)
-    seen_in: defaultdict[int, list[GradientRecord]] = defaultdict(list)
-    for record in records:
-        for handle in dict.fromkeys(record.sinks):
-            seen_in[handle].append(record)
+    seen = Counter([handle for record in records for handle in dict.fromkeys(record.sinks)])
+    once = [handle for handle, count in seen.items() if count == 1]
     with torch.no_grad():
         for record in records:
-            groups: dict[Hashable, list[GradientSink]] = {}
-            for handle in dict.fromkeys(record.sinks):
-                sink = _SINKS.get(handle)
-                if sink is not None and len(seen_in[handle]) == 1:
-                    groups.setdefault((type(sink), sink.batch_key()), []).append(sink)
-            for sinks in groups.values():
-                handles = {sink.handle for sink in sinks}
-                take(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
-        merged: dict[Hashable, list[GradientSink]] = {}
-        for handle, several in seen_in.items():
-            sink = _SINKS.get(handle)
-            if sink is not None and len(several) > 1:
-                merged.setdefault((type(sink), sink.batch_key()), []).append(sink)
-        for sinks in merged.values():
-            take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
+            for sinks, own in _together(once if len(records) == 1 else _common(once, record), record):
+                take(sinks, own)
+        if len(once) < len(seen):
+            for sinks in _alike([handle for handle, count in seen.items() if count > 1]):
+                take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
 
 
-def order_ahead(record: GradientRecord) -> None:
-    """Have the sinks of a lookup that is still to come sort its ids. `grad` may be any tensor of the ids' device."""
+def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
+    """The sinks behind these handles that are still there, in groups that may take a record together."""
     groups: dict[Hashable, list[GradientSink]] = {}
-    for handle in dict.fromkeys(record.sinks):
+    for handle in handles:
         sink = _SINKS.get(handle)
         if sink is not None:
-            groups.setdefault((type(sink), sink.batch_key()), []).append(sink)
-    for sinks in groups.values():
-        handles = {sink.handle for sink in sinks}
-        sinks[0].order(sinks, record.only([f for f, h in enumerate(record.sinks) if h in handles]))
+            groups.setdefault((sink.__class__, sink.batch_key()), []).append(sink)
+    return list(groups.values())
+
+
+def _common(handles: Collection[int], record: GradientRecord) -> list[int]:
+    named = set(record.sinks)
+    return [handle for handle in handles if handle in named]
+
+
+def _together(
+    handles: Iterable[int], record: GradientRecord
+) -> Iterator[tuple[list[GradientSink], GradientRecord]]:
+    """Groups of sinks, each with its part of the record; handles are of the record's own."""
+    for sinks in _alike(handles):
+        own = {sink.handle for sink in sinks}
+        yield sinks, record.only([f for f, handle in enumerate(record.sinks) if handle in own])
+
+
+def order_ahead(record: GradientRecord) -> None:
+    """Have the sinks of a lookup that is still to come sort its ids. `grad` may be any tensor of the ids' device."""
+    for sinks, own in _together(dict.fromkeys(record.sinks), record):
+        sinks[0].order(sinks, own)
 
 
 def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, list[int]]:

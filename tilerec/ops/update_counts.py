@@ -12,6 +12,7 @@ and the ops of parts take counts and rate as tensors, too. On the CPU they mean 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,18 @@ def numbers_of_step(
     return [int(count) + 1 for count in counts], hyper
 
 
+def read_counts(counts: Sequence[Tensor]) -> list[int]:
+    """The numbers; waits for a device that they lie on."""
+    return list(map(int, map(Tensor.item, counts)))
+
+
 def advance(counts: Sequence[Tensor] | None) -> None:
     """An update has been made."""
-    if counts:
+    if not counts:
+        return
+    if all([count.dtype == torch.int64 and count.is_cpu for count in counts]):  # noqa: C419
+        # In place, in a quarter of the time of an op per count: a step has as many as tables.
+        for number in map(ctypes.c_int64.from_address, map(Tensor.data_ptr, counts)):
+            number.value += 1
+    else:
         torch._foreach_add_(list(counts), 1)

@@ -47,6 +47,7 @@ class HyperGroup(dict[str, Any]):
         self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
         self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
         self._current: OptimizerSpec | None = None  # until the next write
+        self._alike: tuple[int, int] | None = None  # until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
         self._copied: float | None = None  # what they hold
         self._frozen = False  # a graph has captured an update by these numbers
@@ -64,7 +65,7 @@ class HyperGroup(dict[str, Any]):
         if name == "lr" and isinstance(value, Tensor):
             value = _checked(value, self) if self.get("capturable") else float(value)
         before = self.get(name)
-        self._current = None
+        self._current = self._alike = None
         super().__setitem__(name, value)
         if name == "lr" and not isinstance(value, Tensor) and not isinstance(before, Tensor):
             self._copy_rate()
@@ -81,7 +82,7 @@ class HyperGroup(dict[str, Any]):
         return self._current
 
     def __delitem__(self, name: str) -> None:
-        self._current = None
+        self._current = self._alike = None
         super().__delitem__(name)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -137,6 +138,13 @@ class HyperGroup(dict[str, Any]):
     def mark(self) -> int:
         """Tables of groups with equal marks and rules may be updated together: those of one learning rate."""
         return id(self) if self.get("capturable") else 0
+
+    def alike(self) -> tuple[int, int]:
+        """Rule and mark: equal specs are one object. (To compare 26 records would cost more than to update their
+        tables.)"""
+        if self._alike is None:
+            self._alike = (id(self.spec()), self.mark())
+        return self._alike
 
     def freeze(self) -> None:
         """An update by these numbers is being captured."""

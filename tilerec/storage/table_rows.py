@@ -32,6 +32,7 @@ from tilerec.ops.backends import TRITON
 from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
 from tilerec.ops.later import use_all, use_arrived, when_arrived
 from tilerec.ops.update_checks import raise_bad_row
+from tilerec.ops.update_counts import advance, read_counts
 from tilerec.ops.upload import capturing
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
@@ -178,8 +179,7 @@ class TableRows(GradientSink):
         return [self.state[slot.name] for slot in self.spec.slots] if self.spec is not None else []
 
     def batch_key(self) -> Hashable:
-        # Equal specs are one object (and comparing 26 records would cost more than to update their tables).
-        return self.handle if self.group is None else (id(self.rule()), self.divisor, self.group.mark())
+        return self.handle if self.group is None else (self.group.alike(), self.divisor)
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         if self.group is None:
@@ -193,23 +193,18 @@ class TableRows(GradientSink):
         if any([table.cache is not None for table in tables]):  # noqa: C419 - a list takes a third of a generator's time
             self._take_placed(tables, record)
             return
-        leaves, slots, seeds, row_offsets, column_offsets = [], [], [], [], []  # type: ignore[var-annotated]
         names = [slot.name for slot in spec.slots]
         hyper = spec.hyper()
         hyper[1] *= self.divisor
         steps, counts, lr = counting(tables, spec, record.ids.device)
-        for table in tables:
-            leaves.append(table.leaf)
-            slots.extend([table.state[name] for name in names])
-            place = table.place
-            seeds.extend(place.key)
-            row_offsets.append(place.row_offset)
-            column_offsets.append(place.column_offset)
-        result = torch.ops.tilerec.update_rows_(
-            leaves, slots, record.grad, record.ids, record.offsets, record.sample_weights,
-            [position[handle] for handle in record.sinks], record.starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, hyper, steps, seeds, row_offsets, column_offsets, None,
-            counts, lr, self.orders.take([table.handle for table in tables], record),
+        places = [table.place for table in tables]
+        result = torch.ops.tilerec.update_rows_.default(
+            [table.leaf for table in tables], [table.state[name] for table in tables for name in names], record.grad,
+            record.ids, record.offsets, record.sample_weights, [position[handle] for handle in record.sinks],
+            record.starts, record.bags, record.grad_starts, record.grad_strides, record.means, spec.rule, hyper, steps,
+            [word for own in places for word in own.key], [own.row_offset for own in places],
+            [own.column_offset for own in places], None, counts, lr,
+            self.orders.take([table.handle for table in tables], record),
         )  # fmt: skip
         # An op that raised has updated nothing.
         count_updates(tables, spec)
@@ -402,13 +397,13 @@ def counting(
             "its update count and learning rate are numbers of the host, which every replay would repeat; attach the "
             "optimizer with {'capturable': True}, which keeps both on the device."
         )
-    return [int(table.state[table._counter].item()) + 1 for table in tables], None, None
+    return [count + 1 for count in read_counts([table.state[table._counter] for table in tables])], None, None
 
 
 def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
     """Rows and slots have been written: count the updates, if the op has not, and tell autograd."""
     if not spec.capturable:
-        torch._foreach_add_([table.state[table._counter] for table in tables], 1)
+        advance([table.state[table._counter] for table in tables])
     written: list[Tensor] = [table.leaf for table in tables]
     for slot in spec.slots:
         written += [table.state[slot.name] for table in tables]
