@@ -7,18 +7,26 @@ Legend: W ranks, B samples, D columns.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.parity.harness import TILINGS, WORLDS
 from tests.sharding.test_route import batch_of, rows, sharded
 from tilerec.comms.group import Group
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.sharding.embedding import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
 from tilerec.testing.batches import concat_batches, random_batch, split_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -177,3 +185,52 @@ def test_every_sample_weight_gets_its_gradient_where_it_stands() -> None:
             assert grad is None
         else:
             assert torch.equal(grad, table[batches[rank].values()].sum(dim=1))
+
+
+# -------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def blocks_that_meet(slots: Tensor, lists: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Segments that meet in an element, though they are not of one block (`place_rows_`)."""
+    counts, widths, slot_starts, places, strides, _ = lists
+    touched: list[set[int]] = []
+    for count, width, start, place, stride in zip(counts, widths, slot_starts, places, strides, strict=True):
+        own = range(count) if start < 0 else slots[start : start + count].tolist()
+        touched.append({place + slot * stride + c for slot in own for c in range(width)})
+    return [
+        (a, b)
+        for a, b in itertools.combinations(range(len(counts)), 2)
+        if touched[a] & touched[b]
+        and not (strides[a] == strides[b] and abs(places[a] - places[b]) < strides[a])
+    ]
+
+
+@pytest.mark.parametrize("kind", ["pooled", "variable", "sequence"])
+def test_rows_that_meet_are_of_one_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU may move at once does not meet: outputs of one row per bag, flat ones, and sums inside a host."""
+    dims, hosts = (12, 24, 12), WORLDS["2+2"]
+    seen, bad = [], []
+    real = torch.ops.tilerec.place_rows_
+
+    def place_rows_(out: Tensor, rows: Tensor, slots: Tensor, *lists: Any) -> None:
+        seen.append(len(lists[0]))
+        bad.extend(blocks_that_meet(slots, lists[:6]))
+        real(out, rows, slots, *lists)
+
+    monkeypatch.setattr(torch.ops.tilerec, "place_rows_", place_rows_)
+    config: Any = EmbeddingConfig if kind == "sequence" else EmbeddingBagConfig
+    tables = [config(20, dim, f"t{t}", feature_names=["a", "b"][: 1 + t % 2]) for t, dim in enumerate(dims)]
+
+    def fn(group: Group, name: str) -> None:
+        module: Any = EmbeddingCollection(tables) if kind == "sequence" else EmbeddingBagCollection(tables)
+        tilings = {
+            table.name: TILINGS[name](20, dim, hosts, 1) for table, dim in zip(tables, dims, strict=True)
+        }
+        topology = Topology(group.size, "cpu", hosts=hosts)
+        shard_collection(module, tilings, group, group.split("route"), topology)
+        module(random_batch(["a", "b"], 20, 5, seed=group.rank, variable=kind == "variable"))
+
+    for name in TILINGS:
+        run_virtual_ranks(4, fn, name)
+        assert not bad, name
+    assert max(seen) > 6

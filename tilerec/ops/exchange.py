@@ -254,8 +254,8 @@ def _place_rows_reference_(
     """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
 
     Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment
-    names each slot once. Segments whose rows meet have the same width, place and stride, or the same stride and columns
-    that overlap in part: on a GPU others run at once.
+    names each slot once. Segments that meet in an element have one stride, and places less than it apart (they are of
+    one block of rows): on a GPU others run at once, since only the device knows how far their slots reach.
 
     Args:
         slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …

@@ -302,9 +302,12 @@ def test_columns_that_overlap_in_part_are_taken_in_order() -> None:
         ([4, 4], [0, 2], [12, 12], [0, 1]),
         ([4, 4, 4], [0, 10, 4], [12] * 3, [0, 1, 2]),
         ([4, 4], [0, 6], [3, 9], [0, 1]),
+        ([8, 12, 8, 8, 4], [0, 16, 44, 44, 60], [8, 12, 8, 8, 8], [0, 0, 0, 1, 0]),
+        ([4, 4, 4], [0, 8, 10], [8, 8, 8], [0, 1, 2]),
     ],
     ids=["side by side", "owners of one block", "one feature after another", "of several widths",
-         "overlapping columns", "over the end of a row", "overlapping rows"],
+         "overlapping columns", "over the end of a row", "overlapping rows",
+         "blocks that begin anywhere", "overlapping columns of a later block"],
 )  # fmt: skip
 def test_segments_that_meet_wait_for_each_other(
     widths: list[int], places: list[int], strides: list[int], waves: list[int]

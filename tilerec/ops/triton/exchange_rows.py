@@ -149,23 +149,30 @@ def _moves(
 def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int]) -> list[int]:
     """The wave of each segment: segments of the same places one after another, all others at once.
 
-    Columns that overlap in part, or rows that overlap: every segment waits for the one before.
+    A block is the segments of one stride whose places lie less than it apart, counted from the first. It is taken for
+    granted that segments of two blocks do not meet: their slots end before (`place_rows_` says so of its callers; in a
+    flat output, where slots lie one after another, they do, and so they do in an output of one row per bag, which is
+    one block). Within a block, columns that overlap in part, or rows that reach into the next: every segment waits for
+    the one before.
+
+    Example: width 4, stride 8, places 0, 4, 0, 20 (another block): waves 0, 0, 1, 0; places 0, 2: waves 0, 1.
     """
     columns: dict[int, set[tuple[int, int]]] = {}
     for width, place, stride in zip(widths, places, strides, strict=True):
         if width > stride:
             return list(range(len(widths)))
         if width:
-            columns.setdefault(stride, set()).add((place % stride, width))
-    for intervals in columns.values():
-        end = 0
+            columns.setdefault(stride, set()).add((place, width))
+    for stride, intervals in columns.items():
+        block = end = -stride
         for begin, width in sorted(intervals):
-            if begin < end:
+            if begin >= block + stride:
+                block = end = begin
+            elif begin < end:
                 return list(range(len(widths)))
             end = begin + width
-        stride = next(s for s, own in columns.items() if own is intervals)
-        if end > stride:  # a row's end is in the next one's beginning
-            return list(range(len(widths)))
+            if end > block + stride:  # a row's end is in the next one's beginning
+                return list(range(len(widths)))
     seen: dict[tuple[int, int, int], int] = {}
     waves = []
     for target in zip(widths, places, strides, strict=True):
