@@ -85,3 +85,17 @@ def test_no_public_name_leads_to_a_stub() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_compiler_is_not_imported_with_the_package() -> None:
+    """`torch.compiler.disable` imports it where it decorates: more than a second for every program that starts."""
+    broken = []
+    for path in ROOMS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                broken += [
+                    _where(path, decorator)
+                    for decorator in node.decorator_list
+                    if "torch.compiler.disable" in ast.unparse(decorator)
+                ]
+    assert not broken, f"{broken}: write torch._disable_dynamo, which imports it when it is first called"

@@ -26,6 +26,9 @@ from tilerec.storage.cached import alone
 from tilerec.storage.placed import Placed, per_table, place
 from tilerec.storage.table_rows import TableRows
 
+# `torch.compiler.disable` does the same, but imports the compiler with the package.
+_eager = torch._disable_dynamo
+
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
@@ -212,7 +215,7 @@ def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
             )
 
 
-@torch.compiler.disable
+@_eager
 def forward_of(module: nn.Module, features: Any) -> Any:
     """A module's forward, as it is: a compiled program calls it, and breaks around it.
 

@@ -34,6 +34,9 @@ from tilerec.storage.flat import flat_memory, lay_flat
 from tilerec.storage.made_ahead import MadeAhead, Sources
 from tilerec.storage.table_rows import stats_of
 
+# `torch.compiler.disable` does the same, but imports the compiler with the package.
+_eager = torch._disable_dynamo
+
 OnBadId = Literal["error", "clamp"]
 
 
@@ -285,7 +288,7 @@ class TableCollection(nn.Module):
             rows, ids, None, None, lookup.tables, lookup.keys, means, [], segments, dtype, lookup.names
         )
 
-    @torch.compiler.disable
+    @_eager
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bring the rows of a batch to come into the caches of cached tables.
 
