@@ -202,3 +202,35 @@ def test_counts_and_rates_move_with_the_tables() -> None:
     assert table.state["step"].device == GPU
     _step(model, dense, batches()[1])
     assert table.updates == 2
+
+
+def test_rows_that_replays_skip_are_all_counted() -> None:
+    """However many replays there are from look to look."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t", feature_names=["f"])], device=GPU)
+    apply_optimizer_in_backward(SGD(lr=0.1, non_finite="skip", capturable=True), module.parameters())
+    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), lengths=torch.tensor([1, 2])).to(GPU)
+    factor = torch.full((2, 1), float("inf"), device=GPU)
+    rows = module.embedding_bags["t"].rows
+
+    def step() -> None:
+        (module(batch).values() * factor).sum().backward()
+
+    step()
+    assert rows.skipped_rows == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    assert rows.skipped_rows == 2
+    for bad in (2, 0, 1, 2, 0):
+        factor.fill_(1.0)
+        factor[:bad] = float("inf")
+        graph.replay()
+    assert rows.skipped_rows == 2 + 5
+    assert rows.skipped_rows == 2 + 5
+    graph.replay()
+    step()
+    assert rows.skipped_rows == 2 + 5
+    factor.fill_(float("nan"))
+    graph.replay()
+    step()
+    assert rows.skipped_rows == 2 + 5 + 2 + 2

@@ -26,14 +26,18 @@ class Gpu:
 
     def __init__(self) -> None:
         self.capturing = False
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.recorded = self.done = self.made = 0
+        self.given: list[tuple[int, Callable[[], object]]] = []  # by stream, in order
+        self.stream = self.made = 0
 
-    def run(self) -> None:
-        for host, device in self.copies:
-            host.fill_(0).copy_(device)
-        self.copies.clear()
-        self.done = self.recorded
+    def give(self, task: Callable[[], object]) -> None:
+        self.given.append((self.stream, task))
+
+    def run(self, stream: int | None = None) -> None:
+        """What all streams were given, or one of them."""
+        mine = [task for own, task in self.given if stream in (None, own)]
+        self.given = [(own, task) for own, task in self.given if stream not in (None, own)]
+        for task in mine:
+            task()
 
     def new_copy(self, size: int) -> Any:
         self.made += 1
@@ -46,7 +50,8 @@ class Host:
 
     def copy_(self, device: Tensor, non_blocking: bool) -> None:
         assert non_blocking
-        self.gpu.copies.append((self.numbers, device.clone()))  # of what is there, in the stream's order
+        now = device.clone()  # of what is there, in the stream's order
+        self.gpu.give(lambda: self.numbers.copy_(now))
 
     def tolist(self) -> list[int]:
         return self.numbers.tolist()
@@ -54,24 +59,24 @@ class Host:
 
 class Event:
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.number = gpu, 0
+        self.gpu, self.done = gpu, True
 
     def record(self, stream: object) -> None:
-        self.gpu.recorded += 1
-        self.number = self.gpu.recorded
+        self.done = False
+        self.gpu.give(lambda: setattr(self, "done", True))
 
     def query(self) -> bool:
-        return self.number <= self.gpu.done
+        return self.done
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(later, "_NUMBERS", later.Arrivals(once=True))
+    monkeypatch.setattr(later, "_NUMBERS", later.Arrivals(adds=True))
     monkeypatch.setattr(later, "at_once", lambda device: False)
     monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.run())
     return gpu
 
@@ -133,7 +138,7 @@ def test_who_looks_in_the_midst_of_a_look_takes_nothing_from_it(gpu: Gpu) -> Non
     when_arrived(torch.tensor([1]), keep(seen))
     gpu.run()
     when_arrived(torch.tensor([2]), keep(seen))  # on its way
-    event = later._NUMBERS._devices[CPU].sent[0].copy.event
+    event = later._NUMBERS._devices[CPU].sent[0][0].copy.event
     query, asked = event.query, []
 
     def finalizer() -> bool:
@@ -150,23 +155,84 @@ def test_who_looks_in_the_midst_of_a_look_takes_nothing_from_it(gpu: Gpu) -> Non
     assert seen == [[1], [2]]
 
 
-def test_what_a_graph_leaves_is_looked_at_after_replays(gpu: Gpu) -> None:
+def test_a_slow_stream_keeps_no_other_from_its_news(gpu: Gpu) -> None:
     seen: list[list[int]] = []
-    numbers = torch.tensor([0])
-    gpu.capturing = True
-    when_arrived(numbers, keep(seen))
+    for stream, number in ((1, 1), (2, 2), (1, 3), (2, 4)):
+        gpu.stream = stream
+        when_arrived(torch.tensor([number]), keep(seen))
+    gpu.run(2)
     use_arrived(CPU)
-    gpu.capturing = False
-    numbers.fill_(7)  # a replay
-    use_arrived(CPU)
+    assert seen == [[2], [4]]
     gpu.run()
     use_arrived(CPU)
-    assert seen == [[7]]
-    numbers.fill_(8)
+    assert seen == [[2], [4], [1], [3]]
+
+
+class Captured:
+    """A call that was captured: what it finds is there at every replay, and added as the graph says."""
+
+    def __init__(self, gpu: Gpu, size: int, use: Callable[[list[int]], None]) -> None:
+        self.found = torch.zeros(size, dtype=torch.int64)
+        before = list(later._NUMBERS._devices[CPU].of_graphs)
+        gpu.capturing = True
+        when_arrived(self.found, use)
+        use_arrived(CPU)
+        gpu.capturing = False
+        (self.of_graph,) = [own for own in later._NUMBERS._devices[CPU].of_graphs if own not in before]
+        self.of_graph.numbers.zero_()  # nothing runs in a capture
+
+    def replay(self, *numbers: int) -> None:
+        self.found.copy_(torch.tensor(numbers))
+        later._added(self.of_graph.numbers, self.found)
+
+
+def test_what_replays_leave_is_added_up_and_used_once_however_often_anybody_looks(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+    when_arrived(torch.tensor([0, -1]), keep([]))
+    graph = Captured(gpu, 2, keep(seen))
     use_all(CPU)
-    assert seen[-1] == [8]
+    assert seen == []  # no replay yet
+    for numbers in ((2, 7), (0, -1), (1, 4), (0, -1)):
+        graph.replay(*numbers)
     use_all(CPU)
-    assert seen.count([7]) == seen.count([8]) == 1  # and not again at every step without a replay
+    assert seen == [[3, 4]]
+    use_all(CPU)
+    assert seen == [[3, 4]]  # and not again at every step without a replay
+    graph.replay(5, 6)
+    gpu.run()
+    use_arrived(CPU)  # a copy of before; the next one is of now
+    graph.replay(1, 9)
+    gpu.run()
+    use_arrived(CPU)
+    assert seen[1:] == [[5, 6]]
+    use_all(CPU)
+    assert seen[1:] == [[5, 6], [1, 9]]
+
+
+def test_what_a_replay_leaves_is_used_though_its_use_raised_before(gpu: Gpu) -> None:
+    seen: list[list[int]] = []
+
+    def fail(numbers: list[int]) -> None:
+        seen.append(numbers)
+        raise RuntimeError("told")
+
+    when_arrived(torch.tensor([0]), keep([]))
+    graph = Captured(gpu, 1, fail)
+    for count in (1, 2):
+        graph.replay(count)
+        with pytest.raises(RuntimeError, match="told"):
+            use_all(CPU)
+    use_all(CPU)
+    assert seen == [[1], [2]]
+
+
+def test_a_capture_of_more_than_can_be_heard_of_warns(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later, "_SPARES", 2)
+    when_arrived(torch.tensor([0]), keep([]))
+    graphs = [Captured(gpu, 1, keep([])) for _ in range(2)]
+    gpu.capturing = True
+    with pytest.warns(UserWarning, match="2 have been captured since a step was last run"):
+        when_arrived(graphs[0].found, keep([]))
 
 
 def attached(non_finite: str) -> tuple[EmbeddingBagCollection, KeyedJaggedTensor]:

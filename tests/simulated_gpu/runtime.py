@@ -66,19 +66,25 @@ class Stream(torch.Stream):
         return True
 
 
+_SLOW: dict[Any, int] = {}
+"""Streams that were told to sleep (`torch.cuda._sleep`), with how often the host had waited by then."""
+
+
 class Event:
-    """What was recorded is done, and heard of late: when it is asked for a second time, or after a wait."""
+    """What was recorded is done, and heard of late: when it is asked for a second time, or after a wait; of a stream
+    that sleeps, after a wait only."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self._heard = True
+        self._heard, self._slow = True, False
 
     def record(self, stream: Any = None) -> None:
         self._heard, self._waits = False, _waited()
+        self._slow = _SLOW.get(current_stream() if stream is None else stream) == self._waits
 
     def wait(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
-        heard, self._heard = self._heard, True
+        heard, self._heard = self._heard, not self._slow
         return heard or _waited() > self._waits
 
     def synchronize(self) -> None:
@@ -267,7 +273,8 @@ def install(library: ctypes.CDLL) -> None:
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = always(0)
     cuda.cudart = _Runtime
     cuda.check_error = nothing
-    for name in ("_lazy_init", "init", "empty_cache", "_sleep", "manual_seed", "manual_seed_all",
+    cuda._sleep = lambda cycles: _SLOW.__setitem__(current_stream(), _waited())
+    for name in ("_lazy_init", "init", "empty_cache", "manual_seed", "manual_seed_all",
                  "reset_peak_memory_stats"):  # fmt: skip
         setattr(cuda, name, nothing)
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -1,7 +1,8 @@
 """Numbers that a kernel leaves on a device, and what is done with them once they have arrived: nobody waits.
 
 They are copied to the host behind the kernel, with what to do remembered; `use_arrived` does it for those that have
-come, in their order, `use_all` waits for the rest. On the CPU numbers are there at once.
+come, in the order of their stream (a slow stream keeps no other from its news), `use_all` waits for the rest. On the
+CPU numbers are there at once.
 
     step 1: when_arrived(result, use)      nothing to be seen yet
     step 2: use_arrived(device)            use([0, -1, -1]), if the copy is done by now
@@ -12,21 +13,24 @@ Nouns
   copy       where numbers go on the host (pinned memory), and the event that says that they are there; used again
 
 Under CUDA-graph capture nothing is copied: the tensor is the graph's. From then on every look outside of a capture
-sends a copy, unless the last one is still on its way, so replays are seen, too. With `once`, the tensor is zeroed
-behind the copy: what one replay left is used once, and zeros mean that there was none since. Without, `use` does as it
-thinks right.
+sends a copy, unless the last one is still on its way, so replays are seen, too. With `adds`, numbers are a count and
+what is to be said of the latest that were counted (0: nothing). Replays add to a sum that nobody clears; the host knows
+how much of it has been used. So none is lost or used twice, however many replays there are from look to look, and on
+whichever streams. Without, `use` does as it thinks right.
 
-What a graph writes is anything before its first replay. So with `once` replays leave their numbers in a spare tensor,
-one that was zeroed outside of captures.
+    replays leave (2, 7), (0, -1), (1, 4)    the sum is then (3, 4)    use([3, 4]), if nobody looked in between
+
+What a graph writes is anything before its first replay. So the sums are tensors that were zeroed outside of captures.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +50,7 @@ class _OfGraph:
     numbers: Tensor
     use: Use
     on_its_way: bool = False
+    used: int = 0  # of a sum
 
 
 class _Sent(NamedTuple):
@@ -58,7 +63,7 @@ class _Sent(NamedTuple):
 class _Device:
     """What one device has sent."""
 
-    sent: deque[_Sent] = field(default_factory=deque)
+    sent: defaultdict[Any, deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))  # by stream
     copies: defaultdict[int, list[_Copy]] = field(
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
@@ -71,8 +76,8 @@ class _Device:
 class Arrivals:
     """Numbers on their way to the host, by device."""
 
-    def __init__(self, once: bool) -> None:
-        self._once = once
+    def __init__(self, adds: bool) -> None:
+        self._adds = adds
         self._lock = threading.RLock()  # a finalizer may run an op in the midst of one
         self._devices: defaultdict[torch.device, _Device] = defaultdict(_Device)
 
@@ -83,9 +88,18 @@ class Arrivals:
             return
         with self._lock:
             device = self._devices[numbers.device]
-            spares = device.spares[numbers.shape[0]] if self._once else None
+            spares = device.spares[numbers.shape[0]] if self._adds else None
             if torch.cuda.is_current_stream_capturing():
-                device.of_graphs.append(_OfGraph(spares.pop().copy_(numbers) if spares else numbers, use))
+                if spares is None:
+                    device.of_graphs.append(_OfGraph(numbers, use))
+                elif spares:
+                    device.of_graphs.append(_OfGraph(_added(spares.pop(), numbers), use))
+                else:
+                    warnings.warn(
+                        f"This captured op, and those after it, will not be heard of (rows that it skips): {_SPARES} "
+                        "have been captured since a step was last run outside of a capture; run one before the next.",
+                        stacklevel=2,
+                    )
             else:
                 if spares is not None and len(spares) < _SPARES:
                     spares.extend(zeros(_SPARES, numbers.shape[0], numbers.device))
@@ -97,17 +111,16 @@ class Arrivals:
         if at_once(where) or where not in self._devices:
             return
         device = self._devices[where]
-        if not (device.sent or device.of_graphs) or torch.cuda.is_current_stream_capturing():
+        if not (device.of_graphs or any(device.sent.values())) or torch.cuda.is_current_stream_capturing():
             return
-        while (arrived := self._next_arrived(device)) is not None:
-            numbers, use = arrived
-            use(numbers)
+        for queue in tuple(device.sent.values()):
+            while (arrived := self._next_arrived(device, queue)) is not None:
+                numbers, use = arrived
+                use(numbers)
         for graph in device.of_graphs:
             with self._lock:
                 if not graph.on_its_way:
                     _send(device, graph.numbers, graph.use, graph)
-                    if self._once:
-                        clear(graph.numbers)
 
     def use_all(self, where: torch.device) -> None:
         """Wait for what is under way and use it."""
@@ -117,31 +130,45 @@ class Arrivals:
             torch.cuda.synchronize(where)
             self.use_arrived(where)
 
-    def _next_arrived(self, device: _Device) -> tuple[list[int], Use] | None:
+    def _next_arrived(self, device: _Device, queue: deque[_Sent]) -> tuple[list[int], Use] | None:
         with self._lock:
-            if not device.sent:
-                return None
-            # Taken out before it is asked for: a finalizer in between may look here, too.
-            first = device.sent.popleft()
-            if not first.copy.event.query():
-                device.sent.appendleft(first)
-                return None
-            copy, use, graph = first
-            numbers: list[int] = copy.host.tolist()
-            device.copies[len(numbers)].append(copy)
-            if graph is not None:
-                graph.on_its_way = False
-            return numbers, use
+            while queue:
+                # Taken out before it is asked for: a finalizer in between may look here, too.
+                first = queue.popleft()
+                if not first.copy.event.query():
+                    queue.appendleft(first)
+                    return None
+                copy, use, graph = first
+                numbers: list[int] = copy.host.tolist()
+                device.copies[len(numbers)].append(copy)
+                if graph is not None:
+                    graph.on_its_way = False
+                    if self._adds:
+                        added = numbers[0] - graph.used
+                        if not added:
+                            continue
+                        graph.used, numbers[0] = numbers[0], added
+                return numbers, use
+            return None
 
 
 def _send(device: _Device, numbers: Tensor, use: Use, graph: _OfGraph | None = None) -> None:
     free = device.copies[numbers.shape[0]]
     copy = free.pop() if free else _new_copy(numbers.shape[0])
     copy.host.copy_(numbers, non_blocking=True)
-    copy.event.record(torch.cuda.current_stream(numbers.device))
-    device.sent.append(_Sent(copy, use, graph))
+    stream = torch.cuda.current_stream(numbers.device)
+    copy.event.record(stream)
+    device.sent[stream].append(_Sent(copy, use, graph))
     if graph is not None:
         graph.on_its_way = True
+
+
+def _added(total: Tensor, numbers: Tensor) -> Tensor:
+    """The sum, with what every replay adds to it. The count comes last: who reads it reads the words to it."""
+    if numbers.shape[0] > 1:
+        torch.where(numbers[:1] > 0, numbers[1:], total[1:], out=total[1:])
+    total[:1] += numbers[:1]
+    return total
 
 
 def _new_copy(size: int) -> _Copy:
@@ -172,11 +199,15 @@ def _numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-_NUMBERS = Arrivals(once=True)
+_NUMBERS = Arrivals(adds=True)
 
 
 def when_arrived(numbers: Tensor, use: Use) -> None:
-    """Have `use` called with these numbers (int64 `[n]`, complete behind what the current stream has been given)."""
+    """Have `use` called with these numbers (int64 `[n]`, complete behind what the current stream has been given).
+
+    The first is a count, 0 if there is nothing to say; the others say it. Of replays of a captured call `use` gets the
+    sum of the counts that are new, and what the latest of them says; never 0.
+    """
     _NUMBERS.when_arrived(numbers, use)
 
 

@@ -312,8 +312,8 @@ class TableRows(GradientSink):
         self.__dict__["skipped_rows"] += skipped
         if spec.non_finite != "skip":
             raise NonFiniteGradientError(
-                f"Table '{self.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows "
-                "in this step). These rows kept their values, all others were updated; lower the learning rate or "
+                f"Table '{self.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows). "
+                "These rows kept their values, all others were updated; lower the learning rate or "
                 "the loss scale, or attach the optimizer with non_finite='skip' to count and go on."
             )
 

@@ -38,7 +38,7 @@ SIZE = 4
 _BLOCK = 512  # reports that are made at a time
 _LEAST = 256  # there are at least so many when a capture begins
 
-_REPORTS = Arrivals(once=False)  # a taken report stays as it is until it was told
+_REPORTS = Arrivals(adds=False)  # a taken report stays as it is until it was told
 _LOCK = threading.RLock()  # a finalizer may run an op in the midst of one
 
 
