@@ -343,5 +343,8 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding"])
+    # The last is what torch.optim imports when its first optimizer is made.
+    context.set_forkserver_preload(
+        ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
+    )
     return context
