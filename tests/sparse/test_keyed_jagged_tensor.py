@@ -474,6 +474,22 @@ def test_a_synced_batch_is_sliced_without_waiting(variable: bool, monkeypatch: p
     assert {tensor.device.type for part in parts for tensor in (part.values(), part.offsets())} == {"cpu"}
 
 
+@pytest.mark.parametrize("strides", [None, [[2]]])
+def test_a_single_key_is_never_asked_for(strides: list[list[int]] | None) -> None:
+    """Reading a number of a meta tensor raises, as a wait may."""
+    ids, lengths = (
+        torch.empty(3, dtype=torch.int64, device="meta"),
+        torch.empty(2, dtype=torch.int64, device="meta"),
+    )
+    kjt = KeyedJaggedTensor(["a"], ids, lengths=lengths, stride_per_key_per_rank=strides)
+    assert kjt.sync().length_per_key() == [3]
+    assert kjt.unsync().offset_per_key() == [0, 3]
+    assert kjt["a"].values().shape == (3,)
+    assert kjt.unsync().permute([0, 0]).length_per_key() == [3, 3]
+    with pytest.raises(NotImplementedError):
+        KeyedJaggedTensor(["a", "b"], ids, lengths=lengths).length_per_key()
+
+
 def test_keys_can_be_handed_over_ready() -> None:
     keys = Keys.of(["a", "b"])
     kjt = KeyedJaggedTensor(keys, torch.arange(2), lengths=torch.tensor([1, 1]))

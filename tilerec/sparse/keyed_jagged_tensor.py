@@ -303,9 +303,11 @@ class KeyedJaggedTensor:
         return self._parts.inverse_indices
 
     def sync(self) -> KeyedJaggedTensor:
-        """Fetch the key offsets: one wait for the device, now rather than at the first slice.
+        """Fetch the key offsets: one wait for the device, now rather than at the first slice. Of a single key they are
+        known.
 
-        Raises `InputError` if the lengths do not sum to the number of values.
+        Raises `InputError` if the lengths do not sum to the number of values (of a single key on a device, whoever
+        reads it does).
         """
         self._synced()
         return self
@@ -336,7 +338,11 @@ class KeyedJaggedTensor:
         parts = self._parts
         if parts.key_offsets is not None:
             return parts
-        key_offsets: list[int] = parts.key_offsets_F1().tolist()
+        key_offsets: list[int]
+        if len(parts.keys) < 2 and parts.values.device.type != "cpu":
+            key_offsets = [0, parts.values.shape[0]][: len(parts.keys) + 1]
+        else:
+            key_offsets = parts.key_offsets_F1().tolist()
         synced = parts._replace(key_offsets=key_offsets)
         if not torch.compiler.is_compiling():
             check_key_offsets(parts, key_offsets)
