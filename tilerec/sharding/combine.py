@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient import GradientRecord, expect_reads, next_serial
+from tilerec.ops.gradient import GradientRecord, expect_reads, next_serial, order_ahead
 from tilerec.ops.lookup import raise_bad_id
 from tilerec.ops.reader import Reader, copied, id_segments, places_in_copies
 from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
@@ -392,21 +392,22 @@ class Combiner:
 
     def thawed(self, looked: Looked, live: Sequence[bool]) -> Looked:
         """As if the frozen tables had had no bags: nothing of theirs travels back. `live`: per table."""
+        return replace(looked, routed=self._thawed(looked.routed, live))
+
+    def _thawed(self, routed: Routed, live: Sequence[bool]) -> Routed:
         if all(live):
-            return looked
-        routed = looked.routed
+            return routed
 
         def kept(counts: Sequence[int], tables: Sequence[int]) -> list[int]:
             return [count if live[t] else 0 for count, t in zip(counts, tables, strict=True)]
 
-        fewer = replace(
+        return replace(
             routed,
             counts=kept(routed.counts, self._table_of_count),
             present=kept(routed.present, self._table_of_present),
             unions=kept(routed.unions, self._table_of_union),
             member_counts=kept(routed.member_counts, self._table_of_member),
         )
-        return Looked(fewer, looked.handle, looked.local, looked.reader)
 
     def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
         """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
@@ -461,6 +462,19 @@ class Combiner:
             means=(0,) * len(own),
             order=tuple([s.slot * self.layout.size + s.home for s in own]),
         )
+
+    def order(self, routed: Routed, sinks: Sequence[int], trained: Sequence[bool]) -> None:
+        """Have a batch's rows sorted for the update to come, as `record` will hand them in.
+
+        Args:
+            sinks: handle per leaf.
+            trained: per table.
+        """
+        if not self._looked_up:
+            return
+        live = [True] * len(trained) if routed.weights_need_grad else trained
+        fewer = self._thawed(routed.wait(), live)
+        order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
 
     def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> Reader:
         """The rows that the gradients of sample weights are to read.

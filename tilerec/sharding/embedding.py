@@ -47,6 +47,7 @@ from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.cached import RowCache
 from tilerec.storage.flat import flat_memory
+from tilerec.storage.made_ahead import Moment
 from tilerec.storage.table_rows import TableRows
 
 APART_FROM = 1 << 20
@@ -75,6 +76,19 @@ class RoutedFeatures:
     routed: Routed
     stages: Stages
     sample_weights: Tensor | None
+    made: Moment | None = None  # on a GPU: what has been done for it so far; other streams go on behind
+
+    def behind(self) -> None:
+        """What the current stream does next, it does behind what has been done for the batch."""
+        if self.made is not None:
+            routed, features = self.routed.wait(), self.features
+            self.made.wait(
+                [
+                    routed.ids, routed.offsets, routed.sample_weights, routed.slots, routed.positions,
+                    routed.member_slots, features.values(), features.weights_or_none(), features.lengths_or_none(),
+                    features.offsets_or_none(),
+                ]
+            )  # fmt: skip
 
     def wait(self) -> RoutedFeatures:
         """Ids have arrived."""
@@ -192,7 +206,9 @@ class ShardedCollection(TableCollection):
             batch, keys = self._batch(features)
         except Exception as error:
             stages.router.refuse(error, self.device)
-        return RoutedFeatures(features, stages.router(batch, keys), stages, batch.weights)
+        routed, there = stages.router(batch, keys), features.device()
+        made = Moment(there) if there.type == "cuda" else None
+        return RoutedFeatures(features, routed, stages, batch.weights, made)
 
     def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
         every = self._checked(features)
@@ -264,6 +280,7 @@ class ShardedCollection(TableCollection):
         """
         if not self.exchange.made(routed.stages):
             routed = self.route(routed.wait().features)
+        routed.behind()
         if self.exchange.teams is not None and self.exchange.teams.apart:
             for rows in self._rows():
                 rows.arrive()
@@ -281,7 +298,11 @@ class ShardedCollection(TableCollection):
 
     @_eager
     def prefetch(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
-        """Send a batch's ids to their rows' owners, and bring these rows into the caches of cached tables there.
+        """Send a batch's ids to their rows' owners, and make ready there what ids decide.
+
+        Rows of cached tables are brought into their caches. On a GPU, rows of tables with an attached optimizer are
+        sorted for the batch's update. All of it happens on the stream that is current now, where the batch must have
+        arrived; the batch's lookup waits for it, but for the sort, for which its update does.
 
         All ranks call it, once per batch, in the order of the batches, any time before the batch's forward; results are
         the same bits whether it is called or not.
@@ -290,12 +311,33 @@ class ShardedCollection(TableCollection):
             The routed batch, to be given to the forward.
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        holders = self._holders()
-        if holders and self.exchange.made(routed.stages):
+        if not self.exchange.made(routed.stages):
+            return routed
+        routed.behind()
+        combiner, holders = routed.stages.combiner, self._holders()
+        if holders:
             for rows in self._rows():
                 rows.arrive()
-            routed.stages.combiner.prefetch(routed.routed, holders)
+            combiner.prefetch(routed.routed, holders)
+        if routed.made is not None:
+            routed.routed.wait()
+            routed = replace(routed, made=Moment(routed.made.stream.device))
+            self._order_routed(routed)
         return routed
+
+    def _order_routed(self, routed: RoutedFeatures) -> None:
+        """Have a batch's rows sorted where they are, for its update."""
+        if torch.is_grad_enabled():
+            self._follow_first_leaves()
+            trained = [leaf.requires_grad for leaf in self._first_leaves()]
+            routed.stages.combiner.order(routed.routed, self._sinks_of_leaves(), trained)
+
+    def _sinks_of_leaves(self) -> list[int]:
+        """What takes each leaf's gradients in the backward pass; -1: a dense `.grad` does, or nothing."""
+        return [
+            rows.handle if rows.takes_gradients and leaf.requires_grad else -1
+            for rows, leaf in zip(self._rows(), self._leaves(), strict=True)
+        ]
 
     def _holders(self) -> list[TableRows]:
         """Of the leaves, if some of them are cached."""
@@ -326,11 +368,7 @@ class ShardedCollection(TableCollection):
                 "between two steps, and look the batch up again."
             )
         self._follow_first_leaves()
-        leaves, rows = self._leaves(), self._rows()
-        sinks = [
-            r.handle if r.takes_gradients and leaf.requires_grad else -1
-            for r, leaf in zip(rows, leaves, strict=True)
-        ]
+        leaves, sinks = self._leaves(), self._sinks_of_leaves()
         first = self._first_leaves()
         trained = [leaf.requires_grad for leaf in first]
         wants = any(trained) or batch.routed.weights_need_grad

@@ -519,20 +519,20 @@ def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _many_ones(count: int, device: torch.device) -> Tensor:
+def _many_ones(count: int, device: torch.device, stream: int) -> Tensor:
     return torch.ones(count, dtype=torch.int32, device=device)
 
 
 def _ones(count: int, device: torch.device) -> Tensor:
     """Lengths of bags that have one id each; read only."""
-    return _many_ones(1 << max(10, count.bit_length()), device)[:count]
+    return _many_ones(1 << max(10, count.bit_length()), device, current_stream())[:count]
 
 
 @functools.lru_cache(maxsize=8)
-def _counting_up(count: int, device: torch.device) -> Tensor:
+def _counting_up(count: int, device: torch.device, stream: int) -> Tensor:
     return torch.arange(count, device=device)
 
 
 def _counting(count: int, device: torch.device) -> Tensor:
     """0, 1, 2 … `[count]`, read only."""
-    return _counting_up(1 << max(10, count.bit_length()), device)[:count]
+    return _counting_up(1 << max(10, count.bit_length()), device, current_stream())[:count]

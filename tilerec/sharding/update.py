@@ -147,12 +147,8 @@ class TileRows(TableRows):
 
         Peers meet in one order: that of the tiles' places, which no number written on one rank changes.
         """
-        by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
-        for table in sorted(tables, key=TileRows._mark):
-            if table.handle in record.sinks:
-                by_replicas.setdefault(table.peers.replicas, []).append(table)
-        for replicas, peers in sorted(by_replicas.items()):
-            own = _only(record, peers)
+        for peers, own in _shares(tables, record):
+            replicas = peers[0].peers.replicas
             if len(replicas) > 1 and not record.agreed:
                 group, ranks = meeting(self.peers.group, self.peers.teams, replicas)
                 told = [table._as_replica(own) for table in peers]
@@ -169,30 +165,32 @@ class TileRows(TableRows):
                 table.about_to_write()
             if table.touched is not None:
                 table.touched.count()
-        specs = {id(table.group): table.rule() for table in tables if table.group is not None}
-        names = {mark: (repr(spec), mark if spec.capturable else 0) for mark, spec in specs.items()}
+        rules = _rules(tables)
         for peers, own in self._by_replicas(tables, record):
-            alike: dict[Hashable, list[TileRows]] = {}
-            parts: list[TileRows] = []
             mark_touched([table for table in peers if table.touched is not None], own)
-            for table in peers:
-                spec = specs.get(id(table.group))
-                if spec is None:  # sparse gradients: each table's are its own
-                    TableRows.take(table, [table], table._of_all_teams(_only(own, [table])))
-                elif spec.phases and len(table.peers.columns or ()) > 1:
-                    parts.append(table)
-                else:
-                    alike.setdefault(names[id(table.group)], []).append(table)
-            for same in alike.values():
+            ways = _Ways.of(peers, rules)
+            for table in ways.sparse:
+                TableRows.take(table, [table], table._of_all_teams(_only(own, [table])))
+            for same in ways.together:
                 try:
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # peers wait for what is still to be told
                     failures.append(error)
+            parts = ways.parts
             features = features_of(own, [table.handle for table in parts])
             split += zip(parts, sum_rows_of_tables(own, list(features.values())), strict=True)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
+
+    def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        """As `take` will split the record. What replicas tell each other comes with the gradients only."""
+        tables = cast("list[TileRows]", list(sinks))
+        rules = _rules(tables)
+        for peers, own in _shares(tables, record):
+            if len(peers[0].peers.replicas) == 1:
+                for same in _Ways.of(peers, rules).together:
+                    TableRows.order(same[0], same, _only(own, same))
 
     def _of_all_teams(self, record: GradientRecord) -> GradientRecord:
         """A record's gradients, where other teams have copies of the tile and gradients of their own."""
@@ -210,6 +208,56 @@ class TileRows(TableRows):
     def _as_replica(self, record: GradientRecord) -> ReplicaTable:
         features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
+
+
+def _shares(
+    tables: Sequence[TileRows], record: GradientRecord
+) -> Iterator[tuple[list[TileRows], GradientRecord]]:
+    """Tables that have the same replicas, with this rank's gradients of them: in the order of the tiles' places."""
+    by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
+    for table in sorted(tables, key=TileRows._mark):
+        if table.handle in record.sinks:
+            by_replicas.setdefault(table.peers.replicas, []).append(table)
+    for _, peers in sorted(by_replicas.items()):
+        yield peers, _only(record, peers)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The optimizer of some tables, and by what equal ones are known."""
+
+    spec: OptimizerSpec
+    name: Hashable
+
+
+def _rules(tables: Sequence[TileRows]) -> dict[int, _Rule]:
+    """By optimizer group."""
+    specs = {id(table.group): table.rule() for table in tables if table.group is not None}
+    return {mark: _Rule(spec, (repr(spec), mark if spec.capturable else 0)) for mark, spec in specs.items()}
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How tables take a step's gradients."""
+
+    sparse: list[TileRows]  # each table's are its own
+    together: list[list[TileRows]]  # updated by one call
+    parts: list[TileRows]  # of rows that go on in other columns: they hear of those first
+
+    @staticmethod
+    def of(tables: Sequence[TileRows], rules: dict[int, _Rule]) -> _Ways:
+        sparse: list[TileRows] = []
+        parts: list[TileRows] = []
+        alike: dict[Hashable, list[TileRows]] = {}
+        for table in tables:
+            rule = rules.get(id(table.group))
+            if rule is None:
+                sparse.append(table)
+            elif rule.spec.phases and len(table.peers.columns or ()) > 1:
+                parts.append(table)
+            else:
+                alike.setdefault(rule.name, []).append(table)
+        return _Ways(sparse, list(alike.values()), parts)
 
 
 def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
