@@ -155,13 +155,13 @@ WATCHED = {
     "launch": ("launch:launch",),
     "reports": ("reports:new_report", "reports:post", "reports:raise_due"),
     "layout": (
-        "lookup_layout:layout_of", "lookup:_sequence_layout", "lookup:_batch_of", "update:_tables",
-        "update:read_record", "occurrences:read_record", "exchange_rows:_moves", "exchange_route:_layout",
+        "lookup_layout:layout_of", "lookup:_sequence_layout", "lookup:_batch_of", "update_tables:tables_of",
+        "update_record:read_record", "occurrences:read_record", "exchange_rows:_moves", "exchange_route:_layout",
     ),
     "checks": (
         "lookup:check_batch", "lookup:_shape_of",
         "lookup_layout:check_tables", "lookup:_check_same_device", "lookup:check_starts", "update:check_tables",
-        "update:same_device", "update:served", "lookup:_serves",
+        "update_record:same_device", "update_tables:served", "lookup:_serves",
     ),
     "op": (
         "lookup:pooled_lookup", "lookup:sequence_lookup", "lookup:sample_weight_grad", "update:update_rows_",
@@ -208,8 +208,10 @@ def install(clock: Clock) -> None:
     for name in TORCH:
         setattr(torch, name, clock.watch("torch", getattr(torch, name)))
     from tilerec.ops import gradient
-    from tilerec.storage.table_rows import TableRows
+    from tilerec.storage.table_rows import TableRows, _Skipped
 
+    # What an update tells is begun by a kernel, so here nothing is told.
+    _Skipped.__call__ = lambda self, numbers: None  # type: ignore[method-assign]
     TableRows.take = clock.watch("backward", TableRows.take)  # type: ignore[method-assign]
     for function in (gradient.deliver, gradient.submit_pooled, gradient.submit_sequence):
         replace_everywhere(function, clock.watch("backward", function))

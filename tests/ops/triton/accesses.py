@@ -8,6 +8,9 @@ Nouns
   hazard   the same between two accesses of one program with no barrier between: its lanes are threads of one warp or
            several, and threads of different warps have no order either
   epoch    the part of a program between two barriers
+  handed over  what a program touches before it releases (a barrier, then an atomic that releases) and another touches
+            behind its acquisition (an atomic on that address that acquires and came later, then a barrier): these have
+            an order, so they do not race
   home     the memory block (a tensor's storage) that an address lies in, by its first byte
 
 Example: program 0 stores bytes [0, 4) and program 1 loads [0, 4): a race. Both add atomically: none. Program 0 stores
@@ -41,6 +44,7 @@ class Access(NamedTuple):
     pointer: str  # the argument that the addresses were counted from
     homes: tuple[int, ...]
     site: str  # file:line
+    order: str = ""  # that an atomic makes for other programs: acquire, release, acquire_release, relaxed
 
     @property
     def many(self) -> int:
@@ -65,7 +69,8 @@ def races(accesses: Sequence[Access]) -> list[Clash]:
     own = _of_changed_homes(accesses)
     if len({access.program for access in own}) < 2:
         return []
-    return _clashes(own, np.array([access.program for access in own]), np.zeros(len(own), dtype=np.int64))
+    programs = np.array([access.program for access in own])
+    return _clashes(own, programs, np.zeros(len(own), dtype=np.int64), HandedOver(own))
 
 
 def hazards(accesses: Sequence[Access], warps: int) -> list[Clash]:
@@ -77,8 +82,50 @@ def hazards(accesses: Sequence[Access], warps: int) -> list[Clash]:
         own,
         np.arange(len(own)),
         np.array([access.epoch for access in own]),
+        None,
         _WARP * warps if warps > 1 else 0,
     )
+
+
+class HandedOver:
+    """Which accesses of different programs are handed over, one to the other. They come in the order of their run."""
+
+    def __init__(self, own: Sequence[Access]) -> None:
+        self.own = own
+        self._atomics: dict[int, list[int]] = {}
+        for index, access in enumerate(own):
+            if access.kind == ATOMIC and access.order != "relaxed":
+                self._atomics.setdefault(access.program, []).append(index)
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def all_of(self, numbers: Numbers) -> bool:
+        """Of the accesses to a unit: each change and each access of another program."""
+        some = sorted(set(numbers.tolist()))
+        kinds = [self.own[number].kind for number in some]
+        return bool(self._atomics) and all(
+            self._pair(one, other)
+            for i, one in enumerate(some)
+            for j, other in enumerate(some[:i])
+            if self.own[one].program != self.own[other].program
+            and (kinds[i] != READ or kinds[j] != READ)
+            and not kinds[i] == kinds[j] == ATOMIC
+        )
+
+    def _pair(self, later: int, earlier: int) -> bool:
+        known = self._known.get((earlier, later))
+        if known is None:
+            one, other = self.own[earlier], self.own[later]
+            released, acquired = set(), set()
+            for index in self._atomics.get(one.program, []):
+                atomic = self.own[index]
+                if index > earlier and atomic.epoch > one.epoch and atomic.order != "acquire":
+                    released.update(atomic.address.tolist())
+            for index in self._atomics.get(other.program, []):
+                atomic = self.own[index]
+                if index < later and atomic.epoch < other.epoch and atomic.order != "release":
+                    acquired.update(atomic.address.tolist())
+            known = self._known[earlier, later] = not released.isdisjoint(acquired)
+        return known
 
 
 def _of_changed_homes(accesses: Sequence[Access]) -> list[Access]:
@@ -86,9 +133,15 @@ def _of_changed_homes(accesses: Sequence[Access]) -> list[Access]:
     return [access for access in accesses if not changed.isdisjoint(access.homes)]
 
 
-def _clashes(own: Sequence[Access], actor_A: Numbers, epoch_A: Numbers, threads: int = -1) -> list[Clash]:
+def _clashes(
+    own: Sequence[Access],
+    actor_A: Numbers,
+    epoch_A: Numbers,
+    handed_over: HandedOver | None,
+    threads: int = -1,
+) -> list[Clash]:
     """Units that several actors touch in one epoch. threads: -1 where actors are programs; else what lanes are told
-    apart by, and accesses of fewer lanes are by several threads each."""
+    apart by, and accesses of fewer lanes are by several threads each. handed_over: of programs."""
     size = min(access.size for access in own)
     kept = [index for index, access in enumerate(own) if access.kind != READ]
     changed = np.unique(np.concatenate([_units(own[index], size) for index in kept]))
@@ -130,6 +183,8 @@ def _clashes(own: Sequence[Access], actor_A: Numbers, epoch_A: Numbers, threads:
     behind = np.append(first[1:], len(unit))
     for group in np.flatnonzero(clash):
         begin, end = first[group], behind[group]
+        if handed_over is not None and handed_over.all_of(number[begin:end]):
+            continue
         pair = _pair(own, actor_A, number[begin:end], lane[begin:end], threads)
         key = (str(pair[0]), str(pair[1]), bool(same[group]))
         known = found.get(key)

@@ -49,6 +49,11 @@ _POINTERS = ("create_addptr", "create_splat", "create_broadcast", "create_expand
              "create_bitcast", "create_trans", "create_unsplat")  # fmt: skip
 
 
+def _order(semantics: Any, scope: Any) -> str:
+    """What order an atomic makes between programs."""
+    return "relaxed" if scope.name == "CTA" else str(semantics.name).lower()
+
+
 def _bound(handle: Any) -> int:
     known = handle.attr.get("bound")
     if known is not None:
@@ -210,18 +215,21 @@ class Hooks:
             return store
 
         def rmw(real: Any) -> Any:
-            def rmw(builder: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-                left = watch.access(ATOMIC, pointers, mask.data, size_of(pointers)[0], None)
-                return real(builder, op, pointers, value, hidden(mask, left), *rest)
+            def rmw(builder: Any, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+                left = watch.access(
+                    ATOMIC, pointers, mask.data, size_of(pointers)[0], None, _order(sem, scope)
+                )
+                return real(builder, op, pointers, value, hidden(mask, left), sem, scope)
 
             return rmw
 
         def cas(real: Any) -> Any:
-            def cas(builder: Any, pointers: Any, *rest: Any) -> Any:
+            def cas(builder: Any, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
                 every = np.ones(pointers.data.shape, bool)
-                if not watch.access(ATOMIC, pointers, every, size_of(pointers)[0], None).all():
+                size = size_of(pointers)[0]
+                if not watch.access(ATOMIC, pointers, every, size, None, _order(sem, scope)).all():
                     raise SanitizerError("a compare-and-swap cannot be hidden")
-                return real(builder, pointers, *rest)
+                return real(builder, pointers, compare, value, sem, scope)
 
             return cas
 

@@ -8,7 +8,8 @@ Nouns
 
 A dispatch mode hands every op of ours to the host function that serves it on GPUs, and looks at what that does. Tensors
 lie on the CPU. What the kernels should have written is never written, so only ops whose results the host does not read
-can be counted; that is nearly all of them (`run=True` lets the kernels run, for the others).
+can be counted; that is nearly all of them (`run=True` lets the kernels run, for the others). What updates tell is read,
+as soon as it is there, and here that is at once: so launches that begin it do that (`_begin`).
 
     with counted() as given:
         module(batch)
@@ -35,6 +36,7 @@ from tests.ops.triton.variants import Variant, variant_of
 from tilerec.ops import upload as sending
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.triton import reports, small_sort
+from tilerec.ops.triton.update_told import NOTHING_TOLD
 
 _ALLOCATIONS = (
     "empty",
@@ -142,6 +144,15 @@ def hosts() -> dict[str, Callable[..., Any]]:
     return found
 
 
+def _begin(kernel: Any, args: Sequence[Any]) -> None:
+    """What an update tells (`update_told.py`), as the kernel begins it that makes keys: nothing was left alone."""
+    if kernel.fn.__name__ in ("occurrence_keys", "sort_blocks", "begin_update"):
+        told = args[kernel.arg_names.index("told")]
+        with _disable_current_modes():
+            told.zero_()
+            told[: len(NOTHING_TOLD)] = torch.tensor(NOTHING_TOLD)
+
+
 @contextlib.contextmanager
 def counted(run: bool = False) -> Iterator[Given]:
     """Count what is given to the device. `run`: let the kernels run, interpreted."""
@@ -162,6 +173,7 @@ def counted(run: bool = False) -> Iterator[Given]:
         given.all.append(("launch", self.fn.__name__))
         given.variants.append(variant_of(self, args, kwargs))
         if not run:
+            _begin(self, args)
             return None
         with _disable_current_modes():
             return real(self, *args, grid=grid, warmup=warmup, **kwargs)

@@ -7,7 +7,8 @@ The interpreter computes every address that a kernel touches. `sanitized()` look
             has been asked for its address (`data_ptr`)
   masked    what a masked load without `other=` gives is undefined on a GPU, and zeros in the interpreter. Here it is
             NaN or a large odd number, so that results that depend on it are wrong (but of loads of one element)
-  race      between programs: `accesses.py`. Stores of one value by several programs must be named in `SHARED`
+  race      between programs: `accesses.py`. Stores of one value by several programs must be named in `SHARED`. What one
+            hands to another by an atomic that releases and one that acquires is no race
   lanes     of one store do not write different values to one address
   hazard    within a program of several warps: `accesses.py`. Those of one warp are kept in `one_warp`: its threads take
             each instruction together, so they have an order, but none that CUDA's memory model promises
@@ -230,7 +231,9 @@ class Sanitizer:
         if self.now is not None:
             self.now.epoch += 1
 
-    def access(self, kind: str, pointers: Any, mask: Numbers, size: int, value: Numbers | None) -> Numbers:
+    def access(
+        self, kind: str, pointers: Any, mask: Numbers, size: int, value: Numbers | None, order: str = ""
+    ) -> Numbers:
         """The mask of what may be done; the rest would leave the tensor."""
         launch = self.now
         if launch is None:
@@ -280,7 +283,8 @@ class Sanitizer:
             launch.written.append((name, address, _read(address, size)))
         if not launch.order and len(address):
             access = Access(
-                kind, launch.program, launch.epoch, size, pointers.data.shape, lane, address, value, name, homes, place
+                kind, launch.program, launch.epoch, size, pointers.data.shape, lane, address, value, name, homes, place,
+                order,
             )  # fmt: skip
             launch.accesses.append(access)
             if kind == WRITE and (bad := lanes_disagree(access)) is not None:

@@ -30,9 +30,8 @@ def _quick() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ steps
 
 POOLED = ["chunk_kernel", "pooled_kernel"]
-SUMS = ["sum_chunks", "sum_super_chunks", "update_runs"]
-UPDATE = ["aten.clone", "occurrence_keys", "aten.sort.stable", *SUMS]
-SMALL = ["aten.clone", "sort_blocks", "rank_blocks", *SUMS]  # up to 65,536 occurrences
+UPDATE = ["occurrence_keys", "aten.sort.stable", "sum_chunks", "update_runs"]
+SMALL = ["sort_blocks", "rank_blocks", "sum_chunks", "update_runs"]  # up to 65,536 occurrences
 POINT, ONES = POINTS["small"], (1,) * 4
 STEPS = {
     **{name: (POINTS[name], POOLED, UPDATE) for name in ("P1", "P1 bf16", "P2", "P2 bf16", "P3 bf16", "multi-hot")},
@@ -54,9 +53,9 @@ STEPS = {
         replace(POINT, optimizer=None), POOLED,
         [*["aten.zeros_like"] * 4, *SMALL, *["aten.add_.Tensor"] * 4],
     ),
-    "4,000 ids": (replace(POINT, batch=1000, lengths=ONES), POOLED, [*SMALL[:4], "update_runs"]),
+    "4,000 ids": (replace(POINT, batch=1000, lengths=ONES), POOLED, SMALL),
     "200 ids": (
-        replace(POINT, batch=50, lengths=ONES), ["pooled_kernel"], ["aten.clone", "sort_blocks", "update_runs"]
+        replace(POINT, batch=50, lengths=ONES), ["pooled_kernel"], ["sort_blocks", "update_runs"]
     ),
 }  # fmt: skip
 

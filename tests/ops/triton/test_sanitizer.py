@@ -176,6 +176,47 @@ def test_bytes_of_a_word_race_with_it() -> None:
 
 
 @triton.jit
+def last_one(
+    out, parts, count, MANY: tl.constexpr, LAST: tl.constexpr, SEM: tl.constexpr, BARRIERS: tl.constexpr
+):
+    """Right with LAST = MANY: the program that finds all others done adds up what they wrote."""
+    program, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, 8)
+    tl.store(parts + (program * 8 + lanes), (program + lanes).to(tl.float32))
+    if BARRIERS & 1:
+        tl.debug_barrier()
+    if tl.atomic_add(count, 1, sem=SEM) == LAST - 1:
+        if BARRIERS & 2:
+            tl.debug_barrier()
+        total = tl.zeros((8,), tl.float32)
+        for other in range(MANY):
+            total += tl.load(parts + (other * 8 + lanes))
+        tl.store(out + lanes, total)
+
+
+@pytest.mark.parametrize(
+    ("last", "sem", "barriers"),
+    [
+        (5, "relaxed", 3),
+        (5, "release", 3),
+        (5, "acquire", 3),
+        (5, "acq_rel", 1),
+        (5, "acq_rel", 2),
+        (4, "acq_rel", 3),
+    ],
+)
+def test_what_is_handed_over_is_no_race(last: int, sem: str, barriers: int) -> None:
+    out, parts = torch.zeros(8), torch.zeros(40)
+
+    def launch(last: int, sem: str, barriers: int) -> None:
+        count = torch.zeros(1, dtype=torch.int64)
+        last_one[(5,)](out, parts, count, MANY=5, LAST=last, SEM=sem, BARRIERS=barriers, num_warps=1)
+
+    passes(lambda: launch(5, "acq_rel", 3))
+    assert out.tolist() == [5 * i + 10 for i in range(8)]
+    assert "read of parts" in fails("race", lambda: launch(last, sem, barriers))
+
+
+@triton.jit
 def lanes(out, EACH: tl.constexpr):
     i = tl.arange(0, 8)
     tl.store(out + i // 2, i // EACH)

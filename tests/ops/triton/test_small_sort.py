@@ -154,8 +154,8 @@ def test_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def gate(name: str, wide: bool, **other: Any) -> Gate:
     signature = {
         "ids": "*i64", "offsets": "*i64", "sample_weights": "*fp32", "meta": "*i64", "keys": "*i32",
-        "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "features": "i32", "ids_count": "i32",
-        "total": "i32", "sentinel": "i32",
+        "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "told": "*i64",
+        **dict.fromkeys(["features", "ids_count", "total", "sentinel", "told_count"], "i32"),
     }  # fmt: skip
     constants = {
         "JAGGED": True, "WEIGHTED": True, "MEANS": True, "WIDE": wide, "FEATURES": 32, "HALVINGS": 5,

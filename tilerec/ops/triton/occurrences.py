@@ -25,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilerec.ops.triton.update_told import begin_told
+
 PER_FEATURE = 8
 """Numbers a feature has in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
 bags."""
@@ -65,19 +67,22 @@ def scale_of(
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "told_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def occurrence_keys(
-    ids, offsets, sample_weights, meta, keys, places, scales, features, ids_count, total, sentinel, programs,
+    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
+    programs,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program f * programs + c writes keys, places and scales of feature f's occurrences c * BLOCK …, every so many;
     f = F writes sentinels behind the last.
 
     One axis for both: a grid's second axis ends at 65,535. Each program adds up how many occurrences the features
-    before it have: F numbers, read from cache.
+    before it have: F numbers, read from cache. The first of all begins what the update tells.
     """
+    if tl.program_id(0) == 0:
+        begin_told(told, told_count, BLOCK)
     f = tl.program_id(0) // programs
     before = tl.zeros((), tl.int64)
     for first in range(0, f, FEATURES):

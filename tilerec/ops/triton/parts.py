@@ -530,7 +530,7 @@ def sum_row_gradients_of_tables(
             nothing = ordered.keys
             launch_update(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
-                ready("store", []), grads, [nothing] * 3, nothing, 0, (0.0, 0.0), paces=nothing,
+                ready("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
                 names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
             )  # fmt: skip
     return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")

@@ -25,6 +25,19 @@ per block, and a few more for a run that goes on from block to block.
     keys   3 5 5 5 | 5 5 5 5 | 5 5 7 7     blocks and chunks of 4: row 5's begin at 1 and 5, in blocks 0 and 1
     program of row 5: (partials[0] + partials[1]) + the row of occurrence 9
 
+Super-chunks take no launch of their own, and no program waits for another. Each has a counter, which the launch that
+makes keys sets to 0. Whoever has summed one of its chunks adds 1, and the program that finds the others done sums them:
+the last one, whichever of them that is. The sum's order is that of the chunks, so it has the same bits, whoever adds it
+up. Only programs whose chunk is part of a super-chunk look at counters: those of rows with thousands of occurrences.
+
+Why the last one sees the others' sums, in the words of PTX's memory model: all lanes of a program store their columns
+(weak writes); a barrier of the program orders these before the atomic addition of one of its lanes, which releases them
+to the GPU (`atom.acq_rel.gpu`: barriers and releases are cumulative, so lanes' stores count as those of the lane that
+releases). Additions to one counter follow each other, each reading what the one before wrote, so the last one
+synchronizes with all of them, and acquires. A barrier lies between its addition and its lanes' loads, which are
+ordinary ones (no `.nc`: what was written in this launch may not be read through a cache that nobody keeps up to date).
+In machine code: STG, BAR, MEMBAR.GPU, ATOMG.STRONG.GPU, CCTL.IVALL (nothing in L1 is believed any more), BAR, LDG.
+
 Rows of a fold are read one at a time, each by the whole warp, AHEAD of them on their way before the first is added. It
 begins with -0.0, the number that changes nothing it is added to.
 
@@ -36,11 +49,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilerec.ops.triton.update_told import TOLD
+
 CHUNK, CHUNKS = 128, 64
 
 _WAYS = tl.constexpr(128)
 """Probes of a search at a time."""
 _AHEAD = tl.constexpr(8)
+_COUNTERS = tl.constexpr(TOLD)
 
 
 @triton.jit
@@ -92,19 +108,20 @@ def end_of_run(keys, key, low, high):
 @triton.jit
 def piece_in_block(keys, begin, total, sentinel, SIZE: tl.constexpr):
     """Where the piece (SIZE occurrences of a run, at a multiple of SIZE from the run's first) begins that begins in the
-    block [begin, begin + SIZE); -1 if there is none. The block ends at `total` or before."""
+    block [begin, begin + SIZE), -1 if there is none, and its run's first. The block ends at `total` or before."""
     last = begin + SIZE - 1
     key = tl.load(keys + last)
     goes_on = tl.load(keys + begin) == key
     follows = tl.load(keys + last + 1, mask=last + 1 < total, other=-1) == key
     piece = begin * 0 - 1
+    first = begin * 0
     if (goes_on | follows) & (key.to(tl.int64) < sentinel):
         first = begin_of_run(keys, key, tl.where(goes_on, 0, begin), tl.where(goes_on, begin, last))
         at = begin + first % SIZE
         end = at + SIZE - 1
         if tl.load(keys + end, mask=end < total, other=-1) == key:
             piece = at
-    return piece
+    return piece, first
 
 
 @triton.jit
@@ -180,36 +197,39 @@ def fold_tile(g, repeats_R, ROWS: tl.constexpr):
     return g
 
 
-@triton.jit(do_not_specialize=["total", "sentinel", "tables"])
+@triton.jit(do_not_specialize=["total", "sentinel", "tables", "chunks"])
 def sum_chunks(
-    keys, occurrences, places, scales, grad, partials, meta, total, sentinel, tables,
-    STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
-    VEC_D: tl.constexpr,
+    keys, occurrences, places, scales, grad, partials, supers, told, meta, total, sentinel, tables, chunks,
+    STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    VEC: tl.constexpr, VEC_D: tl.constexpr,
 ):  # fmt: skip
-    """Program b sums the chunk that begins in block b into `partials[b]` (fp32 [COLUMNS]), if one does."""
+    """Program b sums the chunk that begins in block b into `partials[b]` (fp32 [COLUMNS]), if one does; and the
+    super-chunk that it belongs to into `supers[…]`, if there is one and all of its other chunks are summed.
+
+    chunks: 0 if super-chunks are not summed, so that `supers` and the counters behind `told` are left alone; else
+    CHUNKS, as a number that the compiler does not know: it would unroll a loop that few programs come to.
+    """
     block = tl.program_id(0).to(tl.int64)
-    at = piece_in_block(keys, block * CHUNK, total, sentinel, CHUNK)
+    at, first = piece_in_block(keys, block * CHUNK, total, sentinel, CHUNK)
     if at >= 0:
-        dim = tl.load(meta + table_of(meta, tl.load(keys + at), tables, STEPS) * 16 + 1)
+        key = tl.load(keys + at)
+        dim = tl.load(meta + table_of(meta, key, tables, STEPS) * 16 + 1)
         columns = tl.arange(0, COLUMNS)[None, :]
         inside = columns < tl.multiple_of(dim, VEC_D)
         sums = fold_rows(
             nothing(COLUMNS), at, CHUNK, occurrences, places, scales, grad, columns, inside, SCALED, VEC
         )
         tl.store(partials + (block * COLUMNS + columns), sums)
-
-
-@triton.jit(do_not_specialize=["total", "sentinel"])
-def sum_super_chunks(
-    keys, partials, supers, total, sentinel, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Program b sums the super-chunk that begins in block b (of CHUNK * CHUNKS) into `supers[b]`, if one does."""
-    block = tl.program_id(0).to(tl.int64)
-    at = piece_in_block(keys, block * (CHUNK * CHUNKS), total, sentinel, CHUNK * CHUNKS)
-    if at >= 0:
-        columns = tl.arange(0, COLUMNS)[None, :]
-        sums = fold_sums(nothing(COLUMNS), partials, at // CHUNK, CHUNKS, columns, COLUMNS)
-        tl.store(supers + (block * COLUMNS + columns), sums)
+        if chunks > 0:
+            size: tl.constexpr = CHUNK * CHUNKS
+            begin = at - (at - first) % size
+            if tl.load(keys + (begin + (size - 1)), mask=begin + (size - 1) < total, other=-1) == key:
+                number = begin // size
+                tl.debug_barrier()  # all lanes' stores, then the count
+                if tl.atomic_add(told + (_COUNTERS + number), 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+                    tl.debug_barrier()  # the count, then all lanes' loads
+                    sums = fold_sums(nothing(COLUMNS), partials, begin // CHUNK, chunks, columns, COLUMNS)
+                    tl.store(supers + (number * COLUMNS + columns), sums)
 
 
 @triton.jit

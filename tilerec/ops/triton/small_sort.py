@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.occurrences import bag_of, scale_of
+from tilerec.ops.triton.update_told import begin_told
 
 BLOCK, WARPS = 2048, 16
 MOST = (
@@ -38,18 +39,22 @@ _RANKED, _AT_ONCE = 128, 8  # occurrences, and blocks that are searched at once,
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "told_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def sort_blocks(
-    ids, offsets, sample_weights, meta, keys, occurrences, places, scales, features, ids_count, total, sentinel,
+    ids, offsets, sample_weights, meta, keys, occurrences, places, scales, told, features, ids_count, total, sentinel,
+    told_count,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, WIDE: tl.constexpr, FEATURES: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Program b writes places and scales of occurrences b * BLOCK …, and their keys and numbers in the order of keys.
 
-    All features' ends are in registers (FEATURES = 2 ^ HALVINGS of them), and each lane finds its feature there.
+    All features' ends are in registers (FEATURES = 2 ^ HALVINGS of them), and each lane finds its feature there. The
+    first program begins what the update tells.
     """
+    if tl.program_id(0) == 0:
+        begin_told(told, told_count, BLOCK)
     f_F = tl.arange(0, FEATURES)
     some_F = f_F < features
     bag0_F = tl.load(meta + f_F * 8 + 2, mask=some_F, other=0)
@@ -133,9 +138,9 @@ def is_small(total: int, features: int, bits: int) -> bool:
 
 def sort_small(
     ids: Tensor, offsets: Tensor, sample_weights: Tensor, meta: Tensor, keys: Tensor, places: Tensor, scales: Tensor,
-    features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
+    told: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys ascending and which occurrence each belongs to; writes places and scales.
+    """Keys ascending and which occurrence each belongs to; writes places and scales, and begins `told`.
 
     keys: room for them. The rest: as `occurrence_keys` takes it.
     """
@@ -145,7 +150,7 @@ def sort_small(
     occurrences = keys.new_empty(total, dtype=torch.int64)
     launch(
         sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, occurrences, places, scales,
-        features, ids.numel(), total, sentinel,
+        told, features, ids.numel(), total, sentinel, told.numel(),
         JAGGED=jagged, WEIGHTED=weighted, MEANS=means, WIDE=sentinel.bit_length() + bits > 31, FEATURES=1 << halvings,
         HALVINGS=halvings, BLOCK=BLOCK, BITS=bits, num_warps=WARPS,
     )  # fmt: skip

@@ -25,12 +25,15 @@ from torch import Tensor
 from tilerec.ops.order import key_type as key_type
 from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.occurrences import occurrence_keys
-from tilerec.ops.triton.runs import CHUNK, CHUNKS, sum_chunks, sum_super_chunks
+from tilerec.ops.triton.runs import CHUNK, CHUNKS, sum_chunks
 from tilerec.ops.triton.small_sort import is_small, sort_small
+from tilerec.ops.triton.update_told import TOLD, begun
 
 PER_TABLE = 16
 """Numbers a table has in its tensor (`update_tables.py` says which); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
+# Registers of a thread of `sum_chunks`: with 64 a multiprocessor has room for all 32 programs that it can hold.
+REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 64}
 
 
 def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -79,12 +82,14 @@ class Sorted:
     supers: Tensor
     levels: int  # of chunks that are summed
     pitch: int  # columns of a partial
+    told: Tensor  # what the update tells, begun (`update_told.py`)
 
 
-def order_occurrences(record: Record, sentinel: int, reach: int) -> Order:
-    """Keys and one sort.
+def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -> Order:
+    """Keys and one sort; begins `told`.
 
-    sentinel: the sum of the tables' rows; reach: elements that the gradient has, or at least has.
+    sentinel: the sum of the tables' rows; reach: elements that the gradient has, or at least has; told: see
+    `update_told.py`, with as many counters as it has room for.
     """
     device, total = record.ids.device, record.total
     bits = sentinel.bit_length()
@@ -96,7 +101,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int) -> Order:
     arguments = (
         record.ids, nothing if record.offsets is None else record.offsets,
         nothing if record.sample_weights is None else record.sample_weights, record.features, keys, places,
-        nothing if scales is None else scales, record.count,
+        nothing if scales is None else scales, told, record.count,
     )  # fmt: skip
     given = record.offsets is not None, record.sample_weights is not None, record.means
     if is_small(total, record.count, bits):
@@ -105,7 +110,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int) -> Order:
         programs = programs_of(total, record.count)
         launch(
             occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
-            programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
+            told.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
             FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
         )  # fmt: skip
         ordered, occurrences = sort_keys(keys, bits)
@@ -121,33 +126,33 @@ def sort_occurrences(
     tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: made before, if it was.
     """
     device, total = record.ids.device, record.total
-    order = order or order_occurrences(record, sentinel, record.grad.numel())
-    ordered, occurrences, places, scales = order.keys, order.occurrences, order.places, order.scales
-    nothing, scaled = ordered, scales is not None
-    levels = 0
     pitch = next_power_of_two(
         max(4, *dims)
-    )  # no tile of `update_runs.py` has fewer columns, and it reads all of them
-    warps = warps_of(pitch)
+    )  # no tile of `update_runs.py` is narrower, and it reads all of it
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
+    super_chunks = chunks // CHUNKS if chunks >= 2 * CHUNKS else 0
+    if order is None:
+        told = torch.empty(TOLD + super_chunks, dtype=torch.int64, device=device)
+        order = order_occurrences(record, sentinel, record.grad.numel(), told)
+    else:
+        told = begun(super_chunks, device)
+    ordered, occurrences, places, scales = order.keys, order.occurrences, order.places, order.scales
+    nothing, scaled = ordered, scales is not None
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
     supers = partials
+    levels = 0
+    if super_chunks:
+        supers = torch.empty((super_chunks, pitch), dtype=torch.float32, device=device)
     if chunks:
-        levels = 1
+        levels = 2 if super_chunks else 1
         launch(
             sum_chunks, (chunks,), ordered, occurrences, places, nothing if scales is None else scales, record.grad,
-            partials, tables, total, sentinel, table_count,
-            STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, COLUMNS=pitch,
-            VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps, enable_fp_fusion=False,
+            partials, supers, told, tables, total, sentinel, table_count,
+            CHUNKS if super_chunks else 0, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, CHUNKS=CHUNKS,
+            COLUMNS=pitch, VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps_of(pitch),
+            enable_fp_fusion=False, **(REGISTERS if pitch <= 256 else {}),
         )  # fmt: skip
-    if chunks >= 2 * CHUNKS:
-        levels, count = 2, chunks // CHUNKS
-        supers = torch.empty((count, pitch), dtype=torch.float32, device=device)
-        launch(
-            sum_super_chunks, (count,), ordered, partials, supers, total, sentinel,
-            CHUNK=CHUNK, CHUNKS=CHUNKS, COLUMNS=pitch, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch)
+    return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch, told)
 
 
 def programs_of(total: int, features: int) -> int:

@@ -30,13 +30,13 @@ from tilerec.ops.triton.update_launch import device_of, given, launch_update
 from tilerec.ops.triton.update_order import made_before, order_rows
 from tilerec.ops.triton.update_record import read_record, same_device
 from tilerec.ops.triton.update_tables import GRADIENT_TYPES, Group, Seen, Tables, served, tables_of
+from tilerec.ops.triton.update_told import NOTHING_TOLD
 from tilerec.ops.update import update_rows_reference_
 from tilerec.ops.update_checks import check_names, check_tables
 from tilerec.ops.update_counts import check_counts
 
 _data_ptr = Tensor.data_ptr
 _KNOWN: dict[tuple[object, ...], Seen] = {}
-_NOTHING_SKIPPED = (0, -1, -1, (1 << 63) - 1, 0)
 
 
 def update_rows_(
@@ -89,7 +89,6 @@ def update_rows_(
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
     if graph and counts is None:
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
-    result = constants(_NOTHING_SKIPPED, device).clone()
     with device_of(ids):
         by_key = paces = None
         if record.total and layout.sentinel:
@@ -100,17 +99,15 @@ def update_rows_(
         if counts:  # behind the sort, which may find no memory: an update that is not made is not counted
             paces = paces_on_device(op, made, counts, lr, device, True)
         if by_key is None:
-            return result[:3]
+            return constants(NOTHING_TOLD[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
         if counts is None and min(steps) == max(steps):
             by_value, step = made.paces(steps[0]), steps[0]
         elif counts is None:
             paces = pace_table(made, steps, device)
         for group in layout.groups:
-            _update_group(
-                group, layout, record, by_key, made, weights, slots, names, result, step, by_value, paces
-            )
-    return result[:3]
+            _update_group(group, layout, record, by_key, made, weights, slots, names, step, by_value, paces)
+    return by_key.told[:3]
 
 
 def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
@@ -127,7 +124,7 @@ def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
 
 def _update_group(
     group: Group, layout: Tables, record: Record, ordered: Sorted, made: Ready, weights: Sequence[Tensor],
-    slots: Sequence[Tensor], names: Sequence[Tensor], result: Tensor, step: int, by_value: tuple[float, float],
+    slots: Sequence[Tensor], names: Sequence[Tensor], step: int, by_value: tuple[float, float],
     paces: Tensor | None,
 ) -> None:  # fmt: skip
     each = len(group.slots)
@@ -136,7 +133,7 @@ def _update_group(
     nothing = ordered.keys  # a pointer that is not followed must still be one, of one type whatever the batch
     numbers = layout.numbers[group.first :] if group.first else layout.numbers
     launch_update(
-        group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], result, step,
+        group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], step,
         by_value, paces=given(paces, nothing),
         names=names[layout.names] if names else nothing,
         ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=paces is not None, NAMED=bool(names),

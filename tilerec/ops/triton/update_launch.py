@@ -33,7 +33,7 @@ def _span(total: int, rows: int) -> int:
 
 def launch_update(
     group: Group, numbers: Tensor, record: Record, ordered: Sorted, made: Ready, weight: Tensor,
-    slots: Sequence[Tensor], result: Tensor, step: int, by_value: tuple[float, float], *, paces: Tensor, names: Tensor,
+    slots: Sequence[Tensor], step: int, by_value: tuple[float, float], *, paces: Tensor, names: Tensor,
     ROUND: int, PER_TABLE: bool, NAMED: bool, runs: Tensor | None = None, rows_out: Tensor | None = None,
 ) -> None:  # fmt: skip
     nothing = ordered.keys  # a pointer that is not followed must still be one, of one type whatever the batch
@@ -43,7 +43,7 @@ def launch_update(
     scale = made.rule.h["grad_scale"]
     launch(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.occurrences, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
-        ordered.partials, ordered.supers, numbers, paces, names, result,
+        ordered.partials, ordered.supers, numbers, paces, names, ordered.told,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
         group.first_key, group.end_key, step, scale, *made.numbers, *by_value,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,

@@ -18,6 +18,7 @@ from tilerec.ops.triton.sort import Order, Record, order_occurrences
 from tilerec.ops.triton.update_launch import device_of
 from tilerec.ops.triton.update_record import read_record, same_device
 from tilerec.ops.triton.update_tables import Tables, tables_of
+from tilerec.ops.triton.update_told import TOLD
 
 
 def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record) -> Order | None:
@@ -64,6 +65,7 @@ def order_rows(
         keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
         return [keys, nothing, places, no_scales, first_keys]
     with device_of(ids):
-        made = order_occurrences(record, layout.sentinel, least)
+        told = torch.empty(TOLD, dtype=torch.int64, device=device)  # of no use here
+        made = order_occurrences(record, layout.sentinel, least, told)
     scales = no_scales if made.scales is None else made.scales
     return [made.keys, made.occurrences, made.places, scales, first_keys]

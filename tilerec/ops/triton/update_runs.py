@@ -35,26 +35,7 @@ from tilerec.ops.triton.runs import (
     table_of,
 )
 from tilerec.ops.triton.update_slots import load_slot, store_rows, store_slot
-
-
-@triton.jit
-def _tell_not_finite(result, count, first):
-    """Count rows that were skipped, and keep the first: `result` is (rows, table, row, least code, lock).
-
-    first: the least table << 40 | row of this program's. The least of all is agreed on by an atomic minimum; whoever
-    brought it writes it out, unless a lesser one has come meanwhile.
-    """
-    tl.atomic_add(result, count)
-    if first < tl.atomic_min(result + 3, first):
-        free = tl.full((), 0, tl.int64)
-        taken = tl.full((), 1, tl.int64)
-        while tl.atomic_cas(result + 4, free, taken) == 1:
-            pass
-        if tl.atomic_min(result + 3, first) == first:
-            tl.atomic_xchg(result + 1, first >> 40)
-            tl.atomic_xchg(result + 2, first & 0xFFFFFFFFFF)
-        tl.debug_barrier()
-        tl.atomic_xchg(result + 4, free)
+from tilerec.ops.triton.update_told import tell_not_finite
 
 
 @triton.jit(
@@ -64,7 +45,7 @@ def _tell_not_finite(result, count, first):
     ]
 )  # fmt: skip
 def update_runs(
-    keys, occurrences, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, result,
+    keys, occurrences, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
     runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
     e0, e1,
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
@@ -166,7 +147,7 @@ def update_runs(
                     skips = tl.sum(bad.to(tl.int64), axis=0)
                     if skips > 0:
                         code = tl.where(bad, (tl.load(numbers + 10) << 40) | name, 0x7FFFFFFFFFFFFFFF)
-                        _tell_not_finite(result, skips, tl.min(code, axis=0))
+                        tell_not_finite(told, skips, tl.min(code, axis=0))
                     take = take & (bad == 0)
                     sums = tl.where(take[:, None], sums, 0.0)
                 if GRAD_SCALED:
