@@ -156,7 +156,8 @@ WATCHED = {
     "reports": ("reports:new_report", "reports:post", "reports:raise_due"),
     "layout": (
         "lookup_layout:layout_of", "lookup:_sequence_layout", "lookup:_batch_of", "update_tables:tables_of",
-        "update_record:read_record", "occurrences:read_record", "exchange_rows:_moves", "exchange_route:_layout",
+        "update_record:read_record", "exchange_rows:_plan",
+        "exchange_rows:_kept_plan", "exchange_route:_layout",
     ),
     "checks": (
         "lookup:check_batch", "lookup:_shape_of",
@@ -188,7 +189,8 @@ def install(clock: Clock) -> None:
         module.at_once = lambda device: False  # type: ignore[attr-defined]
     later._new_copy = lambda size: later._Copy(torch.zeros(size, dtype=torch.int64), Event())  # type: ignore[arg-type]
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, return-value]
+    stream = Stream()
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
     torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
 
     backends = [

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.exchange import _pick_rows_reference_, _place_rows_reference_
-from tilerec.ops.triton.addresses import upload
+from tilerec.ops.triton.addresses import kept, upload
 from tilerec.ops.triton.launch import launch
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
@@ -182,7 +183,7 @@ def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int
 
 
 def _refuse(
-    op: str, flat: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    op: str, elements: int, row_elements: int, slot_count: int, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
 ) -> None:  # fmt: skip
     """Name the first segment that does not fit."""
@@ -190,14 +191,12 @@ def _refuse(
     lists = zip(counts, widths, slot_starts, places, strides, strict=True)
     for s, (count, width, start, place, stride) in enumerate(lists):
         assert min(count, width, stride) >= 0, f"{op}: segment {s} has a negative shape"
-        assert at + count * width <= rows.numel(), f"{op}: segment {s} has more rows than there are"
+        assert at + count * width <= row_elements, f"{op}: segment {s} has more rows than there are"
         at += count * width
         if count:
-            assert start < 0 or start + count <= slots.numel(), (
-                f"{op}: segment {s} has slots that are not there"
-            )
+            assert start < 0 or start + count <= slot_count, f"{op}: segment {s} has slots that are not there"
             end = place + (count - 1) * stride * (start < 0) + width
-            assert 0 <= place <= end <= flat.numel(), f"{op}: segment {s} has places outside its tensor"
+            assert 0 <= place <= end <= elements, f"{op}: segment {s} has places outside its tensor"
 
 
 @functools.lru_cache(maxsize=4)
@@ -217,35 +216,34 @@ _SUMMED = (
 )  # fmt: skip
 
 
-def _move(
-    op: str, flat: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
-    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int] | None,
-) -> None:  # fmt: skip
-    device = flat.device
-    raise_due(device)
+class _Plan(NamedTuple):
+    """What a call launches."""
+
+    table: Tensor  # int64 [9 * S], on the device
+    ends: tuple[int, ...]  # of each wave's tiles
+    adds: bool
+    vec: int
+    columns: int
+    tile: int  # rows of a tile
+
+
+def _plan(
+    op: str, counts: tuple[int, ...], widths: tuple[int, ...], slot_starts: tuple[int, ...], places: tuple[int, ...],
+    strides: tuple[int, ...], adds: tuple[int, ...] | None, elements: int, row_elements: int, slot_count: int,
+    size: int, aligned: int, device: torch.device,
+) -> _Plan:  # fmt: skip
+    """size: bytes of an element; aligned: where flat and rows lie is a multiple of so many bytes (up to 16)."""
     segments = len(counts)
-    assert len(slot_starts) == segments, f"{op}: lists of different lengths"
-    if not segments:
-        return
-    elements = flat.numel()
-    moves = _moves(
-        tuple(widths), tuple(places), tuple(strides), None if adds is None else tuple(adds), elements
-    )
+    moves = _moves(widths, places, strides, adds, elements)
     count_S, start_S = now = np.array((counts, slot_starts), dtype=np.int64)
-    fits_S = np.where(start_S < 0, moves.dense_rows, np.minimum(slots.numel() - start_S, moves.slot_rows))
+    fits_S = np.where(start_S < 0, moves.dense_rows, np.minimum(slot_count - start_S, moves.slot_rows))
     row_starts_S1 = np.zeros(segments + 1, dtype=np.int64)
     np.cumsum(count_S * moves.widths, out=row_starts_S1[1:])
     if not (
-        moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= rows.numel()
+        moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= row_elements
     ):
-        _refuse(op, flat, rows, slots, counts, widths, slot_starts, places, strides)
-    adding = adds is not None and moves.adds
-    if not adding:
-        flat, rows = flat.view(-1).view(_BITS[flat.element_size()]), rows.view(_BITS[rows.element_size()])
-    size = flat.element_size()
-    vec = min(moves.unit, 16 // size)
-    while vec > 1 and (flat.data_ptr() % (vec * size) or rows.data_ptr() % (vec * size)):
-        vec //= 2
+        _refuse(op, elements, row_elements, slot_count, counts, widths, slot_starts, places, strides)
+    vec = max(min(moves.unit, aligned // size), 1)
     columns = min(1 << max(moves.widest - 1, 0).bit_length(), 512 // size)
     tile = max(min(4096 // size, 512 * vec) // columns, 1)  # 4 KB under way, 16 loads a lane at most
     table = np.empty((9, segments), dtype=np.int64)
@@ -257,20 +255,44 @@ def _move(
         tiles_S *= table[_WIDTH.value] > 0
     ends_S = tiles_S.cumsum()
     np.subtract(ends_S, tiles_S, out=table[_TILES.value])
-    if not ends_S[-1]:
+    ends = tuple([int(ends_S[end - 1]) for end in moves.waves[1:]])
+    return _Plan(upload(table.reshape(-1), device), ends, adds is not None and moves.adds, vec, columns, tile)
+
+
+_kept_plan = kept(64)(_plan)
+
+
+def _move(
+    op: str, flat: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int] | None,
+) -> None:  # fmt: skip
+    device = flat.device
+    raise_due(device)
+    segments = len(counts)
+    assert len(slot_starts) == segments, f"{op}: lists of different lengths"
+    if not segments:
         return
-    sent = upload(table.reshape(-1), device)
+    elements, where = flat.numel(), flat.data_ptr() | rows.data_ptr() | 16
+    # Rows without slots are those of all bags, so most likely as many in the next step; those with slots are not.
+    plan = (_kept_plan if max(slot_starts) < 0 else _plan)(
+        op, tuple(counts), tuple(widths), tuple(slot_starts), tuple(places), tuple(strides),
+        None if adds is None else tuple(adds), elements, rows.numel(), slots.numel(), flat.element_size(),
+        where & -where, device,
+    )  # fmt: skip
+    if not plan.ends[-1]:
+        return
+    if not plan.adds:
+        flat, rows = flat.view(-1).view(_BITS[flat.element_size()]), rows.view(_BITS[rows.element_size()])
     report = new_report(device)
     done = 0
-    for end in moves.waves[1:]:
-        to = int(ends_S[end - 1])
-        if to > done:
-            launch(move_rows, (to - done,),
-                flat, rows, slots, sent, report, segments, done, elements,
-                PICK=adds is None, ADDS=adding, HALF=flat.dtype in _HALVES, ROWS=tile, COLUMNS=columns, VEC=vec,
-                num_warps=1, enable_fp_fusion=False,
+    for end in plan.ends:
+        if end > done:
+            launch(move_rows, (end - done,),
+                flat, rows, slots, plan.table, report, segments, done, elements,
+                PICK=adds is None, ADDS=plan.adds, HALF=flat.dtype in _HALVES, ROWS=plan.tile, COLUMNS=plan.columns,
+                VEC=plan.vec, num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
-        done = max(done, to)
+        done = max(done, end)
     post(report, _raise_segment(op))
 
 
