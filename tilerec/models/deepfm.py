@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tilerec.errors import InputError
-from tilerec.models.tables import Bags, common_dim, output_names
+from tilerec.models.tables import Bags, common_dim, output_names, prefetched
 from tilerec.modules.deepfm import DeepFM, FactorizationMachine
 from tilerec.modules.utils import check_last_dim, check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -195,6 +195,10 @@ class SimpleDeepFMNN(nn.Module):
             device=dense_device,
         )
         self.over_arch = OverArch(dim + deep_fm_dimension + 1, device=dense_device)
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        return prefetched(self.sparse_arch.embedding_bag_collection, sparse_features)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Probabilities [B, 1].

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.models.tables import Bags, common_dim, output_names
+from tilerec.models.tables import Bags, common_dim, output_names, prefetched
 from tilerec.modules.crossnet import LowRankCrossNet
 from tilerec.modules.interaction import (
     InteractionArch,
@@ -178,6 +178,10 @@ class _DLRM(nn.Module):
         interacted = self.inter_arch(dense_BD, sparse_BFD)
         logits: torch.Tensor = self.over_arch(interacted)
         return logits
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        return prefetched(self.sparse_arch.embedding_bag_collection, sparse_features)
 
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
         """Compiles all stages but the lookup, in place; names in the state dict stay.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.models.dlrm import DLRM
+from tilerec.models.tables import prefetched
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.mlp import MLP
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -102,6 +103,10 @@ class DotModel(nn.Module):
         hidden: list[nn.Module] = [MLP(2 * self._dim, list(layers), device=device)] if layers else []
         width = layers[-1] if layers else 2 * self._dim
         self.over_arch = nn.Sequential(*hidden, nn.Linear(width, 1, device=device))
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        return prefetched(self.embedding_bag_collection, sparse_features)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         both = self.embedding_bag_collection(sparse_features).values()

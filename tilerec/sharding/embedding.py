@@ -297,7 +297,9 @@ class ShardedCollection(TableCollection):
         return LookedUp(routed, looked)
 
     @_eager
-    def prefetch(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
+    def prefetch(  # type: ignore[override] - each gives what its own forward takes
+        self, features: KeyedJaggedTensor | RoutedFeatures
+    ) -> RoutedFeatures:
         """Send a batch's ids to their rows' owners, and make ready there what ids decide.
 
         Rows of cached tables are brought into their caches. On a GPU, rows of tables with an attached optimizer are

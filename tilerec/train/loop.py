@@ -32,6 +32,7 @@ from tilerec.errors import ConfigError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
 from tilerec.spec.plan import ShardingPlan
+from tilerec.train.bring import Bringer
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
@@ -186,6 +187,7 @@ class _Run:
         self._heard_by = heard_by
         self._optimizers = Optimizers(model, config.train)
         self._called = world.data_parallel(model)
+        self._bring = Bringer(model, device)
         # The ranks' windows together are one of the asked size; `_auc` takes them together.
         window = -(-config.train.metric_window // world.size)
         self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
@@ -246,7 +248,7 @@ class _Run:
 
     def _step(self, share: Share) -> Tensor:
         """One update; this rank's part of the loss, still on the device."""
-        batch = share.batch.to(self._device, non_blocking=True)
+        batch = self._bring(share.batch)
         self._optimizers.prepare(self.steps)
         logits = self._called(batch.dense_features, batch.sparse_features)
         loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
