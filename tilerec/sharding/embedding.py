@@ -297,7 +297,7 @@ class ShardedCollection(TableCollection):
         return LookedUp(routed, looked)
 
     @_eager
-    def prefetch(  # type: ignore[override] - each gives what its own forward takes
+    def prefetch(  # type: ignore[override]
         self, features: KeyedJaggedTensor | RoutedFeatures
     ) -> RoutedFeatures:
         """Send a batch's ids to their rows' owners, and make ready there what ids decide.
@@ -310,7 +310,7 @@ class ShardedCollection(TableCollection):
         the same bits whether it is called or not.
 
         Returns:
-            The routed batch, to be given to the forward.
+            The routed batch, to be given to the forward (an unsharded collection's takes the features themselves).
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
         if not self.exchange.made(routed.stages):
