@@ -124,21 +124,42 @@ def test_two_forwards_then_two_backwards_in_2d(sync: Sync) -> None:
 
 
 @pytest.mark.parametrize("tiling", ["table_wise", "row_wise", "two_tiles", "uneven"])
-def test_a_step_of_a_torch_optimizer_in_between_is_refused_on_every_rank(tiling: str) -> None:
-    """A table that is stepped by hand beside one that is attached: ranks that hold only one of them raise, too."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_a_torch_optimizer_in_between_is_known_on_every_rank(tiling: str, fused: bool) -> None:
+    """A table that is stepped by hand beside one that is attached; some ranks hold nothing of one of them."""
     base = whole(attach=("user",))
 
-    def fn(group: Group) -> str:
+    def fn(group: Group) -> None:
         module = sharded(group, base, tiling)
-        step = torch.optim.SGD([p for n, p in module.named_parameters() if ".item." in n], lr=1.0).step
+        item = [p for n, p in module.named_parameters() if ".item." in n]
+        step = torch.optim.SGD(item, lr=1.0, fused=fused).step
         batches = [batch(group.rank, seed) for seed in range(2)]
         losses = [loss(module, kjt) for kjt in batches]
         losses[0].backward()
         step()
+        losses[1].backward()
+        for kjt in batches:
+            torch.testing.assert_close(kjt.weights().grad, want(base, kjt))
+
+    run_virtual_ranks(3, fn)
+
+
+@pytest.mark.parametrize("tiling", ["table_wise", "row_wise"])
+def test_what_is_written_by_hand_in_between_is_refused_on_every_rank(tiling: str) -> None:
+    base = whole(attach=("user",))
+
+    def fn(group: Group) -> str:
+        module = sharded(group, base, tiling)
+        batches = [batch(group.rank, seed) for seed in range(2)]
+        losses = [loss(module, kjt) for kjt in batches]
+        losses[0].backward()
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if ".item." in name:
+                    p.mul_(2.0)
         with pytest.raises(InputError, match="Table 'item': its rows were written") as caught:
             losses[1].backward()
-        again = batch(group.rank, 5)
-        loss(module, again).backward()
+        loss(module, batch(group.rank, 5)).backward()
         return str(caught.value)
 
     assert len(set(run_virtual_ranks(3, fn))) == 1

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilerec.errors import CommsError, InputError, TilerecError
 from tilerec.ops.joined import joined
@@ -141,8 +143,25 @@ _SINKS: weakref.WeakValueDictionary[int, GradientSink] = weakref.WeakValueDictio
 _SERIALS = itertools.count()
 
 
+@functools.cache
+def _hear_of_steps() -> None:
+    """From the first reader on: optimizers of torch say when they are about to step a table's leaf."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled step's writes are counted by torch
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
+            if sink is not None and sink.readers:
+                sink.about_to_write()
+
+
 def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
     """Have sinks tell a reader before rows are written. `handles`: by the reader's number of the table."""
+    _hear_of_steps()
     for table, handle in handles.items():
         sink = _SINKS.get(handle)
         if sink is not None:

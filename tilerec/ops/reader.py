@@ -10,9 +10,10 @@ Nouns
     forward 1, forward 2, backward 1    its update says that it is about to write: reader 2 copies its rows
     backward 2                          reads the copies
 
-Whoever writes rows here says so first (`GradientSink.about_to_write`). What others write (`optimizer.step()`,
-`weight.copy_()`) shows in torch's version counters, and the backward refuses. Table by table: what is known of one does
-not depend on which others a rank holds, so ranks that do the same refuse the same.
+Whoever writes rows here says so first (`GradientSink.about_to_write`), and so do optimizers of torch: `step()` calls
+hooks before it writes, with `fused=True`, too. What others write (`weight.copy_()`) shows in torch's version counters,
+and the backward refuses. Table by table: what is known of one does not depend on which others a rank holds, so ranks
+that do the same refuse the same.
 
 Legend: N ids, D columns of a table, F features.
 """
@@ -49,11 +50,13 @@ class Reader:
         self._versions = {t: _version(leaf) for t, leaf in self._leaves.items()}
         self._copy = copy
         self._copies: dict[int, Tensor] = {}  # by feature
+        self._kept: set[int] = set()  # tables that may be written, of which what is read is copied
 
     @torch.no_grad()
     def keep(self, table: int) -> None:
         """A table's rows are about to be written."""
         if not self._written(table):  # else `rows` will say so, to whom it concerns
+            self._kept.add(table)
             self._take([f for f, t in enumerate(self._tables) if t == table and f not in self._copies])
 
     def _take(self, features: Sequence[int]) -> None:
@@ -71,14 +74,13 @@ class Reader:
         Raises:
             InputError: they are not, and nobody has said so before.
         """
-        kept = {self._tables[f] for f in self._copies}
         for table in self._leaves:
-            if table not in kept and self._written(table):
+            if table not in self._kept and self._written(table):
                 raise InputError(
                     f"Table '{self._name(table)}': its rows were written between a lookup and its backward, and not by "
-                    "an attached optimizer, whose updates are known (an optimizer's step(), weight.copy_() ...); the "
-                    "gradient of the lookup's sample weights needs the rows as they were. Run the backward before rows "
-                    "are written, or pass weights that need no gradient (weights.detach())."
+                    "an optimizer, whose updates are known (weight.copy_() ...); the gradient of the lookup's sample "
+                    "weights needs the rows as they were. Run the backward before rows are written, or pass weights "
+                    "that need no gradient (weights.detach())."
                 )
         if not self._copies:
             return None

@@ -500,7 +500,7 @@ class Combiner:
 
         watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
         reader = Reader(self._tables, watched, lambda t: every[t].name, copy)
-        expect_reads({t: holders[t].handle for t in set(self._tables)}, reader)
+        expect_reads({t: rows.handle for t, rows in enumerate(every)}, reader)
         return reader
 
     def _segments_of_ids(self, routed: Routed, features: Sequence[int]) -> list[tuple[int, int]]:
