@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tilerec.ops import backends as backends
+from tilerec.ops.cache import NONE
 from tilerec.ops.hash import empty_state
 
 Arguments = tuple[Any, ...]
@@ -56,6 +57,25 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         more = (torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
         step = (whole(2)[0], whole(0)[0]) if clocks else ()
         return (ids, *more, *made, 0, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 2, *step)
+
+    def cached(which: int) -> Arguments:
+        """One table of 9 rows, 2 sets of 2 ways and 2 spare lines, ids (6, 8, 8); see `tests/ops/test_cache.py`."""
+        line_of = torch.full((9,), NONE, dtype=torch.int32, device=device)
+        line_of[[4, 6, 1]] = whole(0, 1, 2, dtype=torch.int32)
+        books = [
+            line_of, whole(4, 6, 1, -1, -1, -1), whole(1, 2, 3, 0, 0, 0), whole(0, 0, 0, 0, 0, 0, dtype=torch.int32),
+            whole(dtype=torch.int32), torch.ones(6, dtype=torch.bool, device=device), whole(0, 0, 0, 0, 0, 0, 0, 0),
+        ]  # fmt: skip
+        ask = (whole(6, 8, 8), [0], [3], [0], books, [2], 2, whole(4, 1, 1).view(3, 1))
+        if which == 0:
+            return (*ask, "")
+        header, keys, order = torch.ops.tilerec.cache_ask_(*ask, "")
+        if which == 1:
+            return (*ask, header, keys, order)
+        plan = torch.ops.tilerec.cache_plan(*ask, header, keys, order)
+        if which == 2:
+            return plan, header, [rand(6, 2)], [rand(9, 2)], [0], 3, True
+        return plan, header, books, ask[-1], 3
 
     def bags(grad: bool) -> Arguments:
         tables = [rand(10, 4, grad=grad), rand(7, 3, grad=grad)]
@@ -103,6 +123,14 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         ),
         "update_rows_": lambda: (
             [rand(3, 4)], [rand(3)], rand(2, 4), whole(1, 2), None, None, [0], *sums, RULE, HYPER, [1], [0, 0], [0], [0]
+        ),
+        "cache_ask_": lambda: cached(0),
+        "cache_plan": lambda: cached(1),
+        "cache_move_": lambda: cached(2),
+        "cache_seat_": lambda: cached(3),
+        "cache_lines_": lambda: (
+            whole(2, 7, 11), [1, 0], [3, 1], [0, -1], [whole(-1, 3, 1, 0, 2, dtype=torch.int32)],
+            [torch.zeros(4, dtype=torch.bool, device=device)], [3],
         ),
         "order_rows": lambda: ([rand(10, 4), rand(7, 3)], whole(1, 2, 3), None, None, [0], [0], [3], [0], [4], [0]),
         "sum_row_gradients": lambda: (rand(2, 4), whole(1, 2), None, None, 3, 4, *sums),

@@ -125,10 +125,10 @@ def test_a_row_leaves_its_spare_line_for_one_of_its_set_as_soon_as_there_is_one(
 def test_a_request_that_lacks_spare_lines_says_how_many_and_changes_nothing() -> None:
     sets = CacheSets(20, 1, 2, 1, CacheAlgorithm.LFU, CPU)
     _asked(sets, [0, 1, 2], 1)
-    before = (sets.line_of_E.clone(), sets.row_in_L.clone(), sets._count_E.clone())
+    before = (sets.line_of_E.clone(), sets.row_in_L.clone(), sets.count_E.clone())
     answer = _asked(sets, [3, 4, 5], 2, [0, 1, 2])
     assert answer == NoSpare(4)
-    for now, then in zip((sets.line_of_E, sets.row_in_L, sets._count_E), before, strict=True):
+    for now, then in zip((sets.line_of_E, sets.row_in_L, sets.count_E), before, strict=True):
         assert torch.equal(now, then)
     sets.grow(4)
     assert isinstance(_asked(sets, [3, 4, 5], 2), Moves)
@@ -148,13 +148,13 @@ def test_counts_of_requests_end_at_the_largest_number() -> None:
     sets = CacheSets(6, 1, 1, 1, CacheAlgorithm.LFU, CPU)
     most = 2**31 - 1
     _asked(sets, [3], 1)
-    sets._count_E[[3, 4]] = torch.tensor([most - 1, most], dtype=torch.int32)
+    sets.count_E[[3, 4]] = torch.tensor([most - 1, most], dtype=torch.int32)
     for serial in (2, 3):
         _asked(sets, [3], serial)
-        assert sets._count_E[3] == most
+        assert sets.count_E[3] == most
     assert sets.line_of_E[3] == 0
     _asked(sets, [5], 4)
     assert sets.line_of_E[3] == 0, "a row that was named once is not wanted more"
     _asked(sets, [4], 5)
     assert sets.line_of_E[4] == 0, "one that was named as often comes in"
-    assert sets._count_E[[3, 4]].tolist() == [most, most]
+    assert sets.count_E[[3, 4]].tolist() == [most, most]

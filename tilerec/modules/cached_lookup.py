@@ -22,8 +22,8 @@ from tilerec.ops.gradient import _add, bag_starts, expect_reads, pooled_blocks
 from tilerec.ops.lookup import _reach, raise_bad_id
 from tilerec.ops.reader import Reader, let_go
 from tilerec.ops.upload import upload
-from tilerec.storage.cached import alone
-from tilerec.storage.placed import Placed, per_table, place
+from tilerec.storage.cached import alone, prefetch_all
+from tilerec.storage.placed import Placed, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows
 
 # `torch.compiler.disable` does the same, but imports the compiler with the package.
@@ -75,20 +75,15 @@ class CachedBatch:
             self.rows[t].arrive()
         return place(
             self.rows, self.tables, self.ids, self.offsets, self.sample_weights, self.starts, self.bags, self.refuse,
-            self.segments,
+            self.segments, self.names,
         )  # fmt: skip
 
     def prefetch(self) -> None:
         """Bring its rows."""
-        for t, features, segments in per_table(self.rows, self.tables, self.segments):
-            rows = self.rows[t]
-            assert rows.cache is not None
-            rows.arrive()
-
-            def refuse(segment: int, at: int, id_: int, features: list[int] = features) -> None:
-                self.refuse(features[segment], at, id_)
-
-            rows.cache.prefetch(rows.host(), self.ids, segments, refuse)
+        for t in dict.fromkeys(self.tables):
+            self.rows[t].arrive()
+        wants = wanted(self.rows, self.tables, self.segments, self.refuse, self.names)
+        prefetch_all([want for _, _, want in wants], self.ids)
 
     def looked_up(self, updates: bool) -> None:
         """It has been looked up."""

@@ -5,6 +5,7 @@ Importing this file makes every op usable; nothing else imports a backend.
 
 from __future__ import annotations
 
+from tilerec.ops import cache as cache
 from tilerec.ops import exchange as exchange
 from tilerec.ops import gradient as gradient
 from tilerec.ops import hash as hash
@@ -35,9 +36,9 @@ def _register_cpu() -> bool:
 def _register_gpu() -> bool:
     if not serves_gpus():
         return False
-    from tilerec.ops.triton import exchange, hash, jagged, lookup, parts, quant, random, renew, update
+    from tilerec.ops.triton import cache, exchange, hash, jagged, lookup, parts, quant, random, renew, update
 
-    for backend in (exchange, hash, jagged, lookup, parts, quant, random, renew, update):
+    for backend in (cache, exchange, hash, jagged, lookup, parts, quant, random, renew, update):
         backend.register()
     return True
 

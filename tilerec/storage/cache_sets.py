@@ -29,10 +29,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from tilerec.ops.cache import MOST, NONE, lines_given
 from tilerec.spec.cache import CacheAlgorithm
-
-_NEVER = torch.iinfo(torch.int64).max
-_MOST = torch.iinfo(torch.int32).max  # that is counted of a row's requests
 
 
 class Moves(NamedTuple):
@@ -69,33 +67,37 @@ class CacheSets:
     ) -> None:
         self.sets, self.ways, self.spare = sets, ways, spare
         self.first_spare = sets * ways
-        self.line_of_E = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.row_in_L = torch.full((self.first_spare + spare,), -1, dtype=torch.int64, device=device)
-        self._named_L = torch.zeros_like(self.row_in_L)  # serial of the last request that named the row
+        self.line_of_E = torch.full((rows,), NONE, dtype=torch.int32, device=device)
+        self.names = torch.full((self.first_spare + spare + 1,), -1, dtype=torch.int64, device=device)
+        self.row_in_L = self.names[:-1]  # behind it one of nobody
+        self.named_L = torch.zeros_like(self.row_in_L)  # serial of the last request that named the row
+        self.flights_L = torch.zeros_like(self.named_L, dtype=torch.int32)  # see ops/cache.py
         lfu = algorithm is CacheAlgorithm.LFU
-        self._count_E = torch.zeros(rows if lfu else 0, dtype=torch.int32, device=device)
+        self.count_E = torch.zeros(rows if lfu else 0, dtype=torch.int32, device=device)
         self._lfu = lfu
 
     def forget(self) -> None:
         """No row has a line any more; counts stay."""
-        self.line_of_E.fill_(-1)
+        self.line_of_E.fill_(NONE)
         self.row_in_L.fill_(-1)
 
     def empty(self, lines: Tensor) -> None:
         """The rows in these lines have none any more."""
-        self.line_of_E[self.row_in_L[lines]] = -1
+        self.line_of_E[self.row_in_L[lines]] = NONE
         self.row_in_L[lines] = -1
 
     def grow(self, spare: int) -> None:
         """Have so many spare lines, not fewer than before."""
         more = spare - self.spare
-        row_in_L = torch.cat((self.row_in_L, self.row_in_L.new_full((more,), -1)))
-        named_L = torch.cat((self._named_L, self._named_L.new_zeros(more)))
-        self.row_in_L, self._named_L, self.spare = row_in_L, named_L, spare
+        names = torch.cat((self.names, self.names.new_full((more,), -1)))
+        named_L = torch.cat((self.named_L, self.named_L.new_zeros(more)))
+        flights_L = torch.cat((self.flights_L, self.flights_L.new_zeros(more)))
+        self.names, self.row_in_L, self.spare = names, names[:-1], spare
+        self.named_L, self.flights_L = named_L, flights_L
 
     def tensors(self) -> list[Tensor]:
         """All memory."""
-        return [self.line_of_E, self.row_in_L, self._named_L, self._count_E]
+        return [self.line_of_E, self.row_in_L, self.named_L, self.flights_L, self.count_E]
 
     def request(self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()) -> Moves | NoSpare:
         """Find a line for each of these rows. No row moves before `seat`.
@@ -105,13 +107,14 @@ class CacheSets:
             flying: rows of each batch in flight; they may have lines or not.
         """
         line_U = self.line_of_E[rows_U].long()
-        self._named_L[line_U[line_U >= 0]] = serial
+        self.named_L[line_U[line_U >= 0]] = serial
         lines = self.row_in_L.shape[0]
         held_L = torch.zeros(
             lines + 1, dtype=torch.bool, device=rows_U.device
         )  # the last: of rows without a line
         for own in (rows_U, *flying):
-            held_L.index_fill_(0, self.line_of_E[own].long() % (lines + 1), True)
+            lines_n = self.line_of_E[own].long()
+            held_L.index_fill_(0, lines_n.masked_fill_(lines_n < 0, lines), True)
         held_L = held_L[:lines]
         spare_rows = self.row_in_L[self.first_spare :]
         taken = spare_rows >= 0
@@ -119,7 +122,14 @@ class CacheSets:
         released = idle.nonzero()[:, 0] + self.first_spare
         homeless = (line_U < 0) | (line_U >= self.first_spare)
         rows_M, line_M = rows_U[homeless], line_U[homeless]
-        given_M = self._lines_given(rows_M, held_L)
+        turns_M = torch.arange(rows_M.numel(), device=rows_M.device)
+        liked_M = None
+        if self._lfu:
+            count_M = self.count_E[rows_M]
+            turns_M, liked_M = torch.argsort(count_M, descending=True, stable=True), count_M.long() + 1
+        given_M = lines_given(
+            rows_M, turns_M, liked_M, held_L, self.row_in_L, self.named_L, self.count_E, self.sets, self.ways
+        )
         # Rows that get no line of their set: those that have a spare line keep it.
         wants_spare = (given_M < 0) & (line_M < 0)
         free = (~taken | idle).nonzero()[:, 0] + self.first_spare
@@ -140,54 +150,13 @@ class CacheSets:
 
     def seat(self, moves: Moves) -> None:
         """Have what `request` found, before anything else changes."""
-        self.line_of_E[moves.leaving_rows] = -1
+        self.line_of_E[moves.leaving_rows] = NONE
         self.row_in_L[moves.leaving_lines] = -1
         self.row_in_L[moves.old_lines] = -1
         for rows, lines in ((moves.old_rows, moves.new_lines), (moves.loaded_rows, moves.loaded_lines)):
             self.line_of_E[rows] = lines.int()
             self.row_in_L[lines] = rows
-            self._named_L[lines] = moves.serial
+            self.named_L[lines] = moves.serial
         if self._lfu:  # up to the largest number there is, not round to the least
-            counts = self._count_E[moves.named_rows]
-            self._count_E[moves.named_rows] = counts + (counts < _MOST).to(torch.int32)
-
-    def _lines_given(self, rows_M: Tensor, held_L: Tensor) -> Tensor:
-        """For each row the line of its set that it gets, -1 for none.
-
-        The k-th row of a set that wants one gets the k-th line to go, if there are so many. Rows come by number, with
-        LFU the most frequent first.
-        """
-        if not self.sets or not rows_M.numel():
-            return torch.full_like(rows_M, -1)
-        set_M = rows_M % self.sets
-        order = torch.arange(rows_M.numel(), device=rows_M.device)
-        if self._lfu:
-            order = torch.argsort(self._count_E[rows_M], descending=True, stable=True)
-        order = order[torch.argsort(set_M[order], stable=True)]
-        set_S, inverse_M, count_S = torch.unique_consecutive(
-            set_M[order], return_inverse=True, return_counts=True
-        )
-        rank_M = torch.arange(rows_M.numel(), device=rows_M.device) - (count_S.cumsum(0) - count_S)[inverse_M]
-        lines_SW = set_S[:, None] * self.ways + torch.arange(self.ways, device=rows_M.device)
-        row_SW, named_SW = self.row_in_L[lines_SW], self._named_L[lines_SW]
-        empty_SW = row_SW < 0
-        held_SW = ~empty_SW & held_L[lines_SW]
-        by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
-        first_SW = torch.argsort(by_age, dim=1, stable=True)
-        if self._lfu:
-            count_SW = self._count_E[row_SW.clamp(min=0)].long()
-            count_SW = count_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
-            by_age = count_SW.gather(1, first_SW)
-            again_SW = torch.argsort(by_age, dim=1, stable=True)
-            by_age, first_SW = by_age.gather(1, again_SW), first_SW.gather(1, again_SW)
-        else:
-            by_age = by_age.gather(1, first_SW)
-        way_M = rank_M.clamp(max=self.ways - 1)
-        value_M = by_age[inverse_M, way_M]
-        gets = (rank_M < self.ways) & (value_M != _NEVER)
-        if self._lfu:
-            gets &= self._count_E[rows_M[order]].long() + 1 >= value_M
-        line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
-        given_M = torch.empty_like(rows_M)
-        given_M[order] = line_M
-        return given_M
+            counts = self.count_E[moves.named_rows]
+            self.count_E[moves.named_rows] = counts + (counts < MOST).to(torch.int32)

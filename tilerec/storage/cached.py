@@ -32,19 +32,28 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.ops.backends import TRITON
+from tilerec.ops.cache import MOST, Plan, Told
 from tilerec.spec.cache import CacheParams
+from tilerec.storage.cache_request import Ask, Emptied, Made, in_chunks, request
 from tilerec.storage.cache_sets import CacheSets, NoSpare
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.host_rows import HostRows
 
 WAYS = 32
 """Lines of a set."""
+
+UNASKED = 64 << 20
+"""Bytes of spare lines that a table gets for all ids of its batches in flight, and more if its sets have more: then
+nobody waits to hear how many rows need one."""
+
+_BITS = (1 << 31) - 1
 
 MOST_IN_FLIGHT = 16
 """Batches whose rows keep their lines; where more are prefetched, or looked up and not updated, the oldest lets go."""
@@ -67,7 +76,9 @@ class _Batch:
     version: int
     segments: Segments
     serial: int
-    rows_U: Tensor  # distinct ones that it names
+    rows_U: Tensor | None  # distinct ones that it names; None: lines have its bit
+    bit: int = 0
+    count: int = 0  # of its ids that read this table
     looked: bool = False  # it was looked up, and its update is to come
     bags: Bags = ()  # per segment, if known
 
@@ -80,16 +91,6 @@ class _Batch:
             and self.ids.shape == ids.shape
             and self.version == _version(ids)
         )
-
-
-class _Made(NamedTuple):
-    """A cache over the host tensors as they are."""
-
-    host: list[HostRows]
-    marks: tuple[Any, ...]
-    lines: list[Tensor]
-    dirty_L: Tensor
-    sets: CacheSets
 
 
 def _version(tensor: Tensor) -> int:
@@ -140,8 +141,9 @@ class RowCache:
 
     def __init__(self, name: str, params: CacheParams | None, device: torch.device | None = None) -> None:
         self.name, self.params, self.device = name, params, device
-        self.stats = CacheStats()
-        self._made: _Made | None = None
+        self._stats = CacheStats()  # without what the device has counted and nobody asked for
+        self._made: Made | None = None
+        self._clean = _BITS  # bits that no line has
         self._flight: list[_Batch] = []
         self._serial = 0
         self._dirty = False  # whether any line may be
@@ -150,25 +152,52 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ per batch
 
+    @property
+    def stats(self) -> CacheStats:
+        """What the cache was asked for; on a GPU, reading this waits."""
+        with self.lock:
+            self._hear()
+            return self._stats
+
+    @stats.setter
+    def stats(self, stats: CacheStats) -> None:
+        with self.lock:
+            self._hear()
+            self._stats = stats
+
     @_by_itself
+    def _hear(self) -> None:
+        """Add what the device has counted."""
+        made = self._made
+        if made is None or not _together(made):
+            return
+        self._wait_for_other_stream()
+        told = made.told.tolist()
+        made.told.zero_()
+        stats = self._stats
+        stats.rows += told[Told.ROWS]
+        stats.misses += told[Told.MISSES]
+        stats.hits += told[Told.ROWS] - told[Told.MISSES]
+        stats.conflict_misses += told[Told.SPARE]
+        stats.evictions += told[Told.EVICTIONS]
+        stats.write_backs += told[Told.WRITES]
+
     def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Bring the rows that a batch names; they stay until its update, or its lookup without one.
 
         Args:
             host: the table, then its optimizer's slots.
             ids: of a batch, on the cache's device; `segments` of them are rows of this table.
-            refuse: called for the first id that is no row; nothing has changed then.
+            refuse: called for the first id that is no row; nothing has changed then. (On a GPU a later op tells.)
         """
-        made = self._over(host)
-        if self._batch(ids, segments) is None:
-            self._request(made, ids, segments, refuse)
+        prefetch_all([Want(self, host, segments, refuse)], ids)
 
     @_by_itself
     def lines_of(
         self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse, bags: Bags = ()
     ) -> list[Tensor]:
         """Line numbers of each segment's ids (int32), as they are now: valid until the next call of any method."""
-        self.prefetch(host, ids, segments, refuse)
+        prefetch_all([Want(self, host, segments, refuse)], ids)
         made, batch = self._made, self._batch(ids, segments)
         assert made is not None
         assert batch is not None
@@ -185,7 +214,7 @@ class RowCache:
             lines = self._lines(made, ids, segments)
         return lines
 
-    def _lines(self, made: _Made, ids: Tensor, segments: Segments) -> list[Tensor]:
+    def _lines(self, made: Made, ids: Tensor, segments: Segments) -> list[Tensor]:
         line_of_E, rows_of = made.sets.line_of_E, [ids[begin:end].long() for begin, end in segments]
         if ids.device.type != "cpu" or not line_of_E.numel():
             return [line_of_E[own] for own in rows_of]
@@ -237,7 +266,13 @@ class RowCache:
     def names(self) -> Tensor:
         """The row in each line, int64."""
         assert self._made is not None
-        return self._made.sets.row_in_L
+        return self._made.sets.names if _together(self._made) else self._made.sets.row_in_L
+
+    def knows(self, ids: Tensor, segments: Segments, bags: Bags) -> None:
+        """Which bags a batch's ids are of."""
+        batch = self._batch(ids, segments)
+        if batch is not None:
+            batch.bags = batch.bags or bags
 
     def known_segment(self, ids: Tensor, start: int, count: int) -> tuple[int, int] | None:
         """Where the ids of some bags lie, if a batch in flight has them: the host need not ask the device."""
@@ -284,6 +319,7 @@ class RowCache:
     def drop(self) -> None:
         """`settle`, and give the memory back: the table is going to be another one."""
         self.settle()
+        self._hear()
         self._made = None
 
     def _flush(self) -> None:
@@ -295,7 +331,7 @@ class RowCache:
         self._write_back(made, made.sets.row_in_L[lines], lines)
         self._dirty = False
 
-    def _wait_for_device(self, made: _Made) -> None:
+    def _wait_for_device(self, made: Made) -> None:
         """Host rows are going to be read and written by the host: the device must be done with them."""
         if made.lines[0].device.type == "cuda":
             self._wait_for_other_stream()
@@ -303,7 +339,7 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _over(self, host: Sequence[Tensor]) -> _Made:
+    def _over(self, host: Sequence[Tensor]) -> Made:
         """The cache over these tensors: made anew where they are not those of the last call."""
         self._wait_for_other_stream()
         made = self._made
@@ -318,7 +354,7 @@ class RowCache:
         here = torch.device("cuda")
         return torch.device("cuda", torch.cuda.current_device()) if device == here else device
 
-    def _make(self, host: Sequence[Tensor], spare: int) -> _Made:
+    def _make(self, host: Sequence[Tensor], spare: int) -> Made:
         rows, device = host[0].shape[0], self._on(host)
         each = sum(t.element_size() * t[:1].numel() for t in host)
         sets = 0
@@ -327,18 +363,24 @@ class RowCache:
             sets = self._within_reserve(sets, each, device)
         count = sets * WAYS + spare
         try:
-            lines = [torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
+            # On a GPU one line more, of zeros: what ids that are no rows read.
+            zeros = int(TRITON and device.type == "cuda")
+            lines = [torch.empty((count + zeros, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
+            for tensor in lines if zeros else ():
+                tensor[count:].zero_()
             dirty_L = torch.zeros(count, dtype=torch.bool, device=device)
             algorithm = (self.params or CacheParams()).algorithm
             made = CacheSets(rows, sets, WAYS, spare, algorithm, device)
+            told = torch.zeros(8, dtype=torch.int64, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"Table '{self.name}': no memory on {device} for {count} cache lines of {each} bytes (and 4 to 8 "
                 f"bytes for each of {rows} rows); lower the load_factor, or give the table to more ranks."
             ) from error
+        self._clean = _BITS
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        return _Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made)
+        return Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made, told)
 
     def _within_reserve(self, sets: int, each: int, device: torch.device) -> int:
         """Sets that leave the reserved memory free."""
@@ -357,7 +399,7 @@ class RowCache:
     def _batch(self, ids: Tensor, segments: Segments) -> _Batch | None:
         return next((batch for batch in self._flight if batch.is_of(ids, segments)), None)
 
-    def _request(self, made: _Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
+    def _request(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Bring a batch's rows, and let it fly."""
         rows_U, count = self._distinct(made, ids, segments, refuse)
         if len(self._flight) >= MOST_IN_FLIGHT:
@@ -365,7 +407,9 @@ class RowCache:
         self._serial += 1
         batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial, rows_U)
         while True:
-            moves = made.sets.request(rows_U, self._serial, [other.rows_U for other in self._flight])
+            moves = made.sets.request(
+                rows_U, self._serial, [b.rows_U for b in self._flight if b.rows_U is not None]
+            )
             if not isinstance(moves, NoSpare):
                 break
             made = self._with_spare(made, moves.lines)
@@ -389,7 +433,7 @@ class RowCache:
             dirty_L[moves.old_lines] = moved
             self._rescue(made, moves.old_rows, moves.old_lines, dirty_L)
             raise
-        stats, misses = self.stats, moves.loaded_rows.numel()
+        stats, misses = self._stats, moves.loaded_rows.numel()
         stats.requests += 1
         stats.ids += count
         stats.rows += rows_U.numel()
@@ -398,7 +442,75 @@ class RowCache:
         stats.conflict_misses += moves.conflicts
         stats.evictions += moves.evictions
 
-    def _rescue(self, made: _Made, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
+    def _ask(self, want: Want, ids: Tensor) -> Ask:
+        """What this cache says to a request of several."""
+        if self._serial >= MOST - 1:
+            self.settle()
+            self._serial = 0
+        made = self._over(want.host)
+        count = sum([end - begin for begin, end in want.segments])
+        if len(self._flight) >= MOST_IN_FLIGHT:
+            del self._flight[0]
+        made, sure = self._with_room(made, count)
+        alive = 0
+        for batch in self._flight:
+            alive |= batch.bit
+        if not self._clean:
+            made.sets.flights_L.bitwise_and_(alive)
+            self._clean = _BITS & ~alive
+        bit = self._clean & -self._clean
+        self._clean &= ~bit
+        self._serial += 1
+
+        def grow(spare: int) -> Made:
+            assert self._made is not None
+            return self._with_spare(self._made, spare)
+
+        return Ask(made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._save)
+
+    def _with_room(self, made: Made, count: int) -> tuple[Made, bool]:
+        """Whether there are spare lines for a batch of so many ids and all that fly, and the cache, which may have
+        got them here."""
+        sets = made.sets
+        rows = sets.line_of_E.shape[0]
+        if sets.first_spare >= rows:  # every row has a line of its set
+            return made, True
+        most = min(rows, count + sum([batch.count for batch in self._flight]))
+        if sets.spare < most:
+            each = sum([t.element_size() * t[:1].numel() for t in made.lines])
+            if most > sets.first_spare and most * each > UNASKED:
+                return made, False
+            made = self._with_spare(made, most)
+        return made, made.sets.spare >= most
+
+    def _flies(self, ask: Ask, want: Want, ids: Tensor) -> None:
+        """A batch's rows have come."""
+        count = sum([end - begin for begin, end in want.segments])
+        self._flight.append(
+            _Batch(ids, _version(ids), tuple(sorted(want.segments)), ask.serial, None, ask.bit, count)
+        )
+        self._stats.requests += 1
+        self._stats.ids += count
+
+    def _save(self, entries: Tensor) -> None:
+        """Empty a cache in the midst of a plan (these entries of it): what is dirty goes back to the table."""
+        made = self._made
+        assert made is not None
+        lines, old = entries[Plan.LINE], entries[Plan.FROM]
+        moved = (old >= 0) & (entries[Plan.DIRTY] >= 2)
+        dirty_L = made.dirty_L.clone()
+        dirty_L[lines[lines >= 0]] = False
+        dirty_L[old[old >= 0]] = False
+        stayed = dirty_L.nonzero()[:, 0]
+        for tensor, host in zip(made.lines, made.host, strict=True):
+            host.write_from(tensor, stayed, made.sets.row_in_L[stayed])
+            host.write_from(tensor, old[moved], entries[Plan.ROW][moved])
+        self._wait_for_device(made)
+        self._hear()
+        self._made, self._dirty = None, False
+        self._flight.clear()
+
+    def _rescue(self, made: Made, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
         """Empty a cache of which some lines have or had these rows: what is dirty goes back to the table."""
         row_in_L = made.sets.row_in_L.clone()
         row_in_L[lines] = rows
@@ -409,7 +521,7 @@ class RowCache:
         self._made, self._dirty = None, False
         self._flight.clear()
 
-    def _distinct(self, made: _Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
+    def _distinct(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
         """The rows that a batch names, ascending, and how many ids it has."""
         parts = [ids[begin:end] for begin, end in segments]
         rows_N = torch.cat(parts).long() if parts else ids[:0].long()
@@ -422,7 +534,7 @@ class RowCache:
                     refuse(s, begin + int(bad[0]), int(part[int(bad[0])]))
         return rows_U, rows_N.numel()
 
-    def _with_spare(self, made: _Made, lines: int) -> _Made:
+    def _with_spare(self, made: Made, lines: int) -> Made:
         """The cache with at least so many spare lines.
 
         Where there is no memory for a tensor beside the longer one, the cache is emptied; batches in flight then ask
@@ -434,6 +546,8 @@ class RowCache:
         try:
             for k, tensor in enumerate(made.lines):
                 made.lines[k] = torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
+                if _together(made):  # the line of zeros is the last
+                    made.lines[k][-1:].zero_()
             dirty_L = torch.cat((made.dirty_L, made.dirty_L.new_zeros(more)))
             # Lines that the sets do not know of yet do no harm.
             self._made = made = made._replace(dirty_L=dirty_L)
@@ -451,7 +565,7 @@ class RowCache:
             ) from error
         return self._made
 
-    def _write_back(self, made: _Made, rows: Tensor, lines: Tensor) -> None:
+    def _write_back(self, made: Made, rows: Tensor, lines: Tensor) -> None:
         """Lines that are dirty are written to the table, and are so no more."""
         if not self._dirty or not rows.numel():
             return
@@ -462,7 +576,7 @@ class RowCache:
         for tensor, host in zip(made.lines, made.host, strict=True):
             host.write_from(tensor, lines, rows)
         made.dirty_L[lines] = False
-        self.stats.write_backs += rows.numel()
+        self._stats.write_backs += rows.numel()
 
     def _wait_for_other_stream(self) -> None:
         """What another stream was told of this cache comes first."""
@@ -472,10 +586,8 @@ class RowCache:
         stream = torch.cuda.current_stream(made.lines[0].device)
         if self._stream != stream:
             stream.wait_stream(self._stream)
-            for tensor in (*made.lines, made.dirty_L, *made.sets.tensors()):
-                tensor.record_stream(
-                    stream
-                )  # their memory is not another's before this stream is done with it
+            for tensor in made.tensors():  # their memory is not another's before this stream is done with it
+                tensor.record_stream(stream)
         self._stream = stream
 
     # ------------------------------------------------------------------------------------------------ copies
@@ -486,4 +598,99 @@ class RowCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RowCache.__init__(self, state["name"], state["params"], state["device"])
-        self.stats = state["stats"]
+        self._stats = state["stats"]
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a batch wants of one cache: rows of `host`, named by `segments` of its ids."""
+
+    cache: RowCache
+    host: Sequence[Tensor]
+    segments: Segments
+    refuse: Refuse
+    names: str = ""  # "feature@table" per segment, "," between, for messages; or empty
+
+
+def _together(made: Made) -> bool:
+    """Whether this cache answers requests with others: kernels do it."""
+    return TRITON and made.dirty_L.device.type == "cuda"
+
+
+def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
+    """`RowCache.prefetch` of several caches: on a GPU one request."""
+    with alone([want.cache for want in wants]), _outside_of_inference():
+        rest = list(wants)
+        while rest:
+            now: dict[int, Want] = {}
+            later = []
+            for want in rest:
+                cache = want.cache
+                made = cache._over(want.host)
+                if cache._batch(ids, want.segments) is not None:
+                    continue
+                if not _together(made):
+                    cache._request(made, ids, want.segments, want.refuse)
+                elif id(cache) in now:  # two tables with the same rows
+                    later.append(want)
+                else:
+                    now[id(cache)] = want
+            _request_all(list(now.values()), ids)
+            rest = later
+
+
+def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
+    while wants:
+        asks = [want.cache._ask(want, ids) for want in wants]
+        want_of = {id(ask): want for ask, want in zip(asks, wants, strict=True)}
+        try:
+            for chunk in in_chunks(asks):
+                request(chunk, ids, WAYS)
+                for ask in chunk:
+                    want_of[id(ask)].cache._flies(ask, want_of[id(ask)], ids)
+            return
+        except Emptied:  # those that have their rows by now are not asked again
+            wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
+    """What an evaluation brings into lines, training changes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def lines_of_all(
+    wants: Sequence[Want],
+    ids: Tensor,
+    segments: Sequence[tuple[int, int]],
+    tables: Sequence[int],
+    writes: bool,
+) -> Tensor:
+    """Line numbers of a batch's ids, segment after segment; as they are now, on a GPU.
+
+    Args:
+        wants: of each cached table.
+        segments: of the batch; tables: which of the wants each is of, or -1: ids of another table stay what they are.
+        writes: these lines are going to be changed. Else ids that are no rows have the line of zeros, since the request
+            has told of them.
+    """
+    prefetch_all(wants, ids)
+    made = [want.cache._made for want in wants]
+    sets = [own.sets for own in made if own is not None]
+    for want in wants if writes else ():
+        want.cache._dirty = True
+    lines: Tensor = torch.ops.tilerec.cache_lines_(
+        ids, [begin for begin, _ in segments], [end for _, end in segments], tables, [own.line_of_E for own in sets],
+        [own.dirty_L for own in made if own is not None] if writes else [],
+        [-1 if writes else own.row_in_L.shape[0] for own in sets],
+    )  # fmt: skip
+    return lines
+
+
+def all_together(wants: Sequence[Want]) -> bool:
+    """Whether `lines_of_all` serves these caches."""
+    return TRITON and bool(wants) and all([w.cache._on(w.host).type == "cuda" for w in wants])  # noqa: C419

@@ -38,6 +38,16 @@ class HostRows:
         if tensor.device.type != device.type:
             self._here = _over_pinned(tensor, device, self)
 
+    @property
+    def here(self) -> Tensor | None:
+        """The tensor's bytes where the device reads and writes them; None: it cannot."""
+        return self._here
+
+    @staticmethod
+    def move(lines: Tensor, old: Tensor, new: Tensor) -> None:
+        """`lines[new] = lines[old]`."""
+        _plain(lines).index_copy_(0, new, _plain(lines).index_select(0, old))
+
     def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
         """`lines[at] = rows of the table`."""
         if self._here is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.reader import copied, id_segments, places_in_copies
-from tilerec.storage.cached import RowCache, Segments
+from tilerec.storage.cached import RowCache, Segments, Want, all_together, lines_of_all
 
 
 class Holder(Protocol):
@@ -127,21 +127,19 @@ def per_table(
     return out
 
 
-def place(
-    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None,
-    sample_weights: Tensor | None, starts: Sequence[int], bags: Sequence[int], refuse: Refuse,
-    segments: list[tuple[int, int]] | None = None,
-) -> Placed:  # fmt: skip
-    """Bring what a batch reads of cached tables, and say where it is: until the next batch of any of them.
+def wanted(
+    holders: Sequence[Holder],
+    tables: Sequence[int],
+    segments: Sequence[tuple[int, int]],
+    refuse: Refuse,
+    names: str = "",
+) -> list[tuple[int, list[int], Want]]:
+    """Of each cached table that a feature reads: its number, these features, and what they want of its cache.
 
-    Args:
-        tables: per feature, its table among the holders.
-        ids, offsets, starts, bags: as `update_rows_` takes them.
-        segments: where each feature's ids lie, if known.
+    `names`: "feature@table" per feature, "," between, for messages; or empty.
     """
-    if segments is None:
-        segments = segments_of(holders, tables, ids, offsets, starts, bags)
-    pieces = [ids[begin:end] for begin, end in segments]
+    named = names.split(",") if names else []
+    found = []
     for t, features, own in per_table(holders, tables, segments):
         cache = holders[t].cache
         assert cache is not None
@@ -149,19 +147,70 @@ def place(
         def of_feature(segment: int, position: int, id_: int, features: list[int] = features) -> None:
             refuse(features[segment], position, id_)
 
-        known = () if offsets is None else tuple([(starts[f], bags[f], *segments[f]) for f in features])
-        lines = cache.lines_of(holders[t].host(), ids, own, of_feature, known)
-        for f, lines_n in zip(features, lines, strict=True):
-            pieces[f] = lines_n
-    placed_offsets = None
-    if offsets is not None:
+        theirs = ",".join([named[f] for f in features]) if named else ""
+        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, theirs)))
+    return found
+
+
+def _line_up(
+    segments: Sequence[tuple[int, int]], starts: Sequence[int], bags: Sequence[int], total: int
+) -> bool:
+    """Whether the features' ids, and their bags, are one after another all that there are."""
+    at = bag = 0
+    for (begin, end), start, count in zip(segments, starts, bags, strict=True):
+        if (begin, start) != (at, bag):
+            return False
+        at, bag = end, bag + count
+    return at == total
+
+
+def place(
+    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None,
+    sample_weights: Tensor | None, starts: Sequence[int], bags: Sequence[int], refuse: Refuse,
+    segments: list[tuple[int, int]] | None = None, names: str = "", writes: bool = False,
+) -> Placed:  # fmt: skip
+    """Bring what a batch reads of cached tables, and say where it is: until the next batch of any of them.
+
+    Args:
+        tables: per feature, its table among the holders.
+        ids, offsets, starts, bags: as `update_rows_` takes them.
+        segments: where each feature's ids lie, if known.
+        names: as of `wanted`.
+        writes: the lines of these rows are going to be changed.
+    """
+    if segments is None:
+        segments = segments_of(holders, tables, ids, offsets, starts, bags)
+    wants = wanted(holders, tables, segments, refuse, names)
+    of_table = {t: k for k, (t, _, _) in enumerate(wants)}
+    if all_together([want for _, _, want in wants]):
+        which = [of_table.get(t, -1) for t in tables]
+        placed_ids = lines_of_all([want for _, _, want in wants], ids, segments, which, writes)
+        for _, features, want in wants if offsets is not None else ():
+            want.cache.knows(
+                ids, want.segments, tuple([(starts[f], bags[f], *segments[f]) for f in features])
+            )
+    else:
+        pieces = [ids[begin:end] for begin, end in segments]
+        for _, features, want in wants:
+            known = () if offsets is None else tuple([(starts[f], bags[f], *segments[f]) for f in features])
+            lines = want.cache.lines_of(want.host, ids, want.segments, want.refuse, known)
+            for f, lines_n in zip(features, lines, strict=True):
+                pieces[f] = lines_n
+            if writes:
+                want.cache.updates(ids, want.segments)
+        placed_ids = torch.cat(pieces) if pieces else ids[:0]
+    placed_offsets, weights = offsets, sample_weights
+    if offsets is not None and not (
+        _line_up(segments, starts, bags, ids.shape[0]) and offsets.shape[0] == sum(bags) + 1
+    ):
         base, parts = 0, [offsets.new_zeros(1)]
         for start, count, (begin, end) in zip(starts, bags, segments, strict=True):
             parts.append(offsets[start + 1 : start + count + 1] + (base - begin))
             base += end - begin
         placed_offsets = torch.cat(parts)
-    weights = sample_weights
-    if weights is not None:
+        if weights is not None:
+            weights = torch.cat([weights[begin:end] for begin, end in segments]) if segments else weights[:0]
+    elif offsets is None and weights is not None:
         weights = torch.cat([weights[begin:end] for begin, end in segments]) if segments else weights[:0]
     used = set(tables)
     nameless = ids.new_empty(0, dtype=torch.int64)
@@ -169,7 +218,7 @@ def place(
     return Placed(
         [h.cache.lines if on and h.cache is not None else h.host() for h, on in zip(holders, live, strict=True)],
         [h.cache.names if on and h.cache is not None else nameless for h, on in zip(holders, live, strict=True)],
-        torch.cat(pieces) if pieces else ids[:0],
+        placed_ids,
         placed_offsets,
         weights,
         segments,

@@ -249,12 +249,10 @@ class TableRows(GradientSink):
         hyper: list[float], refuse: Refuse,
     ) -> Tensor:  # fmt: skip
         placed = place(
-            tables, of_feature, record.ids, record.offsets, record.sample_weights, record.starts, record.bags, refuse
+            tables, of_feature, record.ids, record.offsets, record.sample_weights, record.starts, record.bags, refuse,
+            writes=True,
         )  # fmt: skip
         read = [(tables[t].cache, own) for t, _, own in per_table(tables, of_feature, placed.segments)]
-        for cache, segments in read:
-            assert cache is not None
-            cache.updates(record.ids, segments)
         places = [table.place for table in tables]
         steps, counts, lr = counting(tables, spec, placed.ids.device)
         starts = placed.starts

@@ -12,6 +12,10 @@ ROAMS: Mapping[str, tuple[str, ...]] = {
     "advance_counts": ("counts",),
     "update_runs": ("weights", "slot0", "slot1", "slot2", "names"),
     "part_sums": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2"),
+    **dict.fromkeys(["ask_kernel", "give_kernel"], ("ints", "longs")),
+    **dict.fromkeys(["plan_kernel", "seat_kernel"], ("ints", "longs", "bytes")),
+    "carry_kernel": ("units",),
+    "lines_kernel": ("line_of", "dirty"),
     "apply_to_parts": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2", "names"),
 }  # fmt: skip
 """Arguments from which a kernel reaches other tensors, by distance (`addresses.py`)."""
@@ -23,6 +27,7 @@ SHARED: Mapping[tuple[str, str], str] = {
     ("hit_kernel", "last_E"): "all hits of a step write the step",
     ("values_kernel", "tile"): "a row that is named twice gets its initial values twice",
     ("number_kernel", "beside"): "a row that is named twice gets the number twice",
+    ("lines_kernel", "dirty"): "a mark: all whose line is going to be updated write 1",
     ("move_rows", "flat"): "segments that overlap are the caller's mistake; a test of bad places makes it",
 }
 """Arguments to which programs of a launch write one value, and nobody reads it in the launch: aligned words arrive
@@ -30,6 +35,7 @@ whole, so whoever is last, it is that value. Only stores of equal values pass.""
 
 TOLD_BY_ANY: Mapping[str, str] = {
     "report": "which of a batch's errors is told may differ from run to run (reports.py)",
+    "unsorted": "which of a row's occurrences has its key may differ (cache_ask.py); sorted they are the same",
 }
 """Arguments whose content may depend on the order of programs."""
 
@@ -42,6 +48,18 @@ MOST: Mapping[tuple[str, str], int] = {
     ("move_rows", "segments"): LISTED,
     ("deal_items", "width"): LISTED,
     ("sequence_kernel", "feature_count"): LISTED,
+    **{
+        (kernel, name): LISTED
+        for kernel in (
+            "ask_kernel",
+            "give_kernel",
+            "plan_kernel",
+            "carry_kernel",
+            "seat_kernel",
+            "lines_kernel",
+        )
+        for name in ("segment_count", "table_count", "mover_count")
+    },
     ("advance_counts", "program_id(0)"): LISTED // 32,
     ("sort_blocks", "program_id(0)"): 65536,  # `small_sort.MOST` occurrences
     ("rank_blocks", "program_id(0)"): 65536,

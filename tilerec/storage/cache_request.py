@@ -1,0 +1,176 @@
+"""One request of all cached tables of a batch, on a GPU: what `CacheSets.request` and `seat` do table by table.
+
+Nouns as in `tilerec/ops/cache.py`, and
+  ask    what a cache has to say to a request: its books and lines as they are, and its entries of the clock
+  sure   there are at least as many spare lines as the request can need; the host need not ask how many it does
+
+Nothing waits where all asks are sure. Otherwise the host waits once, for the header, and makes more spare lines where
+some are missing.
+
+Whatever is raised midway: until rows come in nothing has changed but marks that mean nothing, and dirty rows that were
+to leave are in the table as well. From then on it is not sure which row is in which line, and every cache is rescued:
+what is dirty, and was in its line before and stays there, is written to the table, and the cache is emptied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.cache import Plan, Told
+from tilerec.ops.upload import upload
+from tilerec.storage.cache_sets import CacheSets
+from tilerec.storage.host_rows import HostRows
+
+OPS = torch.ops.tilerec
+
+_MOST_KEYS = 1 << 61
+
+
+class Made(NamedTuple):
+    """A cache over the host tensors as they are."""
+
+    host: list[HostRows]
+    marks: tuple[Any, ...]
+    lines: list[Tensor]
+    dirty_L: Tensor
+    sets: CacheSets
+    told: Tensor  # int64 [8]; see ops/cache.py
+
+    def books(self) -> list[Tensor]:
+        sets = self.sets
+        return [
+            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.told,
+        ]  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """All memory."""
+        return [*self.lines, *self.books()]
+
+
+@dataclass
+class Ask:
+    """Of one cache."""
+
+    made: Made
+    segments: Sequence[tuple[int, int]]
+    serial: int
+    bit: int
+    alive: int
+    names: str
+    sure: bool
+    grow: Callable[[int], Made]  # have so many spare lines
+    rescue: Callable[[Tensor], None]  # given the plan's entries that are of this cache
+
+
+class Emptied(Exception):
+    """There was no memory for more spare lines beside the lines, so a cache was made anew, without rows."""
+
+
+def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
+    """Bring the rows that a batch names.
+
+    Raises:
+        InputError: for an id that is no row, at a later op.
+        Emptied: ask again.
+    """
+    begins = [begin for ask in asks for begin, _ in ask.segments]
+    ends = [end for ask in asks for _, end in ask.segments]
+    tables = [t for t, ask in enumerate(asks) for _ in ask.segments]
+    numbers = [ask.serial for ask in asks] + [ask.bit for ask in asks] + [ask.alive for ask in asks]
+    clock = upload(numbers, ids.device).view(3, len(asks))
+    sets = [ask.made.sets.sets for ask in asks]
+    names = ",".join([ask.names for ask in asks]) if all([ask.names for ask in asks]) else ""  # noqa: C419
+    books = [book for ask in asks for book in ask.made.books()]
+    header, keys, order = OPS.cache_ask_(ids, begins, ends, tables, books, sets, ways, clock, names)
+    while True:
+        plan = OPS.cache_plan(ids, begins, ends, tables, books, sets, ways, clock, header, keys, order)
+        if not _more(asks, header):
+            break
+        header[:, Told.SPARE : Told.SEATED] = 0
+        books = [book for ask in asks for book in ask.made.books()]
+    _move(asks, plan, header, books, clock, keys.shape[0])
+
+
+def _more(asks: Sequence[Ask], header: Tensor) -> bool:
+    """Make the spare lines that are missing; whether some were. Waits for the device unless all are sure."""
+    if all([ask.sure for ask in asks]):  # noqa: C419
+        return False
+    made = False
+    for ask, told in zip(asks, header.tolist(), strict=True):
+        missing = told[Told.SPARE] - told[Told.FREE]
+        if missing > 0:
+            before = ask.made.sets
+            ask.made, made = ask.grow(before.spare + missing), True
+            if ask.made.sets is not before:
+                raise Emptied
+    return made
+
+
+def _move(
+    asks: Sequence[Ask], plan: Tensor, header: Tensor, books: list[Tensor], clock: Tensor, ids: int
+) -> None:
+    lines: list[Tensor] = []
+    host: list[Tensor] = []
+    tables: list[int] = []
+    far: list[int] = []  # tables of which the device cannot read the rows
+    for t, ask in enumerate(asks):
+        here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
+        if len(here) < len(ask.made.lines):
+            far.append(t)
+            continue
+        lines += ask.made.lines
+        host += here
+        tables += [t] * len(here)
+    OPS.cache_move_(plan, header, lines, host, tables, ids, False)
+    for t in far:
+        _out(asks[t].made, _entries(plan, header, ids, t))
+    try:
+        OPS.cache_move_(plan, header, lines, host, tables, ids, True)
+        for t in far:
+            _in(asks[t].made, _entries(plan, header, ids, t))
+        OPS.cache_seat_(plan, header, books, clock, ids)
+    except BaseException:
+        for t, ask in enumerate(asks):
+            ask.rescue(_entries(plan, header, ids, t))
+        raise
+
+
+def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
+    """The plan's entries of a table. Waits."""
+    own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
+    return own[:, own[Plan.TABLE] == t]
+
+
+def _out(made: Made, entries: Tensor) -> None:
+    own = entries[:, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] % 2 == 1)]
+    for lines, rows in zip(made.lines, made.host, strict=True):
+        rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
+
+
+def _in(made: Made, entries: Tensor) -> None:
+    entries = entries[:, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0)]
+    moved = entries[:, entries[Plan.FROM] >= 0]
+    loaded = entries[:, entries[Plan.FROM] < 0]
+    for lines, rows in zip(made.lines, made.host, strict=True):
+        rows.move(lines, moved[Plan.FROM], moved[Plan.LINE])
+        rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
+
+
+def in_chunks(asks: Sequence[Ask]) -> list[list[Ask]]:
+    """Asks whose rows can be sorted at a time: all of them, as a rule (LFU: up to a billion rows)."""
+    chunks: list[list[Ask]] = [[]]
+    keys = 0
+    for ask in asks:
+        sets = ask.made.sets
+        own = sets.line_of_E.shape[0] << (31 if sets.count_E.numel() else 0)
+        if chunks[-1] and keys + own > _MOST_KEYS:
+            chunks.append([])
+            keys = 0
+        chunks[-1].append(ask)
+        keys += own
+    return [chunk for chunk in chunks if chunk]
