@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(later, "at_once", lambda device: False)
     monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=gpu.stream))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.run())
     return gpu
 

@@ -203,6 +203,8 @@ class TableCollection(nn.Module):
             return self._output_dtype
         dtypes = {leaf.dtype: None for leaf in leaves}
         dtypes.pop(torch.float8_e4m3fn, None)  # which promotes to any other; nothing is computed in it
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def _route(

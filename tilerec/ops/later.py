@@ -30,7 +30,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
 class _Device:
     """What one device has sent."""
 
-    sent: defaultdict[Any, deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))  # by stream
+    sent: defaultdict[int, deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))  # by stream
     copies: defaultdict[int, list[_Copy]] = field(
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
@@ -108,13 +108,14 @@ class Arrivals:
     def use_arrived(self, where: torch.device) -> None:
         """Use what has arrived; never waits. The first `use` that raises ends it, the others have their turn next
         time."""
-        if at_once(where) or where not in self._devices:
+        device = self._devices.get(where)
+        if device is None:  # the CPU, or it has sent nothing
             return
-        device = self._devices[where]
-        if not (device.of_graphs or any(device.sent.values())) or torch.cuda.is_current_stream_capturing():
+        queues = [queue for queue in tuple(device.sent.values()) if queue]
+        if not (queues or device.of_graphs) or torch.cuda.is_current_stream_capturing():
             return
-        for queue in tuple(device.sent.values()):
-            while (arrived := self._next_arrived(device, queue)) is not None:
+        for queue in queues:
+            while queue and (arrived := self._next_arrived(device, queue)) is not None:
                 numbers, use = arrived
                 use(numbers)
         for graph in device.of_graphs:
@@ -158,7 +159,7 @@ def _send(device: _Device, numbers: Tensor, use: Use, graph: _OfGraph | None = N
     copy.host.copy_(numbers, non_blocking=True)
     stream = torch.cuda.current_stream(numbers.device)
     copy.event.record(stream)
-    device.sent[stream].append(_Sent(copy, use, graph))
+    device.sent[stream.cuda_stream].append(_Sent(copy, use, graph))
     if graph is not None:
         graph.on_its_way = True
 

@@ -15,6 +15,7 @@ from tests.ops.triton.gates import Gate, aside, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
 from tilerec.ops import exchange as reference
+from tilerec.ops.upload import kept, upload
 
 pytest.importorskip("triton")
 
@@ -258,6 +259,35 @@ def test_placing_and_picking_equal_the_reference(seed: int, columns: int, bags: 
     exchange.place_rows_(got, rows, *moves, fresh)
     assert torch.equal(got, wanted)
     assert torch.equal(exchange.pick_rows(got, *moves[:-1]), reference._pick_rows_reference(got, *moves[:-1]))
+
+
+@pytest.mark.parametrize(("starts", "sent"), [([-1, -1], 1), ([-1, 0], 3)])
+def test_rows_of_all_bags_are_described_once_and_rows_with_slots_at_every_call(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int], sent: int
+) -> None:
+    uploads: list[object] = []
+    monkeypatch.setattr(exchange_rows, "_kept_plan", kept(4)(exchange_rows._plan))
+    monkeypatch.setattr(
+        exchange_rows, "upload", lambda numbers, device: (uploads.append(numbers), upload(numbers, device))[1]
+    )
+    moves = Moves(torch.tensor([2, 0], dtype=torch.int32), [3, 2], [2, 1], starts, [0, 2], [3, 3], [0, 1])
+    for seed in range(3):
+        rows = torch.randn(8, generator=torch.Generator().manual_seed(seed))
+        wanted, got = torch.ones(9), torch.ones(9)
+        reference._place_rows_reference_(wanted, rows, *moves)
+        exchange.place_rows_(got, rows, *moves)
+        assert torch.equal(got, wanted)
+    assert len(uploads) == sent
+
+
+@pytest.mark.parametrize("away", [0, 1, 2])
+def test_the_same_lists_of_rows_that_begin_elsewhere_are_not_read_as_the_first_were(away: int) -> None:
+    moves = Moves(NO_SLOTS, [5, 5], [4, 4], [-1, -1], [0, 4], [8, 8], [0, 0])
+    exchange.place_rows_(torch.zeros(40), torch.randn(40), *moves)
+    rows, wanted, got = torch.randn(44)[away : away + 40], torch.zeros(40), torch.zeros(43)[away : away + 40]
+    reference._place_rows_reference_(wanted, rows, *moves)
+    exchange.place_rows_(got, rows, *moves)
+    assert torch.equal(got, wanted)
 
 
 def test_picking_is_the_transpose_of_placing() -> None:
