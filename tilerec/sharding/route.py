@@ -28,6 +28,7 @@ from torch import Tensor
 from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
 from tilerec.ops.exchange import raise_fault
+from tilerec.ops.gradient import bag_starts
 from tilerec.ops.upload import current_stream, upload
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts
@@ -138,6 +139,8 @@ class Router:
                 self._merge_of[layout.wire[p]] = m
         self._header_index = self._index_header()
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
+        # One rank that has all rows of each table in one range: its batches lie as its lookups read them.
+        self._at_home = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
         self._header_out = [
             1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
             for parts, merges in zip(layout.sent, self._merges_to, strict=True)
@@ -177,6 +180,8 @@ class Router:
             InputError: this rank's or another rank's batch cannot be routed; then every rank raises.
         """
         weights = batch.weights if self.weighted else None
+        if self._at_home and self._lies_in_order(batch, keys):
+            return self._kept(batch, weights, keys)
         try:
             told, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
@@ -196,14 +201,46 @@ class Router:
         self.reads.add(counts_K2, keys, batch.batches)
         # Now the host knows how much of each there is.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
-        lengths, slots, positions, local = (
-            lengths[:present],
-            slots[:present],
-            positions[:moved],
-            local[:moved],
-        )
+        if slots.numel() > present:
+            lengths, slots = lengths[:present], slots[:present]
+        if local.numel() > moved:
+            local, positions = local[:moved], positions[:moved]
         unions = self._unite(marks, headers.counts, headers.sizes)
         return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
+
+    def _lies_in_order(self, batch: Batch, keys: Sequence[int]) -> bool:
+        """Whether each key is read by one route, in the order of the batch, as far as the host knows."""
+        if list(keys) != list(range(len(keys))):
+            return False
+        if self.each_id:
+            return batch.ids.numel() == sum(batch.bags)
+        bags = sum(batch.bags) if len(batch.batches) == 1 else sum(batch.batches)
+        return batch.offsets.numel() == bags + 1
+
+    def _kept(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
+        """A batch that travels nowhere: nothing is sorted, counted or sent, and nobody waits.
+
+        Ids are looked at by the lookup only. Bags without ids count as present.
+        """
+        device, bags, needs = batch.ids.device, batch.bags, weights is not None and weights.requires_grad
+        ids = (
+            batch.ids.contiguous()
+            if batch.ids.dtype in (torch.int32, torch.int64)
+            else batch.ids.to(torch.int64)
+        )
+        offsets = batch.offsets.to(torch.int64).contiguous()
+        firsts, counts = bag_starts(keys, batch.batches)
+        edges = upload(
+            [*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device
+        )
+        begins_K, ends_K = offsets[edges].view(2, -1)
+        self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
+        return Routed(
+            bags, list(bags), [-1] * len(bags), torch.empty(0, dtype=torch.int32, device=device),
+            _counting(ids.numel(), device) if needs else None, [ids.numel()], list(bags), [ids.numel()], needs, [], [],
+            ids=ids, offsets=_counting(ids.numel() + 1, device) if self.each_id else offsets,
+            sample_weights=None if weights is None else weights.detach().to(self.wide).contiguous(),
+        )  # fmt: skip
 
     def _check(self, headers: _Headers, flags: int, training: bytes) -> None:
         """Raise on all ranks alike where one of them cannot go on."""
@@ -260,7 +297,7 @@ class Router:
         at_edges = before[edges].to(torch.int64)
         return _Marks(mark, edges, before[place_P] - before[first_P], at_edges[1:] - at_edges[:-1])
 
-    def _unite(self, marks: _Marks, counts: list[list[int]], sizes: list[int]) -> list[_Union]:
+    def _unite(self, marks: _Marks, counts: list[tuple[int, int]], sizes: list[int]) -> list[_Union]:
         """Per merge: its bags, and where each part's bags stand among them."""
         if not sizes:
             return []
@@ -281,26 +318,36 @@ class Router:
             told: as `route_ids` gives it: the fault, which is a flag to the others, and the counts.
         """
         device, parts = told.device, len(self.layout.parts)
-        fault = told[:1]
-        flags_1 = (fault != 0) + flags  # REFUSED is 1, and whoever refuses already has no fault
+        if device.type == "cpu":  # faults were raised there
+            fault, flags_1 = told[:0].view(torch.int32), torch.tensor([flags], device=device)
+        else:
+            fault = told[:1].view(torch.int32)
+            flags_1 = (told[:1] != 0) + flags  # REFUSED is 1, and whoever refuses already has no fault
         values = torch.cat((flags_1, told[1:], sizes_M)).to(torch.int32)
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
-        refusals = refusers = 0
-        if self.everyone is None:
-            *flat, low, high = torch.cat((values, handle.wait(), fault.view(torch.int32))).tolist()
-        else:  # both are on their way when the host waits
+        pieces = [fault, values]
+        if self.everyone is not None:  # both are on their way when the host waits
             refused = flags_1 & REFUSED
             own = torch.cat((refused, refused * self.everyone.rank)).to(torch.int32)
-            vote = self.everyone.all_reduce_("refusals", own)
-            both = torch.cat((values, handle.wait(), vote.wait(), fault.view(torch.int32)))
-            *flat, refusals, refusers, low, high = both.tolist()
-        counts = [flat[at : at + 2] for at in range(1, 1 + 2 * parts, 2)]
-        sizes = flat[1 + 2 * parts : values.numel()]
-        ends = itertools.accumulate(self._header_in, initial=values.numel())
-        heard = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
-        return _Headers((high << 32) + low % (1 << 32), counts, sizes, heard, refusals, refusers)
+            pieces.insert(0, self.everyone.all_reduce_("refusals", own).wait())
+        numbers = iter(torch.cat((*pieces, handle.wait())).tolist())
+
+        def take(count: int) -> list[int]:
+            return list(itertools.islice(numbers, count))
+
+        refusals, refusers = take(2) if self.everyone is not None else (0, 0)
+        low, high = take(2) if fault.numel() else (0, 0)
+        _, *counts = take(1 + 2 * parts)
+        return _Headers(
+            (high << 32) + low % (1 << 32),
+            list(zip(counts[::2], counts[1::2], strict=True)),
+            take(sizes_M.numel()),
+            [take(size) for size in self._header_in],
+            refusals,
+            refusers,
+        )
 
     def _index_on(self, device: torch.device) -> Tensor:
         """The header's index. Each stream sends its own: none of them waits for another."""
@@ -447,7 +494,7 @@ class _Headers:
     """What a step's one copy to the host says."""
 
     fault: int  # of my batch, for `raise_fault`; 0: none
-    counts: list[list[int]]  # P and N of each of my parts, in wire order
+    counts: list[tuple[int, int]]  # P and N of each of my parts, in wire order
     sizes: list[int]  # U of each of my merges
     heard: list[list[int]]  # per home: flags; P and N of each part I get; U and P of each merge I make
     refusals: int  # how many ranks of all teams refused this step (0 where nobody counts)
