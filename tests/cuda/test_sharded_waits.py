@@ -144,6 +144,36 @@ def test_a_forward_on_two_hosts_waits_once_and_has_the_cpus_bits(weighted: bool)
     assert waited - before == 4 * 3, "each rank, for each batch"
 
 
+def beside(group: Group, tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """The output of a batch that was routed on another stream, which was busy then, and of the same batch again."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t", feature_names=["a"])])
+    with torch.no_grad():
+        module.embedding_bags["t"].weight.copy_(torch.arange(4.0 * ROWS).view(ROWS, 4))
+    module, side = module.cuda(), torch.cuda.Stream()
+    shard_collection(module, {"t": tiling}, group, group.split("route"), Topology(2, "cpu"))
+    features = random_batch(["a"], ROWS, 7, seed=group.rank).to("cuda")
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        routed = module.route(features)
+        torch.cuda._sleep(50_000_000)
+        twice = module.route(features)
+    with torch.no_grad():
+        return module(routed).values(), module(twice).values()
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["ranges", "copies"])
+def test_a_batch_may_be_routed_on_another_stream(copies: bool) -> None:
+    half = ROWS // 2
+    cut: list[Any] = [(0, ROWS, 0, 4, (0, 1))] if copies else [(0, half, 0, 4, 0), (half, ROWS, 0, 4, 1)]
+    table = torch.arange(4.0 * ROWS).view(ROWS, 4)
+    for rank, outs in enumerate(run_virtual_ranks(2, beside, Tiling.of("t", ROWS, 4, cut))):
+        features = random_batch(["a"], ROWS, 7, seed=rank)
+        bags = torch.tensor_split(table[features.values()], features.offsets()[1:-1])
+        want = torch.stack([bag.sum(0) for bag in bags])
+        assert all(torch.equal(out.cpu(), want) for out in outs)
+
+
 def refused() -> tuple[str, list[float]]:
     """What a rank says of a batch with a bad id on rank 1, and the output of the step after it."""
     module = sharded("pooled")

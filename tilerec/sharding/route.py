@@ -32,6 +32,7 @@ from tilerec.ops.gradient import bag_starts
 from tilerec.ops.upload import current_stream, upload
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts
+from tilerec.storage.made_ahead import Moment
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
 """Flags of a header; above them stands a digest of how its rank trains the tables."""
@@ -318,19 +319,22 @@ class Router:
             told: as `route_ids` gives it: the fault, which is a flag to the others, and the counts.
         """
         device, parts = told.device, len(self.layout.parts)
+        fault = None
         if device.type == "cpu":  # faults were raised there
-            fault, flags_1 = told[:0].view(torch.int32), torch.tensor([flags], device=device)
+            said = told.clone()
+            said[0] = flags
         else:
             fault = told[:1].view(torch.int32)
-            flags_1 = (told[:1] != 0) + flags  # REFUSED is 1, and whoever refuses already has no fault
-        values = torch.cat((flags_1, told[1:], sizes_M)).to(torch.int32)
+            # REFUSED is 1, and whoever refuses already has no fault.
+            said = torch.cat(((told[:1] != 0) + flags, told[1:]))
+        values = (torch.cat((said, sizes_M)) if sizes_M.numel() else said).to(torch.int32)
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
-        pieces = [fault, values]
+        pieces = [values] if fault is None else [fault, values]
         if self.everyone is not None:  # both are on their way when the host waits
-            refused = flags_1 & REFUSED
-            own = torch.cat((refused, refused * self.everyone.rank)).to(torch.int32)
+            refused = values[:1] & REFUSED
+            own = torch.cat((refused, refused * self.everyone.rank))
             pieces.insert(0, self.everyone.all_reduce_("refusals", own).wait())
         numbers = iter(torch.cat((*pieces, handle.wait())).tolist())
 
@@ -338,7 +342,7 @@ class Router:
             return list(itertools.islice(numbers, count))
 
         refusals, refusers = take(2) if self.everyone is not None else (0, 0)
-        low, high = take(2) if fault.numel() else (0, 0)
+        low, high = (0, 0) if fault is None else take(2)
         _, *counts = take(1 + 2 * parts)
         return _Headers(
             (high << 32) + low % (1 << 32),
@@ -435,16 +439,24 @@ class Router:
             _held(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
             all_unions, members,
         )  # fmt: skip
-        routed.pending = lambda: self._receive(routed, handle, in_splits, heard, weighted)
+        sent = Moment(payload.device) if payload.is_cuda else None
+        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, heard, weighted)
         return routed
 
     # ------------------------------------------------------------------------------------------------ owner
 
     def _receive(
-        self, routed: Routed, handle: Handle, splits: list[int], heard: list[list[int]], weighted: bool
-    ) -> None:
-        """Take the payloads apart: ids of all homes in a row, with their bags' offsets."""
+        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], heard: list[list[int]],
+        weighted: bool,
+    ) -> None:  # fmt: skip
+        """Take the payloads apart: ids of all homes in a row, with their bags' offsets.
+
+        Args:
+            sent: on a GPU, when the batch was; another stream may be current now.
+        """
         layout, payload = self.layout, handle.wait()
+        if sent is not None:
+            sent.wait([payload])
         ids, weights, member_slots = [], [], []
         lengths = _Runs()
         at = member = merge_at = member_at = 0
