@@ -19,10 +19,12 @@ from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, rectangles
 from tilerec.sharding.route import Router
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -217,6 +219,56 @@ def test_replicas_next_door_cost_no_bytes() -> None:
         return group.traffic["ids"].total + group.traffic["rows"].total
 
     assert run_virtual_ranks(3, fn) == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- one rank
+
+
+@pytest.mark.parametrize("kind", ["pooled", "weighted", "sequence", "exact"])
+@pytest.mark.parametrize("variable", [False, True])
+def test_one_rank_with_whole_tables_routes_nothing_and_has_the_same_bits(kind: str, variable: bool) -> None:
+    """The same batch with its keys in another order is routed."""
+    weighted, sequence = kind == "weighted", kind == "sequence"
+
+    def fn(group: Group, keys: tuple[str, ...]) -> tuple[list[Tensor], int, list[int]]:
+        module = sharded(
+            group, rows(20, 1), ("a", "b"), weighted=weighted, sequence=sequence, exact=kind == "exact"
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+        left = []
+        for size in (3, 0, 7):
+            features = random_batch(["a", "b"], 20, size, seed=size, weighted=weighted, variable=variable)
+            features = features.permute([["a", "b"].index(key) for key in keys])
+            if weighted:
+                features.weights().requires_grad_()
+            out = module(features)
+            values = [out[key].values() for key in ("a", "b")] if sequence else [out.values()]
+            torch.cat([value.flatten() for value in values]).square().sum().backward()
+            left += [value.detach() for value in values]
+            if weighted:
+                grads = features.weights().grad.split(features.length_per_key())
+                left += [grads[keys.index(key)] for key in ("a", "b")]
+        left += [tile.detach() for tile in module.parameters()]
+        reads = module.exchange.all_stages()[0].router.reads
+        return left, group.traffic["header"].calls, [*reads.ids(2), *reads.bags()]
+
+    [(got, calls, read)] = run_virtual_ranks(1, fn, ("a", "b"))
+    assert calls == 0
+    [(want, calls, counted)] = run_virtual_ranks(1, fn, ("b", "a"))
+    assert calls == 3
+    assert read == counted
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["pooled", "sequence"])
+def test_one_rank_refuses_ids_outside_its_table_and_goes_on(sequence: bool) -> None:
+    def fn(group: Group) -> None:
+        module = sharded(group, rows(20, 1), sequence=sequence)
+        with pytest.raises(InputError, match=r"Table 't': id 20 of feature 'a' \(position 1 "):
+            module(batch_of([[3], [20]]))
+        module(batch_of([[3], [19]]))
+
+    run_virtual_ranks(1, fn)
 
 
 # ---------------------------------------------------------------------------------------------------- large tables
