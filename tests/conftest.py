@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Several workers of two threads each share the cores: a thread that waits in a loop, as is libgomp's way, keeps its
+# core from the thread that it waits for, and small steps take five times as long. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import hypothesis
 import numpy as np
 import pytest
