@@ -18,6 +18,7 @@ from tests.ops.triton.test_update import ELEMENT, RULES, pooled, single, slots_f
 from tilerec.errors import InputError
 from tilerec.ops.rules import make_rule
 from tilerec.ops.triton import library
+from tilerec.ops.triton import parts as module
 from tilerec.ops.triton.parts import (
     rule_apply_to_tables_,
     rule_partials_of_tables,
@@ -96,6 +97,39 @@ def test_partial_sums_are_the_references(
         # Sums of squares and products: nothing that a CPU could round otherwise.
         same(got, want, "sgd" if phase == 0 and name != "lamb" else name)
         parts["grads"][0][1, 0] = 1.0
+
+
+def test_parts_beyond_a_grids_second_axis_are_further_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of which part a row is told to be missing."""
+    monkeypatch.setattr(module, "GRID_Y", 1)
+    rule, hyper, _ = RULES["lars"]
+    parts = parts_of("lars", [0] * 3, [8, 5, 3], torch.float32)
+    scalars = scalars_for(parts, 2)
+    about = (rule, hyper, [1, 2, 3])
+    results = []
+    for function in (rule_apply_to_tables_, rule_apply_to_tables_reference_):
+        weights, slots = [w.clone() for w in parts["weights"]], [s.clone() for s in parts["slots"]]
+        function(
+            weights,
+            slots,
+            parts["rows"],
+            parts["grads"],
+            scalars,
+            [37] * 3,
+            *about,
+            [0] * 6,
+            [0] * 3,
+            [0] * 3,
+        )
+        results.append((*weights, *slots))
+    for got, want in zip(*results, strict=True):
+        same(got, want, "lars")
+    parts["rows"][2][1] = 6
+    with pytest.raises(InputError, match=r"id 6 of feature number 2 \(position 1\) is outside \[0, 6\)"):
+        rule_partials_of_tables(
+            parts["weights"], parts["slots"], parts["rows"], parts["grads"], [s[:0] for s in scalars], 0, [37] * 3,
+            False, True, [0] * 3, *about,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(RULES)[1:])

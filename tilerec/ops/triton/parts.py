@@ -34,7 +34,7 @@ from tilerec.ops.library import LIBRARY
 from tilerec.ops.rules import BLOCK
 from tilerec.ops.triton.addresses import capturing, upload
 from tilerec.ops.triton.counts import pace_table, paces_on_device, read_pace
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.triton.launch import GRID_Y, launch
 from tilerec.ops.triton.library import on_own_device
 from tilerec.ops.triton.reports import new_report, post, raise_due
 from tilerec.ops.triton.rows import tell
@@ -85,7 +85,7 @@ def _read_part(
     bad = here & ((row < 0) | (row >= tl.load(numbers + 14)))
     if tl.max(bad.to(tl.int32), axis=0) > 0:
         place = tl.min(tl.where(bad, u, 0x7FFFFFFFFFFFFFFF), axis=0)
-        tell(report, tl.sum(tl.where(u == place, row, 0), axis=0), tl.program_id(1).to(tl.int64), place)
+        tell(report, tl.sum(tl.where(u == place, row, 0), axis=0), tl.load(numbers + 10), place)
     take = here & (bad == 0)
     width = tl.load(numbers + 15)
     columns = tl.arange(0, COLUMNS)[None, :] - tl.load(numbers + 22)
@@ -299,7 +299,12 @@ def _by_type(
     for t, weight in enumerate(weights):
         if rows[t].numel():
             members.setdefault(weight.dtype, []).append(t)
-    return [_Parts(own, weights, slots, kinds, rows, grads, scalars, names) for own in members.values()]
+    # Parts are the second axis of a grid.
+    return [
+        _Parts(own[first : first + GRID_Y], weights, slots, kinds, rows, grads, scalars, names)
+        for own in members.values()
+        for first in range(0, len(own), GRID_Y)
+    ]
 
 
 def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
