@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from tests.cuda.sizes import size
 from tests.cuda.test_sharded import KEYS, ROWS, loss_of, model, sequences
-from tilerec.ops.triton import update
+from tilerec.ops.triton import parts, update
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.replicate import DMPCollection
@@ -30,7 +30,7 @@ Trained = tuple[list[Tensor], list[bool]]
 
 
 def noted() -> list[bool]:
-    """Per update from now on, whether an order was there."""
+    """Per update, or sum of rows, from now on, whether an order was there."""
     real = getattr(update.made_before, "real", update.made_before)
     taken: list[bool] = []
 
@@ -39,12 +39,12 @@ def noted() -> list[bool]:
         return order
 
     made_before.real = real  # type: ignore[attr-defined]
-    update.made_before = made_before
+    update.made_before = parts.made_before = made_before
     return taken
 
 
-def trained(module: Any, parts: Any, rank: int, ahead: bool) -> Trained:
-    """`parts`: the collection in the module."""
+def trained(module: Any, tables: Any, rank: int, ahead: bool) -> Trained:
+    """`tables`: the collection in the module."""
     sorts, side = noted(), torch.cuda.Stream()
     coming: list[Any] = [
         random_batch(KEYS, ROWS, 3 + 2 * rank, seed=10 * at + rank).to("cuda") for at in range(STEPS)
@@ -54,7 +54,7 @@ def trained(module: Any, parts: Any, rank: int, ahead: bool) -> Trained:
     def prefetched(at: int) -> None:
         if ahead and at < STEPS:
             with torch.cuda.stream(side):
-                coming[at] = parts.prefetch(coming[at])
+                coming[at] = tables.prefetch(coming[at])
 
     prefetched(0)
     for at in range(STEPS):
@@ -80,16 +80,16 @@ def train(kind: str, each_id: bool, ahead: bool) -> Trained:
 KINDS = [("row_wise", True), ("table_wise", False), ("column_wise", False), ("data_parallel", False)]
 
 
-def test_batches_are_sorted_ahead_under_every_tiling() -> None:
-    """But where replicas have something to say first: theirs are sorted when they have."""
+@pytest.mark.parametrize(("kind", "each_id"), KINDS)
+def test_batches_are_sorted_ahead_under_every_tiling(kind: str, each_id: bool) -> None:
+    """But where replicas tell their ids with the gradients: theirs are sorted then."""
     with Ranks(2, backend="gloo", timeout_s=size(60, 600)) as ranks:
-        for kind, each_id in KINDS:
-            plain, ahead = (ranks.run(train, kind, each_id, ahead) for ahead in (False, True))
-            for rank, ((want, sorts), (got, made)) in enumerate(zip(plain, ahead, strict=True)):
-                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
-                assert not any(sorts), kind
-                assert made == [kind != "data_parallel"] * len(sorts), kind
-                assert made or (kind == "table_wise" and rank == 1)
+        plain, ahead = (ranks.run(train, kind, each_id, ahead) for ahead in (False, True))
+    for rank, ((want, sorts), (got, made)) in enumerate(zip(plain, ahead, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert not any(sorts)
+        assert made == [kind != "data_parallel"] * len(sorts)
+        assert made or (kind == "table_wise" and rank == 1)
 
 
 def train_2d(ahead: bool) -> Trained:

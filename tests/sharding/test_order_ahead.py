@@ -47,6 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found.append(real(self, handles, record) is not None)
 
     monkeypatch.setattr(TableRows, "order", order)
+    monkeypatch.setattr(TableRows, "order_sums", order)
     monkeypatch.setattr(OrdersAhead, "take", take)
     return found
 
@@ -164,16 +165,23 @@ def test_what_was_not_known_ahead_is_sorted_when_it_is(asked: Asked) -> None:
     assert sorted(asked) == [False] * 2 * WORLD + [True] * WORLD
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec"), [("data_parallel", SGD(lr=0.1)), ("column_wise", RowWiseAdagrad(lr=0.1))]
-)
-def test_rows_of_which_others_speak_first_have_none(kind: str, spec: OptimizerSpec, asked: Asked) -> None:
+def test_sums_of_rows_that_go_on_in_other_columns_have_an_order(asked: Asked) -> None:
     base = pooled()
 
     def run(group: Group) -> None:
-        module = attached(copy.deepcopy(base), spec, kind, group)
+        step(attached(copy.deepcopy(base), RowWiseAdagrad(lr=0.1), "column_wise", group), group, 2)
+
+    run_virtual_ranks(WORLD, run)
+    assert asked == [True] * 2 * WORLD
+
+
+def test_tables_whose_replicas_tell_their_ids_with_the_gradients_have_none(asked: Asked) -> None:
+    base = pooled()
+
+    def run(group: Group) -> None:
+        module = attached(copy.deepcopy(base), SGD(lr=0.1), "data_parallel", group)
         step(module, group, 2)
         assert not any(rows.orders.made for rows in module._rows())
 
     run_virtual_ranks(WORLD, run)
-    assert not any(asked)
+    assert asked == [False] * 2 * WORLD

@@ -305,11 +305,15 @@ def sum_rows(record: GradientRecord) -> tuple[Tensor, Tensor]:
 
 
 def sum_rows_of_tables(
-    record: GradientRecord, features: Sequence[Sequence[int]]
-) -> list[tuple[Tensor, Tensor]]:
+    record: GradientRecord, features: Sequence[Sequence[int]], rows: Sequence[int] = (),
+    ordered: Sequence[Tensor] | None = None,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
     """Distinct rows `[U]` and summed gradients `[U, D]` of each table, all in one go.
 
-    `features`: per table, the features of the record that read it, at least one, ascending.
+    Args:
+        features: per table, the features of the record that read it, at least one, ascending.
+        rows: of each table, where they are known: a GPU would look for the largest id, and the host wait for it.
+        ordered: as the op takes it.
     """
     if not features:
         return []
@@ -317,15 +321,17 @@ def sum_rows_of_tables(
     named = sorted(table_of)
     dims = [record.dims[own[0]] for own in features]
     record = record.only(named)
-    rows, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(
-        record.grad, record.ids, record.offsets, record.sample_weights, [0] * len(dims), dims,
+    known = list(rows) if rows and record.ids.device.type != "cpu" else [0] * len(dims)
+    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(
+        record.grad, record.ids, record.offsets, record.sample_weights, known, dims,
         [table_of[f] for f in named], record.starts, record.bags, record.grad_starts, record.grad_strides, record.means,
+        ordered,
     )  # fmt: skip
     distinct = counts.tolist()
     blocks = grads.split([count * dim for count, dim in zip(distinct, dims, strict=True)])
     return [
         (rows_U, block.view(count, dim))
-        for rows_U, block, count, dim in zip(rows.split(distinct), blocks, distinct, dims, strict=True)
+        for rows_U, block, count, dim in zip(found.split(distinct), blocks, distinct, dims, strict=True)
     ]
 
 

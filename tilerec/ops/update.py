@@ -57,8 +57,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "sum_row_gradients_of_tables(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] rows, "
-    "int[] dims, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> "
-    "(Tensor, Tensor, Tensor)"
+    "int[] dims, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means, "
+    "Tensor[]? ordered=None) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "rule_partials(Tensor weight, Tensor[] slots, Tensor rows, Tensor grads, Tensor scalars, int phase, int dim, "
@@ -124,12 +124,14 @@ def sum_row_gradients_of_tables_reference(
     grad_starts: Sequence[int],
     grad_strides: Sequence[int],
     means: Sequence[int],
+    ordered: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct rows of T tables, and their summed gradients.
 
     Args:
         rows, dims: per table: rows (0: not known) and columns.
         tables: per feature, the table it reads; the rest as in `update_rows_reference_`.
+        ordered: what `order_rows` gave for tables of these rows and one column each; read where occurrences are sorted.
 
     Returns:
         rows (int64, ascending in each table) and gradients (flat), table after table, and how many rows each has (int64

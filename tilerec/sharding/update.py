@@ -176,9 +176,7 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # peers wait for what is still to be told
                     failures.append(error)
-            parts = ways.parts
-            features = features_of(own, [table.handle for table in parts])
-            split += zip(parts, sum_rows_of_tables(own, list(features.values())), strict=True)
+            split += zip(ways.parts, _summed(ways.parts, own), strict=True)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
@@ -189,8 +187,11 @@ class TileRows(TableRows):
         rules = _rules(tables)
         for peers, own in _shares(tables, record):
             if len(peers[0].peers.replicas) == 1:
-                for same in _Ways.of(peers, rules).together:
+                ways = _Ways.of(peers, rules)
+                for same in ways.together:
                     TableRows.order(same[0], same, _only(own, same))
+                if ways.parts:
+                    ways.parts[0].order_sums(ways.parts, _only(own, ways.parts))
 
     def _of_all_teams(self, record: GradientRecord) -> GradientRecord:
         """A record's gradients, where other teams have copies of the tile and gradients of their own."""
@@ -293,6 +294,17 @@ def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord
     """The part of a record that concerns these tables."""
     handles = {table.handle for table in tables}
     return record.only([f for f, sink in enumerate(record.sinks) if sink in handles])
+
+
+def _summed(tables: Sequence[TileRows], record: GradientRecord) -> list[RowSums]:
+    """Of each of these tables, which the record names."""
+    if not tables:
+        return []
+    handles = [table.handle for table in tables]
+    own = _only(record, tables)
+    ordered = tables[0].orders.take(handles, own)
+    rows = [table.leaf.shape[0] for table in tables]
+    return sum_rows_of_tables(own, list(features_of(own, handles).values()), rows, ordered)
 
 
 RowSums = tuple[Tensor, Tensor]

@@ -215,16 +215,15 @@ class TableRows(GradientSink):
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         """Sort a batch's occurrences now for the `take` to come, where that saves anything: on a GPU."""
         tables = cast("Sequence[TableRows]", sinks)
-        there = record.ids.device
-        if (
-            TRITON
-            and there.type == "cuda"
-            and self.group is not None
-            and all(t.cache is None and t.leaf.device == there for t in tables)
-            and all(t.leaf.dtype != torch.float64 for t in tables)  # the reference's, which sorts nothing
-        ):
-            leaves = [table.leaf for table in tables]
-            self.orders.make(leaves, [table.handle for table in tables], record)
+        if self.group is not None and _sorted_there(tables, record.ids.device):
+            self.orders.make([table.leaf for table in tables], [table.handle for table in tables], record)
+
+    def order_sums(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
+        """`order` for tables whose rows' gradients are summed and not applied; this is the first of them."""
+        if _sorted_there(tables, record.ids.device):
+            # Of one column each: sums have keys in the order of the tables, whatever their widths.
+            narrow = [t.leaf.detach().as_strided((t.leaf.shape[0], 1), (0, 1)) for t in tables]
+            self.orders.make(narrow, [table.handle for table in tables], record)
 
     def _take_placed(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
         """`take` where some of the tables are cached."""
@@ -365,6 +364,15 @@ class _Skipped:
         table = self.tables[t]() if skipped else None
         if table is not None:
             table.report_skipped(self.spec, skipped, row)
+
+
+def _sorted_there(tables: Sequence[TableRows], device: torch.device) -> bool:
+    """Whether a backend sorts these tables' occurrences: on a GPU, but for the reference's."""
+    return (
+        TRITON
+        and device.type == "cuda"
+        and all(t.cache is None and t.leaf.device == device and t.leaf.dtype != torch.float64 for t in tables)
+    )
 
 
 def rows_of(parameter: Tensor) -> TableRows | None:

@@ -15,6 +15,7 @@ from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
 from tilerec.ops.order import order_rows_reference
 from tilerec.ops.triton import library, update
+from tilerec.ops.triton.parts import sum_row_gradients_of_tables
 from tilerec.ops.triton.update import order_rows, update_rows_
 from tilerec.ops.update import update_rows_reference_
 
@@ -75,6 +76,26 @@ def test_an_update_has_the_same_bits_with_an_order_and_sorts_nothing(
     assert plain[0] == ahead[0]
     for a, b in zip(plain[1:], ahead[1:], strict=True):
         assert torch.equal(a, b)
+
+
+def test_row_sums_have_the_same_bits_with_an_order_of_tables_of_one_column(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the tables' own widths are."""
+    dims = [4, 9, 3]
+    record = pooled(dims, [2, 0, 5, 1, 3, 3, 0, 0, 0], 6, 3, weighted=True, means=[1, 0, 0])
+    plain = sum_row_gradients_of_tables(*record[:4], [6] * 3, dims, *record[4:])
+    narrow = [torch.randn(6, dim).as_strided((6, 1), (0, 1)) for dim in dims]
+    ordered = order_rows(narrow, *record[1:])
+    others = sum_row_gradients_of_tables(
+        *record[:4], [7, 6, 6], dims, *record[4:], ordered
+    )  # of other rows: not read
+    monkeypatch.setattr("tilerec.ops.triton.sort.order_occurrences", None)
+    monkeypatch.setattr("tilerec.ops.triton.sort.sort_small", None)
+    ahead = sum_row_gradients_of_tables(*record[:4], [6] * 3, dims, *record[4:], ordered)
+    for got in (ahead, others):
+        for a, b in zip(got, plain, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_an_order_of_tables_that_lie_otherwise_now_is_not_read() -> None:

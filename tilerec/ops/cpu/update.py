@@ -276,6 +276,7 @@ def register(library: ctypes.CDLL) -> None:
         grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: Sequence[int],
         dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
         grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
+        ordered: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         if grad.dtype not in DTYPES:
             return sum_row_gradients_of_tables_reference(

@@ -42,6 +42,7 @@ from tilerec.ops.triton.rules import Ready, ready
 from tilerec.ops.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
 from tilerec.ops.triton.update import refuse_frozen_counts
 from tilerec.ops.triton.update_launch import device_of, launch_update
+from tilerec.ops.triton.update_order import made_before
 from tilerec.ops.triton.update_record import read_record, same_device
 from tilerec.ops.triton.update_slots import load_slot, store_rows, store_slot
 from tilerec.ops.triton.update_tables import GRADIENT_TYPES, WIDEST, Group, Tables, counted, served
@@ -455,6 +456,7 @@ def sum_row_gradients_of_tables(
     grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: Sequence[int],
     dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
     grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
+    ordered: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`tilerec/ops/update.py`. The host waits once, for the numbers of distinct rows (twice where a table's rows are
     not known: first for the largest id)."""
@@ -492,8 +494,10 @@ def sum_row_gradients_of_tables(
         nothing = torch.empty(0, dtype=torch.float32, device=device)
         return torch.empty(0, dtype=torch.int64, device=device), nothing, counts
     with device_of(ids):
-        ordered = sort_occurrences(record, layout.numbers, len(dims), layout.sentinel, dims)
-        keys = ordered.keys
+        by_key = sort_occurrences(
+            record, layout.numbers, len(dims), layout.sentinel, dims, made_before(ordered, layout, record)
+        )
+        keys = by_key.keys
         heads = torch.ones_like(keys, dtype=torch.bool)
         torch.ne(keys[1:], keys[:-1], out=heads[1:])
         heads.logical_and_(keys < layout.sentinel)
@@ -532,9 +536,9 @@ def sum_row_gradients_of_tables(
                 4,
                 True,
             )
-            nothing = ordered.keys
+            nothing = by_key.keys
             launch_update(
-                group, upload(list(itertools.chain.from_iterable(numbers)), device), record, ordered,
+                group, upload(list(itertools.chain.from_iterable(numbers)), device), record, by_key,
                 ready("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
                 names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
             )  # fmt: skip
