@@ -299,9 +299,12 @@ def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> Gradi
     )  # fmt: skip
 
 
-def sum_rows(record: GradientRecord) -> tuple[Tensor, Tensor]:
-    """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table."""
-    return sum_rows_of_tables(record, [range(len(record.sinks))])[0]
+def sum_rows(record: GradientRecord, rows: int = 0) -> tuple[Tensor, Tensor]:
+    """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table.
+
+    `rows`: of the table; 0: not known.
+    """
+    return sum_rows_of_tables(record, [range(len(record.sinks))], [rows])[0]
 
 
 def sum_rows_of_tables(

@@ -110,7 +110,10 @@ def agree_on_gradients(
     as_rows = [t for t, form in enumerate(forms) if form is Form.ROWS]
     as_dense = [t for t, form in enumerate(forms) if form is Form.DENSE]
     summed = [*as_rows, *as_dense]
-    sums = dict(zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed]), strict=True))
+    rows_of = [tables[t].rows for t in summed]
+    sums = dict(
+        zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True)
+    )
     distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
 
     small = all(table.rows < 1 << 31 for table in tables)

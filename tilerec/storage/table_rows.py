@@ -326,7 +326,7 @@ class TableRows(GradientSink):
 
     def _add_sparse_grad(self, record: GradientRecord) -> None:
         leaf = self.leaf
-        rows_U, grads_UD = sum_rows(record)
+        rows_U, grads_UD = sum_rows(record, leaf.shape[0])
         grad = torch.sparse_coo_tensor(
             rows_U[None],
             (grads_UD / self.divisor).to(leaf.dtype),
