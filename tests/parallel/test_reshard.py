@@ -514,4 +514,4 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
         pytest.skip("the pages are part of the repository, not of the wheel")
     source = page.read_text().split("```python\n")[1].split("```")[0]
     exec(compile(source, str(page), "exec"), {})
-    assert capsys.readouterr().out.startswith("1 tables moved: 33.2 KiB sent, 33.2 KiB copied")
+    assert capsys.readouterr().out.startswith("1 table moved: 33.2 KiB sent, 33.2 KiB copied")
