@@ -63,8 +63,8 @@ class Resharded:
             return "nothing moved: every table is where the plan wants it"
         moved = "1 table" if len(self.tables) == 1 else f"{len(self.tables)} tables"
         return (
-            f"{moved} moved: {_size(self.bytes_sent)} sent, {_size(self.bytes_copied)} copied, in {self.seconds:.3f} s; "
-            f"at most {_size(self.extra_bytes)} beside the tables on any rank"
+            f"{moved} moved: {_size(self.bytes_sent)} sent, {_size(self.bytes_copied)} copied, in "
+            f"{self.seconds:.3f} s; at most {_size(self.extra_bytes)} beside the tables on any rank"
         )
 
 
