@@ -84,7 +84,7 @@ class Compiled:
 nightly = pytest.mark.skipif(
     os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for ten seconds: nightly"
 )
-"""Gates of kernels that few changes touch; those of lookups, updates and jagged ops are always held."""
+"""Gates of kernels that few changes touch; of lookups, updates and jagged ops some are always held."""
 
 
 def aside() -> int:
