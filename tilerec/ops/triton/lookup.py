@@ -92,7 +92,9 @@ _STEPS = 8  # positions of a turn
 # At most so many registers: more than the kernels need. Left alone the assembler saves some, by waiting for one row of
 # a turn before it asks for the next (docs/gpu.md). AMD's compiler knows no such option.
 _BOUND: dict[str, int] = {} if torch.version.hip else {"maxnreg": 80}
-_WIDE_BOUND: dict[str, int] = {} if torch.version.hip else {"maxnreg": 96}  # 16 columns a lane, or weights
+_WIDE_BOUND: dict[str, int] = (
+    {} if torch.version.hip else {"maxnreg": 96}
+)  # 16 columns a lane, weights, or products
 
 _WAVES = 4  # groups of a program where ids are few
 
@@ -285,14 +287,15 @@ def _multiply_family(
     if batch.split:
         launch(sample_weight_chunk_kernel, (batch.slots,),
             base, out, ids, offsets, grad, family.parts, runs, report, batch.id_count, batch.bags, family.count,
-            TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_chunk_steps(family), ONE=family.one,
-            ADD=family.reader > 0, VARIABLE=variable, num_warps=1, enable_fp_fusion=False,
+            GROUP=family.group, TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
+            ADD=family.reader > 0, VARIABLE=variable, num_warps=1, enable_fp_fusion=False, **_WIDE_BOUND,
         )  # fmt: skip
     for parts, part_count in launches_of(family):
         launch(sample_weight_kernel, (ceil_div(batch.most_bags, family.group), part_count),
             base, out, ids, offsets, grad, parts, runs, report, batch.id_count, batch.bags, GROUP=family.group,
             TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
             ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, num_warps=1, enable_fp_fusion=False,
+            **_WIDE_BOUND,
         )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """The kernels of the gradient of sample weights: a bag's gradient times each of its rows (`lookup.py` has the nouns).
 
-Legend: G rows of a group, C columns of a tile.
+Legend: G bags of a group, C columns of a tile.
 """
+
+# ruff: noqa: RUF005 - Triton 3.6 compiles `tuple + (one,)`, not `(*tuple, one)`
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tilerec.ops.triton.lookup_parts import (
     tell_bounds,
     tell_id,
 )
-from tilerec.ops.triton.rows import load_tiles, tile_columns
+from tilerec.ops.triton.rows import load_tiles, read_tiles, tile_columns
 
 
 @triton.jit
@@ -40,33 +42,65 @@ def _multiply_rows(
 
     has_G: which bags there are. grad_G: where a bag's gradient begins. ONE: rows are one tile. ADD: to what is there.
     """
-    bad_G = begin_G < 0
     if ONE:
         columns, inside = tile_columns(0, dim, TILE, VEC)
-        grads_GC = load_tiles(grad, grad_G, has_G, columns, inside, GRAD_VEC)
-        grads_GC = tl.div_rn(grads_GC, tl.broadcast_to(divisor_G[:, None], grads_GC.shape))
-    for p in range(0, tl.max(end_G - begin_G, 0), STEPS):
+        grads_GC = _shares(grad, grad_G, has_G, divisor_G, columns, inside, GRAD_VEC)
+    length_G = (end_G - begin_G).to(tl.int32)  # of a chunk or a bag that has none
+    sound_count_G = length_G * 0
+    for p in range(0, tl.max(length_G, 0), STEPS):
+        at_G = begin_G + p
+        left_G = length_G - p
+        starts, sounds = (), ()
         for u in tl.static_range(STEPS):
-            at_G = begin_G + (p + u)
-            take_G = at_G < end_G
-            id_G, sound_G = load_ids(ids, at_G, take_G, rows)
-            bad_G = bad_G | (take_G & (sound_G == 0))
-            start_G = distance + id_G * dim
-            if ONE:
-                rows_GC = load_tiles(base, start_G, sound_G, columns, inside, VEC)
-                product_G = tl.sum(rows_GC * grads_GC, 1)
-            else:
-                product_G = tl.zeros(begin_G.shape, tl.float32)
-                for column in range(0, dim, TILE):
-                    columns, inside = tile_columns(tl.multiple_of(column, TILE), dim, TILE, VEC)
-                    grads_GC = load_tiles(grad, grad_G, take_G, columns, inside, GRAD_VEC)
-                    grads_GC = tl.div_rn(grads_GC, tl.broadcast_to(divisor_G[:, None], grads_GC.shape))
-                    rows_GC = load_tiles(base, start_G, sound_G, columns, inside, VEC)
-                    product_G += tl.sum(rows_GC * grads_GC, 1)
-            if ADD:
-                product_G += tl.load(out + at_G, mask=take_G, other=0.0)
-            tl.store(out + at_G, product_G, mask=take_G)
-    return bad_G
+            id_G, sound_G = load_ids(ids, at_G + u, left_G > u, rows)
+            sound_count_G += sound_G.to(tl.int32)
+            starts = starts + (distance + id_G * dim,)
+            sounds = sounds + (sound_G,)
+        if ONE:
+            products = _products(base, starts, sounds, columns, inside, grads_GC, VEC, STEPS)
+        else:
+            products = ()
+            for _u in tl.static_range(STEPS):
+                products = products + (tl.zeros(begin_G.shape, tl.float32),)
+            for column in range(0, dim, TILE):
+                columns, inside = tile_columns(tl.multiple_of(column, TILE), dim, TILE, VEC)
+                grads_GC = _shares(grad, grad_G, left_G > 0, divisor_G, columns, inside, GRAD_VEC)
+                more = _products(base, starts, sounds, columns, inside, grads_GC, VEC, STEPS)
+                products = _added(products, more, STEPS)
+        if ADD:
+            there = ()
+            for u in tl.static_range(STEPS):
+                there = there + (tl.load(out + (at_G + u), mask=left_G > u, other=0.0),)
+            products = _added(products, there, STEPS)
+        for u in tl.static_range(STEPS):
+            tl.store(out + (at_G + u), products[u], mask=left_G > u)
+    return sound_count_G < length_G
+
+
+@triton.jit
+def _shares(grad, grad_G, take_G, divisor_G, columns, inside, GRAD_VEC: tl.constexpr):
+    """A tile of each bag's gradient, of which a mean gives each row a part."""
+    grads_GC = load_tiles(grad, grad_G, take_G, columns, inside, GRAD_VEC)
+    return tl.div_rn(grads_GC, tl.broadcast_to(divisor_G[:, None], grads_GC.shape))
+
+
+@triton.jit
+def _products(base, starts, sounds, columns, inside, grads_GC, VEC: tl.constexpr, STEPS: tl.constexpr):
+    """<gradient, tile> of each position of a turn: a tuple of [G]."""
+    tiles, products = (), ()
+    for u in tl.static_range(STEPS):
+        tiles = tiles + (read_tiles(base, starts[u], sounds[u], columns, inside, VEC),)
+    for u in tl.static_range(STEPS):
+        products = products + (tl.sum(tiles[u].to(tl.float32) * grads_GC, 1),)
+    return products
+
+
+@triton.jit
+def _added(ones, others, STEPS: tl.constexpr):
+    sums = ()
+    for u in tl.static_range(STEPS):
+        sums = sums + (ones[u] + others[u],)
+    return sums
 
 
 @triton.jit(do_not_specialize=["id_count", "bags"], do_not_specialize_on_alignment=ANYWHERE)
@@ -105,10 +139,10 @@ def sample_weight_kernel(
 @triton.jit(do_not_specialize=["id_count", "bags", "part_count"], do_not_specialize_on_alignment=ANYWHERE)
 def sample_weight_chunk_kernel(
     base, out, ids, offsets, grad, parts, runs, report, id_count, bags, part_count,
-    TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
     ONE: tl.constexpr, ADD: tl.constexpr, VARIABLE: tl.constexpr,
 ):  # fmt: skip
-    """Products of one slot's chunk, if it has one. Grid: (slots,)."""
+    """Products of one slot's chunk, if it has one, in GROUP pieces. Grid: (slots,)."""
     part, bag, begin, end = chunk_of(
         parts, part_count, 0, tl.program_id(0).to(tl.int64), offsets, runs, report, id_count, bags, VARIABLE
     )
@@ -117,11 +151,12 @@ def sample_weight_chunk_kernel(
         rows = tl.load(part + ROWS)
         length = tl.load(offsets + first + bag + 1) - tl.load(offsets + first + bag)
         divisor = tl.where(tl.load(part + MEAN) != 0, length, 1).to(tl.float32)
-        begin_G = begin + tl.arange(0, 1)
-        end_G = begin_G + CHUNK
-        grad_G = place + (bag + tl.arange(0, 1)) * tl.multiple_of(tl.load(part + STRIDE), GRAD_VEC)
+        each = (CHUNK + GROUP - 1) // GROUP
+        begin_G = tl.minimum(begin + tl.arange(0, GROUP) * each, end)
+        end_G = tl.minimum(begin_G + each, end)
+        grad_G = begin_G * 0 + (place + bag * tl.multiple_of(tl.load(part + STRIDE), GRAD_VEC))
         bad_G = _multiply_rows(
-            out, base, ids, grad, begin_G, end_G, begin_G >= 0, grad_G, divisor + tl.zeros([1], tl.float32),
+            out, base, ids, grad, begin_G, end_G, begin_G < end_G, grad_G, tl.zeros([GROUP], tl.float32) + divisor,
             tl.multiple_of(tl.load(part + DISTANCE), VEC), rows, tl.multiple_of(tl.load(part + DIM), VEC),
             TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
         )  # fmt: skip

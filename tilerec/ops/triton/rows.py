@@ -65,13 +65,19 @@ def tile_columns(column, dim, TILE: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_tiles(base, starts_G, take_G, columns, inside, VEC: tl.constexpr):
-    """One tile of each row that begins at `base + starts_G` (int64), as fp32 [G, C]; zeros where not taken.
+def read_tiles(base, starts_G, take_G, columns, inside, VEC: tl.constexpr):
+    """One tile of each row that begins at `base + starts_G` (int64), as it is, [G, C]; zeros where not taken.
 
     `columns` and `inside` are of `tile_columns`.
     """
     starts_G1 = tl.multiple_of(starts_G, VEC)[:, None]
-    return tl.load(base + (starts_G1 + columns), mask=take_G[:, None] & inside, other=0.0).to(tl.float32)
+    return tl.load(base + (starts_G1 + columns), mask=take_G[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def load_tiles(base, starts_G, take_G, columns, inside, VEC: tl.constexpr):
+    """The same as fp32."""
+    return read_tiles(base, starts_G, take_G, columns, inside, VEC).to(tl.float32)
 
 
 @triton.jit
