@@ -1,9 +1,10 @@
 """The kernels of the gradient of sample weights: a bag's gradient times each of its rows (`lookup.py` has the nouns).
 
+A position's product is one number, so nothing is added in any order but a row's own columns: a chunk is read by as many
+teams of lanes as a group of bags is, a piece each.
+
 Legend: G bags of a group, C columns of a tile.
 """
-
-# ruff: noqa: RUF005 - Triton 3.6 compiles `tuple + (one,)`, not `(*tuple, one)`
 
 from __future__ import annotations
 
@@ -33,6 +34,11 @@ from tilerec.ops.triton.rows import load_tiles, read_tiles, tile_columns
 
 
 @triton.jit
+def _and(ones, one):
+    return ones + (one,)  # noqa: RUF005 - Triton compiles no `(*ones, one)`
+
+
+@triton.jit
 def _multiply_rows(
     out, base, ids, grad, begin_G, end_G, has_G, grad_G, divisor_G, distance, rows, dim,
     TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr, ONE: tl.constexpr,
@@ -41,6 +47,10 @@ def _multiply_rows(
     """out[p] (+)= <grad of the bag / divisor, row of ids[p]> at positions [begin, end) of each bag; which hold bad ids.
 
     has_G: which bags there are. grad_G: where a bag's gradient begins. ONE: rows are one tile. ADD: to what is there.
+
+    A turn has STEPS positions of each bag, one tensor [G] each, in tuples: all ids, then all rows, then all products,
+    then all stores. A store between two rows would keep the second's load behind it; a tensor of all positions has the
+    same loads, but older assemblers convert all rows of bf16 before they add, and spill.
     """
     if ONE:
         columns, inside = tile_columns(0, dim, TILE, VEC)
@@ -54,14 +64,14 @@ def _multiply_rows(
         for u in tl.static_range(STEPS):
             id_G, sound_G = load_ids(ids, at_G + u, left_G > u, rows)
             sound_count_G += sound_G.to(tl.int32)
-            starts = starts + (distance + id_G * dim,)
-            sounds = sounds + (sound_G,)
+            starts = _and(starts, distance + id_G * dim)
+            sounds = _and(sounds, sound_G)
         if ONE:
             products = _products(base, starts, sounds, columns, inside, grads_GC, VEC, STEPS)
         else:
             products = ()
             for _u in tl.static_range(STEPS):
-                products = products + (tl.zeros(begin_G.shape, tl.float32),)
+                products = _and(products, tl.zeros(begin_G.shape, tl.float32))
             for column in range(0, dim, TILE):
                 columns, inside = tile_columns(tl.multiple_of(column, TILE), dim, TILE, VEC)
                 grads_GC = _shares(grad, grad_G, left_G > 0, divisor_G, columns, inside, GRAD_VEC)
@@ -70,7 +80,7 @@ def _multiply_rows(
         if ADD:
             there = ()
             for u in tl.static_range(STEPS):
-                there = there + (tl.load(out + (at_G + u), mask=left_G > u, other=0.0),)
+                there = _and(there, tl.load(out + (at_G + u), mask=left_G > u, other=0.0))
             products = _added(products, there, STEPS)
         for u in tl.static_range(STEPS):
             tl.store(out + (at_G + u), products[u], mask=left_G > u)
@@ -89,9 +99,9 @@ def _products(base, starts, sounds, columns, inside, grads_GC, VEC: tl.constexpr
     """<gradient, tile> of each position of a turn: a tuple of [G]."""
     tiles, products = (), ()
     for u in tl.static_range(STEPS):
-        tiles = tiles + (read_tiles(base, starts[u], sounds[u], columns, inside, VEC),)
+        tiles = _and(tiles, read_tiles(base, starts[u], sounds[u], columns, inside, VEC))
     for u in tl.static_range(STEPS):
-        products = products + (tl.sum(tiles[u].to(tl.float32) * grads_GC, 1),)
+        products = _and(products, tl.sum(tiles[u].to(tl.float32) * grads_GC, 1))
     return products
 
 
@@ -99,7 +109,7 @@ def _products(base, starts, sounds, columns, inside, grads_GC, VEC: tl.constexpr
 def _added(ones, others, STEPS: tl.constexpr):
     sums = ()
     for u in tl.static_range(STEPS):
-        sums = sums + (ones[u] + others[u],)
+        sums = _and(sums, ones[u] + others[u])
     return sums
 
 
