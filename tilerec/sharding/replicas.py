@@ -26,6 +26,7 @@ from torch import Tensor
 from tilerec.comms.group import Group, Pending
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient import GradientRecord, sum_rows_of_tables
+from tilerec.ops.upload import upload
 
 
 class Form(Enum):
@@ -141,8 +142,10 @@ def agree_on_gradients(
         told.wait()
         sent.wait()
     unpacked = _Unpacked(room)
-    for rank in replicas:
-        unpacked.add(heard[rank], tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
+    features = [sum(counts[rank][t].features for t in as_bags) for rank in replicas]
+    about = _read([heard[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
+    for rank, own_about in zip(replicas, about, strict=True):
+        unpacked.add(heard[rank], own_about, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
                      distinct.get(rank, []))  # fmt: skip
     if as_dense:
         unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
@@ -156,10 +159,18 @@ def _talk_of(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
 
 def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
     """As many whole numbers from every peer as this rank has."""
-    mine = torch.tensor(own, dtype=torch.int64, device=group.device)
+    mine = upload(own, group.device)
     heard = {rank: torch.empty_like(mine) for rank in others}
     _talk_of(group, others)(name, heard, dict.fromkeys(others, mine)).wait()
-    return {rank: tensor.tolist() for rank, tensor in heard.items()}
+    return dict(zip(others, _read(list(heard.values())), strict=True))
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Numbers on a device, by one wait."""
+    if not tensors:
+        return []
+    numbers = iter(torch.cat(list(tensors)).tolist())
+    return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
 
 
 def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
@@ -181,7 +192,7 @@ def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
         for start, count in zip(record.starts, record.bags, strict=True)
         for edge in (start, start + count)
     ]
-    at = record.offsets[torch.tensor(edges, dtype=torch.int64, device=record.offsets.device)].tolist()
+    at = record.offsets[upload(edges, record.offsets.device)].tolist()
     return list(zip(at[0::2], at[1::2], strict=True))
 
 
@@ -202,7 +213,7 @@ def _pack_numbers(
             edges = record.offsets[record.starts[f] : record.starts[f] + record.bags[f] + 1]
             lengths.append(edges[1:] - edges[:-1])
     dtype = torch.int32 if small else torch.int64
-    pieces = [torch.tensor(about, dtype=dtype, device=device)]
+    pieces = [upload(about, device).to(dtype)]
     pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, list(rows)) if part]
     return torch.cat(pieces)
 
@@ -244,7 +255,7 @@ def _reduce_dense(
         blocks[t][rows_U] = grads_UD
     group.all_reduce_("replica gradients, dense", flat).wait()
     touched = touches.nonzero()[:, 0]
-    ends = torch.searchsorted(touched, torch.tensor(edges, device=touched.device)).tolist()
+    ends = torch.searchsorted(touched, upload(edges, touched.device)).tolist()
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for edge, (begin, end), (t, block) in zip(edges, itertools.pairwise(ends), blocks.items(), strict=False):
         rows_U = touched[begin:end] - edge
@@ -269,13 +280,13 @@ class _Unpacked:
         self._element += bags * dim
 
     def add(
-        self, numbers: Tensor, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+        self, numbers: Tensor, about: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
         counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
     ) -> None:  # fmt: skip
-        """One replica's message."""
-        sizes = [2 * sum(c.features for c in counts), sum(c.bags for c in counts), sum(c.ids for c in counts)]
-        about, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
-        pairs = about.view(-1, 2).tolist()
+        """One replica's message; `about`: how it begins, on the host."""
+        sizes = [len(about), sum(c.bags for c in counts), sum(c.ids for c in counts)]
+        _, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
+        pairs = list(zip(about[::2], about[1::2], strict=True))
         at = 0
         for t, c in zip(as_bags, counts, strict=True):
             for order, bags in pairs[at : at + c.features]:
