@@ -7,10 +7,14 @@ import random
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from tests.storage.test_cached import batch, ebc, everything, output, step
-from tilerec import CacheParams, KeyedJaggedTensor, cache_tables, flush_caches, uncache_tables
+from tilerec import CacheParams, InputError, KeyedJaggedTensor, cache_tables, flush_caches, uncache_tables
 from tilerec.modules.cached_tables import rows_below, set_cache
+from tilerec.ops.triton.reports import raise_all
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
+from tilerec.storage import host_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -105,3 +109,51 @@ def test_moving_a_cached_module_moves_its_caches_only() -> None:
     uncache_tables(module)
     assert all(p.device.type == "cuda" for p in module.parameters())
     assert output(module, on_gpu(batch(random.Random(4)))).device.type == "cuda"
+
+
+def test_a_prefetch_of_all_tables_waits_for_nothing_and_counts_as_on_the_host() -> None:
+    module, twin = (cache_tables(ebc(SGD(0.1)), 0.15, "lfu", device=d) for d in ("cuda", None))
+    rng = random.Random(6)
+    for i in range(5):
+        kjt = batch(rng)
+        step(twin, kjt)
+        there = on_gpu(kjt)
+        there.length_per_key()
+        torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first makes the caches
+        try:
+            module.prefetch(there)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        step(module, there)
+    assert module.cache_stats() == twin.cache_stats()
+
+
+def test_a_bad_id_of_a_prefetch_is_told_by_a_later_op_and_the_module_goes_on() -> None:
+    plain, module = ebc(SGD(0.1)).cuda(), cache_tables(ebc(SGD(0.1)), 0.15, device="cuda")
+    ids = torch.tensor([7, 300, 5])
+    bad = on_gpu(KeyedJaggedTensor.from_lengths_sync(["f", "g", "h"], ids, torch.tensor([2, 1, 0])))
+
+    def looked_up() -> None:
+        module.prefetch(bad)
+        with torch.no_grad():
+            module(bad)
+        raise_all(torch.device("cuda"))
+
+    with pytest.raises(InputError, match=r"Table 'a': id 300 of feature 'f' \(position 1 of"):
+        looked_up()
+    raise_all(torch.device("cuda"))  # told once
+    kjt = on_gpu(batch(random.Random(7)))
+    assert torch.equal(step(plain, kjt), step(module, kjt))
+
+
+def test_where_host_memory_cannot_be_pinned_rows_are_moved_by_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_rows, "_over_pinned", lambda *_: None)
+    plain, module = ebc(SGD(0.1)).cuda(), cache_tables(ebc(SGD(0.1)), 0.15, device="cuda")
+    rng = random.Random(8)
+    for _ in range(3):
+        kjt = on_gpu(batch(rng))
+        assert torch.equal(step(plain, kjt), step(module, kjt))
+    for a, b in zip(everything(plain), everything(module), strict=True):
+        assert torch.equal(a.cpu(), b)

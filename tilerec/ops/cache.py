@@ -314,9 +314,9 @@ def cache_plan_reference(
                 leaves *= dirty[given_M.clamp(min=0)]
                 comes *= dirty[own[Plan.FROM].clamp(min=0)]
             own[Plan.DIRTY] = leaves + 2 * comes
-            last = plan[:, total + starts[t] - count * ways :]
-            last[Plan.TABLE, released], last[Plan.LINE, released] = t, released
-            last[Plan.LEAVES, released], last[Plan.DIRTY, released] = row_in[released], dirty[released].long()
+            at = released + (total + starts[t] - count * ways)
+            plan[Plan.TABLE, at], plan[Plan.LINE, at] = t, released
+            plan[Plan.LEAVES, at], plan[Plan.DIRTY, at] = row_in[released], dirty[released].long()
             header[t, Told.WRITES] = int(leaves.sum()) + int(dirty[released].sum())
         first += wanting
     return plan

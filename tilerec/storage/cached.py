@@ -83,7 +83,7 @@ class _Batch:
     bags: Bags = ()  # per segment, if known
 
     def is_of(self, ids: Tensor, segments: Segments) -> bool:
-        return self.segments == tuple(sorted(segments)) and self.has(ids)
+        return self.has(ids) and self.segments == tuple(sorted(segments))
 
     def has(self, ids: Tensor) -> bool:
         return (
@@ -364,7 +364,7 @@ class RowCache:
         count = sets * WAYS + spare
         try:
             # On a GPU one line more, of zeros: what ids that are no rows read.
-            zeros = int(TRITON and device.type == "cuda")
+            zeros = int(_served(device))
             lines = [torch.empty((count + zeros, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
             for tensor in lines if zeros else ():
                 tensor[count:].zero_()
@@ -447,7 +447,8 @@ class RowCache:
         if self._serial >= MOST - 1:
             self.settle()
             self._serial = 0
-        made = self._over(want.host)
+        made = self._made
+        assert made is not None
         count = sum([end - begin for begin, end in want.segments])
         if len(self._flight) >= MOST_IN_FLIGHT:
             del self._flight[0]
@@ -612,9 +613,13 @@ class Want:
     names: str = ""  # "feature@table" per segment, "," between, for messages; or empty
 
 
+def _served(device: torch.device) -> bool:
+    """Whether caches of this device answer requests together: kernels do it."""
+    return TRITON and device.type == "cuda"
+
+
 def _together(made: Made) -> bool:
-    """Whether this cache answers requests with others: kernels do it."""
-    return TRITON and made.dirty_L.device.type == "cuda"
+    return _served(made.dirty_L.device)
 
 
 def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
@@ -651,6 +656,8 @@ def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
             return
         except Emptied:  # those that have their rows by now are not asked again
             wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
+            for want in wants:
+                want.cache._over(want.host)
 
 
 @contextmanager
@@ -693,4 +700,4 @@ def lines_of_all(
 
 def all_together(wants: Sequence[Want]) -> bool:
     """Whether `lines_of_all` serves these caches."""
-    return TRITON and bool(wants) and all([w.cache._on(w.host).type == "cuda" for w in wants])  # noqa: C419
+    return bool(wants) and all([_served(want.cache._on(want.host)) for want in wants])  # noqa: C419

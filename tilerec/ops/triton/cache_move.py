@@ -105,30 +105,19 @@ def carry_kernel(
 
 @kept(64)
 def _movers(
-    addresses: tuple[int, ...], widths: tuple[int, ...], tables: tuple[int, ...], count: int, start: int, unit: int,
+    addresses: tuple[int, ...], widths: tuple[int, ...], tables: tuple[int, ...], count: int, start: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """First movers per table, `[3, M]` movers, and the most that a table has."""
+) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
+    """First movers per table, `[3, M]` movers, the most that a table has, and the bytes of a unit: all rows are whole
+    numbers of it and begin at multiples."""
+    unit = next(unit for unit in (4, 2, 1) if all(number % unit == 0 for number in (*addresses, *widths)))
     half = len(addresses) // 2
     order = sorted(range(half), key=lambda k: tables[k])
     firsts = [sum(t < table for t in tables) for table in range(count + 1)]
     apart = [[(addresses[k + part] - start) // unit for k in order] for part in (0, half)]
     made = upload([*apart[0], *apart[1], *[widths[k] // unit for k in order]], device)
     most = max([b - a for a, b in itertools.pairwise(firsts)], default=0)
-    return upload(firsts, device), made, most
-
-
-def unit_of(lines: Sequence[Tensor], host: Sequence[Tensor]) -> int:
-    """Bytes that all rows are whole numbers of, and begin at multiples of: 4, 2 or 1."""
-    for unit in (4, 2):
-        if all((own.data_ptr() | _bytes(own)) % unit == 0 for own in (*lines, *host)):
-            return unit
-    return 1
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Of a row."""
-    return tensor.stride(0) * tensor.element_size()
+    return upload(firsts, device), made, most, unit
 
 
 def cache_move_(
@@ -139,12 +128,14 @@ def cache_move_(
     some = [k for k, own in enumerate(lines) if own.numel()]
     if not some or not plan.shape[1]:
         return
-    moved, homes = [lines[k] for k in some], [host[k] for k in some]
-    unit = unit_of(moved, homes)
-    start = moved[0]
-    firsts, movers, most = _movers(
-        tuple([own.data_ptr() for own in (*moved, *homes)]), tuple([_bytes(own) for own in moved]),
-        tuple([tables[k] for k in some]), header.shape[0], start.data_ptr(), unit, plan.device,
+    if len(some) < len(lines):
+        lines, host = [lines[k] for k in some], [host[k] for k in some]
+        tables = [tables[k] for k in some]
+    start = lines[0]
+    firsts, movers, most, unit = _movers(
+        tuple([own.data_ptr() for own in (*lines, *host)]),
+        tuple([own.stride(0) * own.element_size() for own in lines]),
+        tuple(tables), header.shape[0], start.data_ptr(), plan.device,
     )  # fmt: skip
     units = start.view(torch.uint8).view(-1).view(_UNITS[unit])
     rows = 4 if tile_of(plan) == 128 else 64

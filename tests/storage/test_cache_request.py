@@ -1,0 +1,234 @@
+"""Requests of all cached tables at once: what they do on GPUs, here on the CPU by the references of their ops."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.storage.test_cached import (
+    BOTH,
+    _goes_on_alike,
+    _interleaved,
+    _RaisesAfter,
+    _spare_only,
+    assert_same,
+    batch,
+    ebc,
+    output,
+    step,
+    test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up,  # noqa: F401
+    test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
+    test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
+    test_rows_of_a_prefetched_batch_are_reset_before_its_forward,  # noqa: F401
+    test_tables_shared_by_two_collections_share_their_cache,  # noqa: F401
+)
+from tilerec import (
+    CacheAlgorithm,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    apply_optimizer_in_backward,
+    cache_tables,
+    flush_caches,
+)
+from tilerec.modules.cached_tables import rows_below
+from tilerec.ops.cache import MOST
+from tilerec.spec.optimizer import SGD, Adam
+from tilerec.storage import cache_request, cached
+from tilerec.storage.cached import RowCache
+
+NIGHTLY = os.environ.get("TILEREC_NIGHTLY") == "1"
+OPS = torch.ops.tilerec
+
+
+@pytest.fixture(autouse=True)
+def _together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_served", lambda device: True)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each request, of how many caches it was, and whether the host had to hear numbers of it."""
+    seen: list[int] = []
+    real = cache_request._more
+
+    def more(asks: Any, header: Any) -> bool:
+        seen.append(len(asks) if all(ask.sure for ask in asks) else -len(asks))
+        return real(asks, header)
+
+    monkeypatch.setattr(cache_request, "_more", more)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("depth", "algorithm"), [(d, a) for d in (1, 2, 3) for a in BOTH][:: 1 if NIGHTLY else 3], ids=str
+)
+def test_prefetches_interleaved_at_random_change_no_bit(depth: int, algorithm: CacheAlgorithm) -> None:
+    for seed in range(4 if NIGHTLY else 1):
+        _interleaved(random.Random(100 * depth + seed), depth, algorithm, ebc)
+
+
+def test_a_batch_is_one_request_that_nobody_waits_for(asked: list[int]) -> None:
+    module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(1)
+    for _ in range(4):
+        kjt = batch(rng)
+        module.prefetch(kjt)
+        step(module, kjt)
+    assert asked == [3] * 4
+
+
+def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "UNASKED", 0)
+    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    rng = random.Random(2)
+    for samples in (5, 9, 25):
+        kjt = batch(rng, samples=samples)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)
+    assert asked.count(-3) >= 4, "three requests, and plans that were made again"
+    spare = [rows.cache._made.sets.spare for _, rows in rows_below(other)]
+    assert spare[2] <= 77, "no more than twice what was needed"
+
+
+def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "UNASKED", 0)
+    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    rng = random.Random(3)
+    first, second = batch(rng, samples=2), batch(rng, samples=30)
+    assert torch.equal(step(plain, first), step(other, first))
+    real, failed = torch.cat, []
+
+    def full(tensors: Any, *rest: Any) -> Any:
+        if len(failed) < 1 and tensors[0].dim() == 2 and tensors[0].is_floating_point():
+            failed.append(1)
+            raise RuntimeError("out of memory")
+        return real(tensors, *rest)
+
+    monkeypatch.setattr(cached.torch, "cat", full)
+    out = output(other, second)
+    monkeypatch.undo()
+    monkeypatch.setattr(cached, "_served", lambda device: True)
+    assert failed
+    assert torch.equal(output(plain, second), out)
+    _goes_on_alike(plain, other, rng)
+
+
+def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_request.HostRows, "here", None)
+    plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15, "lfu")
+    rng = random.Random(4)
+    for _ in range(6):
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)
+
+
+def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they run out: 31 bits, of which up to 16 fly, and serials of 31 bits."""
+    plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
+    rng = random.Random(5)
+    for i in range(40):
+        kjt = batch(rng, samples=2)
+        if i % 3 == 0:
+            other.prefetch(batch(rng, samples=1))  # never used
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+        if i == 35:
+            for _, rows in rows_below(other):
+                rows.cache._serial = MOST - 2
+    assert all(rows.cache._serial < 10 for _, rows in rows_below(other))
+    assert_same(plain, other)
+
+
+def test_an_interrupt_anywhere_in_a_request_loses_no_row() -> None:
+    tables = [EmbeddingBagConfig(120, 4, name, feature_names=[name]) for name in ("f", "g")]
+
+    def kjt(seed: int, ids: int) -> KeyedJaggedTensor:
+        own = torch.randint(120, (2 * ids,), generator=torch.Generator().manual_seed(seed))
+        return KeyedJaggedTensor.from_lengths_sync(["f", "g"], own, torch.tensor([ids, ids]))
+
+    def trained() -> EmbeddingBagCollection:
+        torch.manual_seed(3)
+        module = EmbeddingBagCollection(tables)
+        apply_optimizer_in_backward(SGD(0.1, momentum=0.9), module.parameters())
+        return module
+
+    plain, base = trained(), cache_tables(trained(), 0.2)
+    for seed in range(3):
+        step(plain, kjt(seed, 60))
+    stopped = set()
+    for calls in range(1, 400):
+        other = copy.deepcopy(base)
+        for seed in range(3):
+            step(other, kjt(seed, 60))
+        try:
+            with _RaisesAfter(calls) as mode:
+                other.prefetch(kjt(3, 60))
+                mode.left = 10**9
+        except KeyboardInterrupt:
+            assert_same(plain, other)
+            assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
+            stopped.add(calls)
+        else:
+            break
+    assert 6 < len(stopped) < 399
+    flush_caches(other)
+    assert_same(plain, other)
+
+
+class _Interrupted:
+    """Ops, and Ctrl-C before the n-th call of one, or behind it."""
+
+    def __init__(self, calls: int, behind: bool) -> None:
+        self.left, self.behind = calls, behind
+
+    def __getattr__(self, name: str) -> Any:
+        def op(*args: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and not self.behind:
+                raise KeyboardInterrupt
+            out = getattr(OPS, name)(*args)
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return out
+
+        return op
+
+
+def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an op that was called, and behind one that has run; a table moves rows from spare lines to its sets."""
+    for stops, behind in (((1, 2, 3, 4, 5), False), ((5,), True)):
+        for stop in stops:
+            plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.01)
+            rng = random.Random(6)
+            for _ in range(3):
+                kjt = batch(rng, samples=20)
+                assert torch.equal(step(plain, kjt), step(other, kjt))
+            with monkeypatch.context() as patch:
+                patch.setattr(cache_request, "OPS", _Interrupted(stop, behind))
+                with pytest.raises(KeyboardInterrupt):
+                    other.prefetch(batch(rng, samples=20))
+            _goes_on_alike(plain, other, rng)
+
+
+def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> None:
+    cache = RowCache("t", None)
+    rows = torch.arange(20.0).view(10, 2)
+    ids = torch.tensor([1, 2, 2, 7])
+
+    def refuse(*numbers: int) -> None:
+        raise AssertionError
+
+    wants = [cached.Want(cache, [rows], own, refuse) for own in (((0, 2),), ((2, 4),))]
+    lines = cached.lines_of_all(wants, ids, [(0, 2), (2, 4)], [0, 1], False)
+    assert torch.equal(cache.lines[0][lines.long()], rows[ids])
+    assert asked == [1, 1]
+    assert (cache.stats.hits, cache.stats.misses) == (1, 3)
