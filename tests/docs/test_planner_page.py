@@ -20,6 +20,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def test_the_first_lines_make_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(block, str(PAGE), "exec"), {})
+    assert "no plan takes less than" in capsys.readouterr().out
+    assert (tmp_path / "plan.json").exists()
+
+
 def test_every_figure_of_the_report_is_there() -> None:
     rows = re.findall(
         r"^\| (`.*?) \| ", PAGE.read_text().split("| `plan.report` |")[1].split("\n\n")[0], re.MULTILINE
