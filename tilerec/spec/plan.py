@@ -4,7 +4,7 @@ Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire (`spec/parameter_sharding.py`)
   plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
 
-The words that a plan is written in (`spec/kinds.py`, `Wire`) are names of this file, too: most readers of plans want both.
+The words that a plan is written in (`spec/kinds.py`, `Wire`) are names of this file, too: most readers want both.
 
 A plan written by hand names kind and ranks only; `tilerec.sharding.strategies.complete` fills in tilings.
 """
