@@ -131,13 +131,13 @@ def _counts_updates(func: Any, tensors: Sequence[Tensor]) -> bool:
 @functools.cache
 def hosts() -> dict[str, Callable[..., Any]]:
     """The functions that serve our ops on GPUs, by op."""
-    from tilerec.ops.triton import exchange, hash, jagged, lookup, parts, quant, random, update
+    from tilerec.ops.triton import cache, exchange, hash, jagged, lookup, parts, quant, random, update
 
     found: dict[str, Callable[..., Any]] = {}
     real = LIBRARY.impl
     LIBRARY.impl = lambda name, function, key, **_: found.update({name: function})  # type: ignore[method-assign]
     try:
-        for backend in (exchange, hash, jagged, lookup, parts, quant, random, update):
+        for backend in (cache, exchange, hash, jagged, lookup, parts, quant, random, update):
             backend.register()
     finally:
         LIBRARY.impl = real  # type: ignore[method-assign]
