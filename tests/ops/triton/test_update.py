@@ -15,13 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.ops.triton.gates import ROOT, Gate, compiled
+from tests.ops.triton.gates import ROOT, Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.triton import library, rules, sort, update, update_launch
 from tilerec.ops.triton.rules import ready
 from tilerec.ops.triton.update import update_rows_
-from tilerec.ops.triton.update_launch import tile_rows
+from tilerec.ops.triton.update_launch import registers, tile_rows
 from tilerec.ops.update import update_rows_reference_
 
 pytestmark = pytest.mark.skipif(
@@ -453,11 +453,14 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
         "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
         **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
     }  # fmt: skip
-    return Gate(f"{rule} {dtype}", "tilerec.ops.triton.update_runs:update_runs", signature, constants)
+    bound = registers(torch.float32 if dtype == "fp32" else torch.bfloat16, columns)
+    options = {"num_warps": sort.warps_of(rows * columns), "enable_fp_fusion": False, **bound}
+    name = f"{rule} {dtype}"
+    return Gate(name, "tilerec.ops.triton.update_runs:update_runs", signature, constants, options=options)
 
 
 def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
-    """And hold all in registers: what is spilled is less than one number for each lane's row, or nothing."""
+    """And hold all in registers."""
     plain = [0.1, 1.0, 0.0, 1.0]
     rules_of = {
         "sgd": [*plain, 0.0, 0.0],
@@ -485,6 +488,6 @@ def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
         )
         assert kernel.count("ld.global.v2.b32") == narrow * ahead, (name, kernel)
         assert kernel.count("st.global.v2.b32", "ld.global.b16", "st.global.b16") == 0, (name, kernel)
-        assert kernel.spilled <= 48, (name, kernel)
-        assert kernel.registers <= 168, (name, kernel)
+        assert kernel.spilled <= aside(), (name, kernel)
+        assert kernel.warps() >= (16 if narrow else 19), (name, kernel)
         assert kernel.shared <= 64, (name, kernel)
