@@ -21,11 +21,8 @@ from tests.storage.test_cached import (
     ebc,
     output,
     step,
-    test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up,  # noqa: F401
     test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
     test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
-    test_rows_of_a_prefetched_batch_are_reset_before_its_forward,  # noqa: F401
-    test_tables_shared_by_two_collections_share_their_cache,  # noqa: F401
 )
 from tilerec import (
     CacheAlgorithm,
@@ -205,7 +202,7 @@ class _Interrupted:
 
 def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before an op that was called, and behind one that has run; a table moves rows from spare lines to its sets."""
-    for stops, behind in (((1, 2, 3, 4, 5), False), ((5,), True)):
+    for stops, behind in (((3, 4, 5), False), ((5,), True)):
         for stop in stops:
             plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.01)
             rng = random.Random(6)
