@@ -229,6 +229,18 @@ def test_a_step_of_a_torch_optimizer_in_between_is_known(options: dict[str, bool
         torch.testing.assert_close(kjt.weights().grad, grad)
 
 
+def test_a_compiled_step_in_between_is_known_too() -> None:
+    module, batches = bags(lr=None), [batch(seed) for seed in range(2)]
+    module.embedding_bags["low"].float()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    wanted, losses = want(module, batches[1]), [loss(module, kjt) for kjt in batches]
+    losses[0].backward()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not torch.equal(want(module, batches[1]), wanted)
+    losses[1].backward()
+    torch.testing.assert_close(batches[1].weights().grad, wanted)
+
+
 def test_an_optimizer_of_other_parameters_copies_nothing() -> None:
     module, kjt = bags(lr=None), batch(0)
     other = torch.nn.Parameter(torch.ones(3))

@@ -150,13 +150,22 @@ def _hear_of_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():  # a compiled step's writes are counted by torch
-        return
+    if not torch.compiler.is_compiling():
+        _tell_readers(optimizer)
+    elif any([hasattr(p, "_tilerec_sink") for group in optimizer.param_groups for p in group["params"]]):  # noqa: C419
+        # A compiled step breaks here, as torch's own do before: its writes are not all counted (fused ones).
+        _tell_readers_eagerly(optimizer)
+
+
+def _tell_readers(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
             if sink is not None and sink.readers:
                 sink.about_to_write()
+
+
+_tell_readers_eagerly = torch._disable_dynamo(_tell_readers)
 
 
 def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
