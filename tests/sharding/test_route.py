@@ -19,10 +19,12 @@ from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops import upload
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, rectangles
 from tilerec.sharding.route import Router
+from tilerec.sharding.route import _counting as counting
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
@@ -269,6 +271,37 @@ def test_one_rank_refuses_ids_outside_its_table_and_goes_on(sequence: bool) -> N
         module(batch_of([[3], [19]]))
 
     run_virtual_ranks(1, fn)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["pooled", "sequence"])
+def test_one_rank_refuses_a_batch_that_was_written_to_since_it_was_routed(sequence: bool) -> None:
+    """It is read where it lies: what was written would be looked up, or updated, in silence."""
+
+    def fn(group: Group) -> None:
+        module = sharded(group, rows(20, 1), sequence=sequence)
+        features = batch_of([[3], [19]])
+        routed = module.route(features)
+        out = module(routed)
+        features.values()[0] = 4
+        values = out["a"].values() if sequence else out.values()
+        with pytest.raises(InputError, match="written to after it was routed"):
+            values.sum().backward()
+        with pytest.raises(InputError, match="written to after it was routed"):
+            module(routed)
+        module(features)
+
+    run_virtual_ranks(1, fn)
+
+
+def test_numbers_that_a_graph_makes_are_no_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there when it has run, and not before."""
+    before = counting(3, torch.device("cpu"))
+    monkeypatch.setattr(upload, "capturing", lambda: True)
+    one, other = (counting(1 << 16, torch.device("cpu")) for _ in range(2))
+    assert one.data_ptr() != other.data_ptr()
+    assert counting(4, torch.device("cpu")).data_ptr() == before.data_ptr(), (
+        "what was there before may be used"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- large tables

@@ -186,7 +186,7 @@ class Combiner:
         Args:
             holders: of the leaves, if some of them are cached.
         """
-        routed.wait()
+        routed.wait().check()
         layout = self.layout
         if self._looked_up and holders:
             with alone([holder.cache for holder in holders]):

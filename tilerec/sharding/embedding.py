@@ -279,6 +279,7 @@ class ShardedCollection(TableCollection):
         A batch that was routed before the tables were cut anew (`reshard`) is routed again, on every rank.
         """
         if not self.exchange.made(routed.stages):
+            routed.behind()
             routed = self.route(routed.wait().features)
         routed.behind()
         if self.exchange.teams is not None and self.exchange.teams.apart:

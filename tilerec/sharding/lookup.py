@@ -139,6 +139,7 @@ class _Combine(torch.autograd.Function):
                 "again, or let tables have dense gradients and step them by hand."
             )
         combiner, routed = ctx.combiner, ctx.looked.routed
+        routed.check()
         if not gradients.current():
             raise RuntimeError(
                 "A sharded lookup's backward came after its tables were cut anew (reshard), so the rows it would write "

@@ -15,7 +15,6 @@ items: what P and N cannot pass (the batch's ids, for each route of the key that
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
 from tilerec.ops.exchange import raise_fault
 from tilerec.ops.gradient import bag_starts
-from tilerec.ops.upload import current_stream, upload
+from tilerec.ops.upload import current_stream, kept, upload
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.made_ahead import Moment
@@ -65,6 +64,17 @@ class Routed:
     member_starts: list[int] = field(default_factory=list)
     member_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     pending: Any = None
+    # Of a batch that is read where it lies: tensors, each with the version that was routed.
+    in_place: tuple[tuple[Tensor, int], ...] = ()
+
+    def check(self) -> None:
+        """Refuse a batch that was to be read where it lies, and was written to since."""
+        if any(tensor._version != version for tensor, version in self.in_place):
+            raise InputError(
+                "A batch was written to after it was routed, and one rank's tables read batches where they lie (ids, "
+                "offsets and sample weights, in the forward and in the backward); route a clone of it, or write to it "
+                "after its backward."
+            )
 
     def wait(self) -> Routed:
         """Ids have arrived."""
@@ -235,12 +245,14 @@ class Router:
             [*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device
         )
         begins_K, ends_K = offsets[edges].view(2, -1)
+        wide = None if weights is None else weights.detach().to(self.wide).contiguous()
         self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
+        read = [tensor for tensor in (ids, offsets, wide) if tensor is not None and not tensor.is_inference()]
         return Routed(
             bags, list(bags), [-1] * len(bags), torch.empty(0, dtype=torch.int32, device=device),
             _counting(ids.numel(), device) if needs else None, [ids.numel()], list(bags), [ids.numel()], needs, [], [],
             ids=ids, offsets=_counting(ids.numel() + 1, device) if self.each_id else offsets,
-            sample_weights=None if weights is None else weights.detach().to(self.wide).contiguous(),
+            sample_weights=wide, in_place=tuple([(tensor, tensor._version) for tensor in read]),
         )  # fmt: skip
 
     def _check(self, headers: _Headers, flags: int, training: bytes) -> None:
@@ -577,21 +589,21 @@ def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
 
 
-@functools.lru_cache(maxsize=8)
-def _many_ones(count: int, device: torch.device, stream: int) -> Tensor:
+@kept(8)
+def _many_ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=torch.int32, device=device)
 
 
 def _ones(count: int, device: torch.device) -> Tensor:
     """Lengths of bags that have one id each; read only."""
-    return _many_ones(1 << max(10, count.bit_length()), device, current_stream())[:count]
+    return _many_ones(1 << max(10, count.bit_length()), device)[:count]
 
 
-@functools.lru_cache(maxsize=8)
-def _counting_up(count: int, device: torch.device, stream: int) -> Tensor:
+@kept(8)
+def _counting_up(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
 def _counting(count: int, device: torch.device) -> Tensor:
     """0, 1, 2 … `[count]`, read only."""
-    return _counting_up(1 << max(10, count.bit_length()), device, current_stream())[:count]
+    return _counting_up(1 << max(10, count.bit_length()), device)[:count]
