@@ -10,7 +10,15 @@ import torch
 pytest.importorskip("triton")
 
 from tests.storage.test_cached import batch, ebc, everything, output, step
-from tilerec import CacheParams, InputError, KeyedJaggedTensor, cache_tables, flush_caches, uncache_tables
+from tilerec import (
+    CacheParams,
+    ConfigError,
+    InputError,
+    KeyedJaggedTensor,
+    cache_tables,
+    flush_caches,
+    uncache_tables,
+)
 from tilerec.modules.cached_tables import rows_below, set_cache
 from tilerec.ops.triton.reports import raise_all
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
@@ -157,3 +165,31 @@ def test_where_host_memory_cannot_be_pinned_rows_are_moved_by_the_host(
         assert torch.equal(step(plain, kjt), step(module, kjt))
     for a, b in zip(everything(plain), everything(module), strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+def test_the_same_ids_cut_by_other_lengths_are_updated_as_they_were_looked_up() -> None:
+    """Backwards run in the other order: the first is in flight when the second's update asks where its ids lie."""
+    plain, other = ebc(SGD(0.1)).cuda(), cache_tables(ebc(SGD(0.1)), 0.15, device="cuda")
+    ids = torch.arange(10, device="cuda")
+    for module in (plain, other):
+        outs = [
+            output(module, KeyedJaggedTensor(["f", "g", "h"], ids, lengths=torch.tensor(own, device="cuda")))
+            for own in ([3, 0, 7, 0, 0, 0], [6, 0, 3, 0, 1, 0])
+        ]
+        for out in reversed(outs):
+            (out * out).sum().backward()
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+def test_cached_tables_are_not_captured() -> None:
+    module = cache_tables(ebc(SGD(0.1)), 0.15, device="cuda")
+    kjt = on_gpu(batch(random.Random(9)))
+    with torch.no_grad():
+        want = output(module, kjt)
+        with (
+            pytest.raises(ConfigError, match="'a': a batch of this cached table is captured in a CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            output(module, kjt)
+        assert torch.equal(output(module, kjt), want)

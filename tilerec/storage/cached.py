@@ -30,7 +30,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -40,6 +40,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import TRITON
 from tilerec.ops.cache import MOST, Plan, Told
+from tilerec.ops.upload import capturing
 from tilerec.spec.cache import CacheParams
 from tilerec.storage.cache_request import Ask, Emptied, Made, in_chunks, request
 from tilerec.storage.cache_sets import CacheSets, NoSpare
@@ -61,8 +62,28 @@ MOST_IN_FLIGHT = 16
 Segments = tuple[tuple[int, int], ...]
 """Ranges of a batch's ids that read one table."""
 
-Bags = tuple[tuple[int, int, int, int], ...]
-"""Per range: its first bag, how many bags, where it begins and ends."""
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """How offsets cut a batch's ids. Others may cut the same ids elsewhere, into as many bags."""
+
+    offsets: Tensor
+    version: int
+    ranges: tuple[tuple[int, int, int, int], ...]
+    """Each one's first bag, how many bags, where it begins and ends."""
+
+    def are_of(self, offsets: Tensor) -> bool:
+        return (
+            self.offsets.data_ptr() == offsets.data_ptr()
+            and self.offsets.shape == offsets.shape
+            and self.version == _version(offsets)
+        )
+
+
+def bags_of(offsets: Tensor, ranges: Sequence[tuple[int, int, int, int]]) -> Bags:
+    """These ranges, by the offsets as they are now."""
+    return Bags(offsets, _version(offsets), tuple(ranges))
+
 
 Refuse = Callable[[int, int, int], None]
 """Raises for a bad id: number of its segment, position among the batch's ids, the id."""
@@ -80,7 +101,7 @@ class _Batch:
     bit: int = 0
     count: int = 0  # of its ids that read this table
     looked: bool = False  # it was looked up, and its update is to come
-    bags: Bags = ()  # per segment, if known
+    bags: Bags | None = None  # per segment, if known
 
     def is_of(self, ids: Tensor, segments: Segments) -> bool:
         return self.has(ids) and self.segments == tuple(sorted(segments))
@@ -194,7 +215,12 @@ class RowCache:
 
     @_by_itself
     def lines_of(
-        self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse, bags: Bags = ()
+        self,
+        host: Sequence[Tensor],
+        ids: Tensor,
+        segments: Segments,
+        refuse: Refuse,
+        bags: Bags | None = None,
     ) -> list[Tensor]:
         """Line numbers of each segment's ids (int32), as they are now: valid until the next call of any method."""
         prefetch_all([Want(self, host, segments, refuse)], ids)
@@ -274,11 +300,11 @@ class RowCache:
         if batch is not None:
             batch.bags = batch.bags or bags
 
-    def known_segment(self, ids: Tensor, start: int, count: int) -> tuple[int, int] | None:
+    def known_segment(self, ids: Tensor, offsets: Tensor, start: int, count: int) -> tuple[int, int] | None:
         """Where the ids of some bags lie, if a batch in flight has them: the host need not ask the device."""
         for batch in self._flight:
-            if batch.has(ids):
-                for first, bags, begin, end in batch.bags:
+            if batch.bags is not None and batch.has(ids) and batch.bags.are_of(offsets):
+                for first, bags, begin, end in batch.bags.ranges:
                     if (first, bags) == (start, count):
                         return begin, end
         return None
@@ -624,7 +650,13 @@ def _together(made: Made) -> bool:
 
 def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
     """`RowCache.prefetch` of several caches: on a GPU one request."""
-    with alone([want.cache for want in wants]), _outside_of_inference():
+    if wants and capturing():
+        raise ConfigError(
+            f"Table '{wants[0].cache.name}': a batch of this cached table is captured in a CUDA graph, but which rows "
+            "are where is for the host to say batch by batch, and every replay would repeat this batch's numbers; "
+            "capture uncached tables (uncache_tables), or run this step as it is."
+        )
+    with alone([want.cache for want in wants]), _outside_of_inference(), _on_device_of(ids):
         rest = list(wants)
         while rest:
             now: dict[int, Want] = {}
@@ -658,6 +690,12 @@ def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
             wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
             for want in wants:
                 want.cache._over(want.host)
+
+
+def _on_device_of(ids: Tensor) -> AbstractContextManager[object]:
+    """A cache on "cuda" is where its batches are, whatever GPU is current in this thread: a data loader's may not have
+    asked for one."""
+    return torch.cuda.device(ids.device) if ids.is_cuda else nullcontext()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.reader import copied, id_segments, places_in_copies
-from tilerec.storage.cached import RowCache, Segments, Want, all_together, lines_of_all
+from tilerec.storage.cached import RowCache, Segments, Want, all_together, bags_of, lines_of_all
 
 
 class Holder(Protocol):
@@ -96,19 +96,22 @@ def segments_of(
     if offsets is None:
         return [(start, start + count) for start, count in zip(starts, bags, strict=True)]
     if offsets.device.type != "cpu":
-        known = _in_flight(holders, tables, ids, starts, bags)
+        known = _in_flight(holders, tables, ids, offsets, starts, bags)
         if known is not None:
             return known
     return id_segments(offsets, starts, bags)
 
 
 def _in_flight(
-    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, starts: Sequence[int], bags: Sequence[int]
-) -> list[tuple[int, int]] | None:
+    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor, starts: Sequence[int],
+    bags: Sequence[int],
+) -> list[tuple[int, int]] | None:  # fmt: skip
     found: list[tuple[int, int]] = []
     for table, start, count in zip(tables, starts, bags, strict=True):
         cache = holders[table].cache
-        known = (0, 0) if not count else None if cache is None else cache.known_segment(ids, start, count)
+        known = (0, 0) if not count else None
+        if count and cache is not None:
+            known = cache.known_segment(ids, offsets, start, count)
         if known is None:
             return None
         found.append(known)
@@ -185,14 +188,15 @@ def place(
     if all_together([want for _, _, want in wants]):
         which = [of_table.get(t, -1) for t in tables]
         placed_ids = lines_of_all([want for _, _, want in wants], ids, segments, which, writes)
-        for _, features, want in wants if offsets is not None else ():
-            want.cache.knows(
-                ids, want.segments, tuple([(starts[f], bags[f], *segments[f]) for f in features])
-            )
+        for _, features, want in wants:
+            if offsets is not None:
+                ranges = [(starts[f], bags[f], *segments[f]) for f in features]
+                want.cache.knows(ids, want.segments, bags_of(offsets, ranges))
     else:
         pieces = [ids[begin:end] for begin, end in segments]
         for _, features, want in wants:
-            known = () if offsets is None else tuple([(starts[f], bags[f], *segments[f]) for f in features])
+            ranges = [(starts[f], bags[f], *segments[f]) for f in features]
+            known = None if offsets is None else bags_of(offsets, ranges)
             lines = want.cache.lines_of(want.host, ids, want.segments, want.refuse, known)
             for f, lines_n in zip(features, lines, strict=True):
                 pieces[f] = lines_n
