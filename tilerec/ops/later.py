@@ -13,10 +13,11 @@ Nouns
   copy       where numbers go on the host (pinned memory), and the event that says that they are there; used again
 
 Under CUDA-graph capture nothing is copied: the tensor is the graph's. From then on every look outside of a capture
-sends a copy, unless the last one is still on its way, so replays are seen, too. With `adds`, numbers are a count and
-what is to be said of the latest that were counted (0: nothing). Replays add to a sum that nobody clears; the host knows
-how much of it has been used. So none is lost or used twice, however many replays there are from look to look, and on
-whichever streams. Without, `use` does as it thinks right.
+sends a copy, unless the last one is still on its way, so replays are seen, too: of a few captured ops, in turn, since
+none is ever taken off the list, and a look is to cost the same however many there are. With `adds`, numbers are a
+count and what is to be said of the latest that were counted (0: nothing). Replays add to a sum that nobody clears; the
+host knows how much of it has been used. So none is lost or used twice, however many replays there are from look to
+look, and on whichever streams. Without, `use` does as it thinks right.
 
     replays leave (2, 7), (0, -1), (1, 4)    the sum is then (3, 4)    use([3, 4]), if nobody looked in between
 
@@ -38,6 +39,7 @@ from torch import Tensor
 Use = Callable[[list[int]], None]
 
 _SPARES = 256  # there are at least so many when a capture begins
+_AT_A_LOOK = 4  # captured ops that one look asks for news; `use_all` asks all
 
 
 class _Copy(NamedTuple):
@@ -68,6 +70,7 @@ class _Device:
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
     of_graphs: list[_OfGraph] = field(default_factory=list)
+    turn: int = 0  # of them: where the next look begins to ask
     spares: defaultdict[int, list[Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )  # zeros, by size
@@ -108,6 +111,10 @@ class Arrivals:
     def use_arrived(self, where: torch.device) -> None:
         """Use what has arrived; never waits. The first `use` that raises ends it, the others have their turn next
         time."""
+        self._use(where, _AT_A_LOOK)
+
+    def _use(self, where: torch.device, asked: int | None) -> None:
+        """`asked`: how many of the graphs' ops are asked for news; None: all."""
         device = self._devices.get(where)
         if device is None:  # the CPU, or it has sent nothing
             return
@@ -118,8 +125,11 @@ class Arrivals:
             while queue and (arrived := self._next_arrived(device, queue)) is not None:
                 numbers, use = arrived
                 use(numbers)
-        for graph in device.of_graphs:
+        count = len(device.of_graphs)
+        for _ in range(count if asked is None else min(asked, count)):
             with self._lock:
+                graph = device.of_graphs[device.turn % count]
+                device.turn += 1
                 if not graph.on_its_way:
                     _send(device, graph.numbers, graph.use, graph)
 
@@ -129,7 +139,7 @@ class Arrivals:
             return
         for _ in range(2):  # what is on its way; then those of graphs, as they are after it
             torch.cuda.synchronize(where)
-            self.use_arrived(where)
+            self._use(where, None)
 
     def _next_arrived(self, device: _Device, queue: deque[_Sent]) -> tuple[list[int], Use] | None:
         with self._lock:

@@ -206,6 +206,24 @@ def test_a_graphs_report_is_on_its_way_once(gpu: Gpu) -> None:
     assert len(reports._REPORTS._devices[CPU].sent) == 1
 
 
+def test_a_look_costs_as_much_however_many_ops_were_captured(gpu: Gpu) -> None:
+    """Some are asked at a look, in turn; whoever waits asks all."""
+    gpu.capturing = True
+    of_graphs = [kernel() for _ in range(3 * later._AT_A_LOOK)]
+    gpu.capturing = False
+    of_graphs[-1].copy_(torch.tensor([1, 7, 0, 0]))
+    for look in range(3):
+        before = gpu.recorded
+        raise_due(CPU)
+        assert gpu.recorded - before == later._AT_A_LOOK, look
+        gpu.run()
+    with pytest.raises(ValueError, match="7 0 0"):
+        raise_due(CPU)
+    of_graphs[5].copy_(torch.tensor([1, 8, 0, 0]))
+    with pytest.raises(ValueError, match="8 0 0"):
+        raise_all(CPU)
+
+
 def test_a_graph_takes_a_report_that_is_free_on_another_stream(gpu: Gpu) -> None:
     """One made under capture is filled with zeros at every replay, and forgets what the one before it found."""
     kernel()
