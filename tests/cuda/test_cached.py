@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.cuda.sizes import size
 from tests.storage.test_cached import batch, ebc, everything, output, step
 from tilerec import (
     CacheParams,
@@ -43,7 +44,7 @@ def test_rows_in_host_memory_train_as_rows_on_the_device(
         set_cache(table, rows, params, torch.device("cuda"))
     rng = random.Random(1)
     ahead = None
-    for _ in range(12):
+    for _ in range(size(12, 5)):
         kjt = on_gpu(batch(rng)) if ahead is None else ahead
         ahead = on_gpu(batch(rng))
         want, got = output(plain, kjt), output(other, kjt)
@@ -75,7 +76,7 @@ def test_a_prefetched_batch_is_looked_up_and_updated_without_waiting_for_the_dev
 def test_a_prefetch_on_another_stream_is_waited_for() -> None:
     plain, other = ebc(Adam(0.1)).cuda(), cache_tables(ebc(Adam(0.1)), 0.15, device="cuda")
     rng, side = random.Random(3), torch.cuda.Stream()
-    batches = [on_gpu(batch(rng, samples=200)) for _ in range(8)]
+    batches = [on_gpu(batch(rng, samples=size(200, 50))) for _ in range(size(8, 4))]
     torch.cuda.synchronize()
     for i, kjt in enumerate(batches):
         got = output(other, kjt)
