@@ -35,6 +35,7 @@ from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCo
 from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
+from tilerec.storage import cached
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -269,6 +270,35 @@ def test_a_batch_that_is_only_looked_at_lets_go_of_its_lines() -> None:
             assert all(not rows.cache._flight for rows in table.tile_rows)
 
     run_virtual_ranks(WORLD, run)
+
+
+def test_a_prefetch_asks_once_for_all_tables_where_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the lookup behind it asks for nothing, and knows by the batch where its ids lie."""
+    monkeypatch.setattr(cached, "_served", lambda device: True)
+    base, real = Model(), cached.request
+    seen: list[int] = []
+
+    def run(group: Group) -> None:
+        plain, other = both(base, group, Adam(0.1), "row_wise")
+        kjt = batch(group.rank, 0)
+        mine = [rows.cache for table in other.ebc._sharded_tables for rows in table.tile_rows]
+
+        def counted(asks: Any, *rest: Any) -> None:
+            if any(ask.made is cache._made for ask in asks for cache in mine):
+                seen.append(len(asks))
+            real(asks, *rest)
+
+        if group.rank == 0:
+            monkeypatch.setattr(cached, "request", counted)
+        group.barrier()
+        routed = other.ebc.prefetch(kjt)
+        (batch_,) = mine[0]._flight
+        assert batch_.bags is not None
+        assert torch.equal(plain.ebc(kjt).values(), other.ebc(routed).values())
+        group.barrier()
+
+    run_virtual_ranks(WORLD, run)
+    assert seen == [2]
 
 
 def alone(**options: Any) -> DistributedModelParallel:

@@ -29,8 +29,8 @@ from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire
 from tilerec.storage.cached import Segments as Segments_
-from tilerec.storage.cached import alone
-from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of
+from tilerec.storage.cached import alone, bags_of, prefetch_all
+from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of, wanted
 from tilerec.storage.table_rows import TableRows
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -227,7 +227,7 @@ class Combiner:
         """The ids with line numbers in place of cached rows."""
         return place(
             holders, self._tables, routed.ids, routed.offsets, routed.sample_weights, self._starts(routed),
-            self._bags(routed), self._refuse(holders),
+            self._bags(routed), self._refuse(holders), names=self._names,
         )  # fmt: skip
 
     def _refuse(self, holders: Sequence[Holder]) -> Callable[[int, int, int], None]:
@@ -246,15 +246,13 @@ class Combiner:
     def prefetch(self, routed: Routed, holders: Sequence[Holder]) -> None:
         """Bring the rows that a batch asks for into the caches of these tables."""
         routed.wait()
-        refuse = self._refuse(holders)
-        for t, features, own in self._cached(routed, holders):
-            cache = holders[t].cache
-            assert cache is not None
-
-            def of_feature(s: int, position: int, id_: int, features: list[int] = features) -> None:
-                refuse(features[s], position, id_)
-
-            cache.prefetch(holders[t].host(), routed.ids, own, of_feature)
+        starts, bags = self._starts(routed), self._bags(routed)
+        segments = segments_of(holders, self._tables, routed.ids, routed.offsets, starts, bags)
+        wants = wanted(holders, self._tables, segments, self._refuse(holders), self._names)
+        prefetch_all([want for _, _, want in wants], routed.ids)
+        for _, features, want in wants:  # so that its lookup need not ask the device again
+            ranges = [(starts[f], bags[f], *segments[f]) for f in features]
+            want.cache.knows(routed.ids, want.segments, bags_of(routed.offsets, ranges))
 
     def looked_up(self, routed: Routed, holders: Sequence[Holder], *, updates: bool) -> None:
         """A batch was looked up; `updates`: its update is to come."""
