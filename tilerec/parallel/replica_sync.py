@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tilerec.comms.agree import agree, digest
 from tilerec.comms.group import Group, Handle
+from tilerec.ops.upload import upload
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
 from tilerec.sharding.update import TileRows
@@ -164,7 +165,7 @@ class ReplicaSync:
         ]
         counts = self._tell_all(
             "replica counts",
-            torch.tensor(facts, device=self.axis.device),
+            upload(facts, self.axis.device),
             [2 + 2 * len(rows)] * self.axis.size,
         )
         told = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
