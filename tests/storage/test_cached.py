@@ -611,8 +611,9 @@ def test_rows_of_a_prefetched_batch_are_reset_before_its_forward() -> None:
     _goes_on_alike(plain, other, rng)
 
 
-def test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along() -> None:
-    plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.01)  # one set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along(dtype: torch.dtype) -> None:
+    plain, other = ebc(SGD(0.1), dtype=dtype), cache_tables(ebc(SGD(0.1), dtype=dtype), 0.01)  # one set
     ids = torch.arange(40)  # 32 rows have a line of the set, 8 a spare one
     first = KeyedJaggedTensor.from_lengths_sync(KEYS, ids, torch.tensor([40, 0, 0]))
     assert torch.equal(step(plain, first), step(other, first))

@@ -444,8 +444,8 @@ class RowCache:
         moved = dirty_L[moves.old_lines]
         try:
             made.sets.seat(moves)
-            for tensor in made.lines if moves.old_lines.numel() else ():
-                tensor.index_copy_(0, moves.new_lines, tensor.index_select(0, moves.old_lines))
+            for lines, host in zip(made.lines, made.host, strict=True) if moves.old_lines.numel() else ():
+                host.move(lines, moves.old_lines, moves.new_lines)
             dirty_L[moves.new_lines] = moved
             dirty_L[moves.old_lines] = False
             if moves.loaded_rows.numel():
