@@ -8,6 +8,8 @@ Legend: W ranks, F features, P present bags, N ids.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,6 +304,21 @@ def test_numbers_that_a_graph_makes_are_no_other_graphs(monkeypatch: pytest.Monk
     assert counting(4, torch.device("cpu")).data_ptr() == before.data_ptr(), (
         "what was there before may be used"
     )
+
+
+def test_whatever_the_output_reads_of_a_batch_waits_for_the_stream_that_brought_it() -> None:
+    """Inverse indices, too, whose memory would be another batch's while they are read."""
+    waited: list[Any] = []
+
+    def fn(group: Group) -> None:
+        module = sharded(group, rows(20, 1), ("a", "b"))
+        features = random_batch(["a", "b"], 20, 3, seed=0, variable=True)
+        routed = replace(module.route(features), made=SimpleNamespace(wait=waited.extend))
+        module(routed)
+        for needed in (features.values(), features.offsets(), features.inverse_indices()[1]):
+            assert any(tensor is needed for tensor in waited)
+
+    run_virtual_ranks(1, fn)
 
 
 # ---------------------------------------------------------------------------------------------------- large tables

@@ -82,11 +82,12 @@ class RoutedFeatures:
         """What the current stream does next, it does behind what has been done for the batch."""
         if self.made is not None:
             routed, features = self.routed.wait(), self.features
+            inverse = features.inverse_indices_or_none()
             self.made.wait(
                 [
                     routed.ids, routed.offsets, routed.sample_weights, routed.slots, routed.positions,
                     routed.member_slots, features.values(), features.weights_or_none(), features.lengths_or_none(),
-                    features.offsets_or_none(),
+                    features.offsets_or_none(), None if inverse is None else inverse[1],
                 ]
             )  # fmt: skip
 
