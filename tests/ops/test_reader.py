@@ -291,6 +291,16 @@ def test_a_lookup_without_a_backward_is_forgotten_with_its_graph() -> None:
     assert len(module.embedding_bags["user"].rows.readers) == 0
 
 
+def test_readers_that_another_thread_has_just_let_go_are_none() -> None:
+    rows = bags().embedding_bags["user"].rows
+    gone = frozenset([1])
+    rows.readers.data[weakref.ref(gone)] = 0  # its callback has not run yet
+    del gone
+    assert len(rows.readers) == 1
+    rows.about_to_write()
+    assert not rows.readers
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_lookups_give_the_same_gradients(reentrant: bool) -> None:
     results = []

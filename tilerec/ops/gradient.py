@@ -85,7 +85,10 @@ class GradientSink(ABC):
     def about_to_write(self) -> None:
         """Called before the table's rows are written: lookups whose backward reads them keep them as they are."""
         while self.readers:
-            reader, table = self.readers.popitem()
+            try:
+                reader, table = self.readers.popitem()
+            except KeyError:  # those that were left have just been let go, in another thread
+                return
             reader.keep(table)
 
     def refuse_earlier(self, reason: str) -> None:
