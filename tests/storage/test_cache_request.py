@@ -216,6 +216,16 @@ def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch:
             _goes_on_alike(plain, other, rng)
 
 
+def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:
+    plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
+    with torch.inference_mode():
+        kjt = KeyedJaggedTensor(["f", "g", "h"], torch.arange(12), lengths=torch.tensor([4, 4, 4]))
+        other.prefetch(kjt)
+        kjt.values().add_(40)
+        assert torch.equal(output(plain, kjt), output(other, kjt))
+    assert all(not rows.cache._flight for _, rows in rows_below(other))
+
+
 def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> None:
     cache = RowCache("t", None)
     rows = torch.arange(20.0).view(10, 2)

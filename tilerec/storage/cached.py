@@ -664,8 +664,11 @@ def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
             for want in rest:
                 cache = want.cache
                 made = cache._over(want.host)
-                if cache._batch(ids, want.segments) is not None:
+                known = cache._batch(ids, want.segments)
+                if known is not None and not (_together(made) and ids.is_inference()):
                     continue
+                if known is not None:  # nobody counts writes to these ids: they may be others by now
+                    cache._flight.remove(known)
                 if not _together(made):
                     cache._request(made, ids, want.segments, want.refuse)
                 elif id(cache) in now:  # two tables with the same rows
