@@ -12,7 +12,8 @@ Nouns
 
 Whoever writes rows here says so first (`GradientSink.about_to_write`), and so do optimizers of torch: `step()` calls
 hooks before it writes, with `fused=True`, too. What others write (`weight.copy_()`) shows in torch's version counters,
-and the backward refuses. Table by table: what is known of one does not depend on which others a rank holds, so ranks
+and the backward refuses; but for writes through `weight.data`, which torch does not count for its own ops either.
+Table by table: what is known of one does not depend on which others a rank holds, so ranks
 that do the same refuse the same.
 
 Legend: N ids, D columns of a table, F features.
