@@ -79,6 +79,16 @@ def test_batches_are_sorted_ahead_and_change_no_bit() -> None:
     assert_same(run(False), run(True))
 
 
+def test_the_host_goes_at_most_three_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.cuda.Event] = []
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event))
+    ids = KeyedJaggedTensor.from_lengths_sync(["one"], torch.tensor([1]), torch.tensor([1]))
+    bring = Bringer(torch.nn.Identity(), torch.device("cuda"))
+    for step in range(6):
+        bring(Batch(torch.ones(1, 1), ids, torch.ones(1)))
+        assert len(waited) == max(0, step - 2)
+
+
 def test_batches_of_ranks_are_routed_and_sorted_ahead() -> None:
     with Ranks(2, backend="gloo", timeout_s=size(60, 600)) as ranks:
         for plain, ahead in zip(ranks.run(run_on_ranks, False), ranks.run(run_on_ranks, True), strict=True):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.utils import check_size
 from tilerec.ops.jagged import repeat_segments
+from tilerec.ops.upload import upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -227,11 +228,11 @@ def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]
         weight_N = torch.ones(total, device=device)
     else:
         table = torch.cat([weight for weight in found if weight is not None] + [first.new_ones(1)])
-        start_FB = _per_bag(torch.tensor(starts, device=device), features)
+        start_FB = _per_bag(upload(starts, device), features)
         index_N = _count_from(start_FB, offsets_FB1, total)
         if any(weight is None for weight in found):
-            has_FB = _per_bag(torch.tensor([weight is not None for weight in found], device=device), features)
-            has_N = repeat_segments(has_FB.to(torch.int64), offsets_FB1, total)
+            has_FB = _per_bag(upload([int(weight is not None) for weight in found], device), features)
+            has_N = repeat_segments(has_FB, offsets_FB1, total)
             index_N = torch.where(has_N > 0, index_N, end)
         weight_N = table.index_select(0, index_N)
     return _with_weights(features, weight_N)
@@ -242,11 +243,11 @@ def _per_bag(rows_F: Tensor, features: KeyedJaggedTensor) -> Tensor:
     if not features.variable_stride_per_key():
         return rows_F.unsqueeze(1).expand(-1, features.stride()).reshape(-1)
     strides = features.stride_per_key()
-    return rows_F.repeat_interleave(torch.tensor(strides, device=rows_F.device), output_size=sum(strides))
+    return rows_F.repeat_interleave(upload(strides, rows_F.device), output_size=sum(strides))
 
 
 def _check_positions(features: KeyedJaggedTensor, lengths_FB: Tensor, limits: list[int]) -> None:
-    limit_FB = _per_bag(torch.tensor(limits, dtype=torch.int64, device=lengths_FB.device), features)
+    limit_FB = _per_bag(upload(limits, lengths_FB.device), features)
     if not _precise_errors(lengths_FB):
         shown = [
             (key, limit) for key, limit in zip(features.keys(), limits, strict=True) if limit != _NO_LIMIT

@@ -72,7 +72,8 @@ def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
             if found is None:
                 found = make(*args, **kwargs)
                 while len(memo) >= most:
-                    memo.pop(next(iter(memo)), None)
+                    for oldest in list(memo)[:1]:  # a list: other threads write, too
+                        memo.pop(oldest, None)
                 memo[key] = found
             return found
 

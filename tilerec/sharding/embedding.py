@@ -200,7 +200,8 @@ class ShardedCollection(TableCollection):
         """Send the ids to their rows' owners. A collective on a channel of its own: may run during a backward.
 
         Raises:
-            InputError: this rank's batch is wrong, or another's (then it says whose); every rank raises.
+            InputError: this rank's batch is wrong, or another's (then it says whose); every rank raises. (One rank
+                with whole tables routes nothing: there the lookup raises.)
         """
         stages = self.exchange.stages(self._wide())
         try:

@@ -15,6 +15,7 @@ what is dirty, and was in its line before and stays there, is written to the tab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,9 +136,14 @@ def _move(
             _in(asks[t].made, _entries(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
-        for t, ask in enumerate(asks):
-            ask.rescue(_entries(plan, header, ids, t))
+        with ExitStack() as rescues:  # each, even where another's is interrupted
+            for t, ask in enumerate(asks):
+                rescues.callback(_rescue, ask, plan, header, ids, t)
         raise
+
+
+def _rescue(ask: Ask, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
+    ask.rescue(_entries(plan, header, ids, t))
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:

@@ -6,10 +6,13 @@ update) is done beside that step.
 
     stream of the steps    step i ----------------------- | step i + 1 (waits for the copy, its update for the sort)
     stream of the batches  copy, route, sort of batch i + 1
+
+The host goes at most 3 steps ahead of the GPU: batches that wait for their step take memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import final
 
 import torch
@@ -17,6 +20,8 @@ from torch import nn
 
 from tilerec.data.batch import Batch
 from tilerec.storage.made_ahead import Moment
+
+AHEAD = 3
 
 
 @final
@@ -31,11 +36,13 @@ class Bringer:
         self._device = device
         self._prefetch = getattr(model, "prefetch", None)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._steps: deque[torch.cuda.Event] = deque()  # where the latest steps end
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch as a step on the current stream takes it."""
         if self._stream is None or batch.labels.is_cuda:  # what is there was made by who knows which stream
             return batch.to(self._device, non_blocking=True)
+        self._keep_pace()
         with torch.cuda.stream(self._stream):
             here = batch.to(self._device, non_blocking=True)
             arrived = Moment(self._device)
@@ -46,3 +53,9 @@ class Bringer:
         here.record_stream(torch.cuda.current_stream(self._device))
         here.sparse_features = features
         return here
+
+    def _keep_pace(self) -> None:
+        """Wait for the step `AHEAD` before the one that was given to the GPU last."""
+        self._steps.append(torch.cuda.current_stream(self._device).record_event())
+        if len(self._steps) > AHEAD:
+            self._steps.popleft().synchronize()
