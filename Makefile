@@ -26,6 +26,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
+# Tests start a hundred processes, which need not compile the package anew each.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -114,7 +116,7 @@ contracts: setup
 .PHONY: pytest
 pytest: setup
 	$(call say,tests)
-	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: parity
 parity: setup
@@ -136,7 +138,7 @@ simulated-gpu: setup
 nightly: setup
 	$(call say,tests$(comma) the cases that take minutes among them)
 	failed=; \
-	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --timeout 900 $(ARGS) || failed+=" tests"; \
+	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS) || failed+=" tests"; \
 	$(MAKE) --no-print-directory sanitize || failed+=" sanitize"; \
 	$(MAKE) --no-print-directory simulated-gpu || failed+=" simulated-gpu"; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sysconfig
@@ -19,6 +20,9 @@ from typing import Any
 # Several workers of two threads each share the cores: a thread that waits in a loop, as is libgomp's way, keeps its
 # core from the thread that it waits for, and small steps take five times as long. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# What inductor compiles here needs no vectors: their headers are half of the compiler's time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import hypothesis
 import numpy as np
@@ -97,7 +101,26 @@ def pytest_configure(config: pytest.Config) -> None:
     _set(_POISONED)
 
 
+# Minutes of few tests: given out first, so that no worker is left alone with one of them at the end.
+LONG = (
+    "hosts", "modules/test_compile.py", "simulated_gpu", "test_cli.py", "parallel/test_reshard",
+    "comms/test_process.py", "ops/triton/test_update.py", "ops/triton/test_lookup.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items.sort(key=lambda item: not item.path.relative_to(here).as_posix().startswith(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests stay until the end: the garbage collector need not look at them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
     _set(_REAL)
 
 

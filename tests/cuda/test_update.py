@@ -190,7 +190,8 @@ def test_cut_rows_have_the_references_sums_and_rows(name: str, exact: bool, widt
         parts["weights"], parts["slots"], parts["rows"], parts["grads"], scalars, *rest_
     )
     for a, b in zip((*on[0], *on[1]), (*parts["weights"], *parts["slots"]), strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=1e-7)
+        # A row of about 1 less a step of about 1 is off by a last digit of them, however little is left.
+        torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=3e-7)
 
 
 def test_row_sums_are_those_of_the_reference() -> None:

@@ -46,12 +46,20 @@ class Held(NamedTuple):
 def optimizers_with(leaves: Iterable[nn.Parameter]) -> list[Optimizer]:
     """Every living optimizer of this process that has one of these parameters, or keeps state or names of them."""
     wanted = {id(leaf) for leaf in leaves}
-    if not wanted:
-        return []
-    gc.collect()  # those that nobody uses any more do not count
+    if wanted and _living(wanted):
+        gc.collect()  # those that nobody uses any more do not count
+        return _living(wanted)
+    return []
+
+
+def _living(wanted: set[int]) -> list[Optimizer]:
+    """Optimizers with one of these parameters, those among them that wait for the collector."""
+    classes: list[type] = [Optimizer]
+    for kind in classes:
+        classes += kind.__subclasses__()
     return [
         thing
-        for thing in gc.get_objects()
+        for thing in gc.get_referrers(*classes)  # instances refer to their class
         if issubclass(type(thing), Optimizer)
         and not isinstance(
             thing, (FusedOptimizer, ShardedFusedOptimizer, CombinedOptimizer, OptimizerWrapper)

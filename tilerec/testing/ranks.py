@@ -33,6 +33,15 @@ from tilerec.testing.worker import Case, FunctionRef, Place, serve
 # After the first failure: how long the other ranks have to tell what they saw.
 _GRACE_S = 2.0
 _STARTED = 60.0
+# Take long to import, and where this process has them, so will the module of a function that ranks run.
+_LARGE = (
+    "pytest",
+    "hypothesis",
+    "torchmetrics",
+    "pyarrow.parquet",
+    "torch.distributed.checkpoint",
+    "tilerec.recipes",
+)
 
 
 class RankError(RuntimeError):
@@ -343,8 +352,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The last is what torch.optim imports when its first optimizer is made.
-    context.set_forkserver_preload(
-        ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
-    )
+    # torch._dynamo is what torch.optim imports when its first optimizer is made.
+    wanted = ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
+    context.set_forkserver_preload(wanted + [name for name in _LARGE if name in sys.modules])
     return context

@@ -1,8 +1,8 @@
 """Kernels compiled for sm_90 (Hopper) on a machine without a GPU, and what came out: what tests hold them to.
 
-A gate says which kernel, with which types and compile-time constants. `compiled(gates)` compiles all of them in one
-process of its own (Triton compiles nothing in a process that interprets) with a cache of its own, and returns what the
-assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction,
+A gate says which kernel, with which types and compile-time constants. `compiled(gates)` compiles all of them in a
+process of their own (Triton compiles nothing in a process that interprets) with a cache of its own, and returns what
+the assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction,
 fused addition, division and root stands in the code.
 
     gate = Gate("row sums", "tilerec.ops.triton.lookup:pooled_kernel", {"base": "*fp32", ...}, {"TILE": 128, ...})
@@ -12,13 +12,16 @@ Types: "*fp32", "*bf16", "*fp16", "*fp8e4nv" (e4m3fn), "*i64", "*i32" of pointer
 constant that is a jitted function is written "module:name", with a `:` in it. `aligned`: pointers (or numbers) that are
 multiples of 16, as Triton finds them to be at a launch; by default every pointer.
 
-As a script, it reads a list of gates from stdin as JSON and prints a list of results. With two arguments, a file and a
-time (of `time.time()`), it appends results to the file, a line each, errors too, until all are done or it is that late.
+As a script, it reads lists of gates from stdin, as JSON, one a line, and prints a list of results for each. With two
+arguments, a file and a time (of `time.time()`), it reads one list and appends results to the file, a line each, until
+all are done or it is that late. In place of a result there may be an error's words.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -33,7 +36,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -93,17 +96,42 @@ def aside() -> int:
 
 
 def compiled(gates: Sequence[Gate]) -> dict[str, Compiled]:
-    """Compile them all; raises `CalledProcessError` (with the compiler's words) if one does not compile."""
-    with tempfile.TemporaryDirectory(prefix="tilerec-gates-") as cache:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
-        environment.pop("TRITON_INTERPRET", None)
-        text = json.dumps([dataclasses.asdict(gate) for gate in gates])
-        done = subprocess.run(
-            [sys.executable, __file__], input=text, env=environment, capture_output=True, text=True
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(done.stdout)
-    return {gate.name: Compiled(**result) for gate, result in zip(gates, results, strict=True)}
+    """Compile them all; fails with the compiler's words if one does not compile."""
+    process, said = _compiler()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([dataclasses.asdict(gate) for gate in gates]) + "\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        _compiler.cache_clear()
+        code = process.wait()
+        said.seek(0)
+        raise AssertionError(f"the compiling process ended with {code}: {said.read()[-4000:]}")
+    found = {result.pop("name"): result for result in json.loads(answer)}
+    assert not [result["error"] for result in found.values() if "error" in result]
+    return {gate.name: Compiled(**found[gate.name]) for gate in gates}
+
+
+@functools.cache
+def _compiler() -> tuple[subprocess.Popen[str], IO[str]]:
+    """The process that compiles for all tests of this one, as importing takes as long as a kernel; its complaints.
+
+    It ends when its input does.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        env=environment,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    return process, said
 
 
 def _named(place: str) -> Any:
@@ -191,23 +219,23 @@ def _tried(gate: Gate, folder: Path) -> dict[str, Any]:
 
 
 def _main() -> None:
-    gates = [Gate(**gate) for gate in json.load(sys.stdin)]
-    if len(sys.argv) == 3:
-        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilerec-gates-")
-        with (
-            tempfile.TemporaryDirectory(dir=os.environ["TRITON_CACHE_DIR"]) as folder,
-            open(sys.argv[1], "a") as out,
-        ):
-            for gate in gates:
-                if time.time() > float(sys.argv[2]):
-                    break
-                out.write(json.dumps(_tried(gate, Path(folder))) + "\n")
-                out.flush()
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilerec-gates-")
+    try:
+        with tempfile.TemporaryDirectory(dir=os.environ["TRITON_CACHE_DIR"]) as folder:
+            if len(sys.argv) == 3:
+                with open(sys.argv[1], "a") as out:
+                    for gate in json.load(sys.stdin):
+                        if time.time() > float(sys.argv[2]):
+                            break
+                        out.write(json.dumps(_tried(Gate(**gate), Path(folder))) + "\n")
+                        out.flush()
+                return
+            for line in sys.stdin:
+                print(
+                    json.dumps([_tried(Gate(**gate), Path(folder)) for gate in json.loads(line)]), flush=True
+                )
+    finally:
         shutil.rmtree(os.environ["TRITON_CACHE_DIR"])
-        return
-    with tempfile.TemporaryDirectory(prefix="tilerec-gates-") as folder:
-        results = [dataclasses.asdict(_compile(gate, Path(folder))) for gate in gates]
-    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -205,14 +205,17 @@ def forward_of(workload: Workload, kernel: str) -> Variant:
     return next(v for v in given.variants if v.kernel.endswith(f":{kernel}"))
 
 
-def test_a_turn_asks_for_all_of_its_rows_before_it_uses_one() -> None:
+@pytest.mark.parametrize(
+    "lookups",
+    [
+        [("P1 bf16", "pooled_kernel")],
+        pytest.param([("small", "pooled_kernel"), ("unpooled", "sequence_kernel")], marks=NIGHTLY),
+    ],
+)
+def test_a_turn_asks_for_all_of_its_rows_before_it_uses_one(lookups: list[tuple[str, str]]) -> None:
     """In machine code: what the memory is kept busy with."""
-    lookups = [
-        forward_of(POINTS["P1 bf16"], "pooled_kernel"),
-        forward_of(POINTS["small"], "pooled_kernel"),
-        forward_of(POINTS["unpooled"], "sequence_kernel"),
-    ]
-    for kernel in compiled([variant.gate() for variant in lookups]).values():
+    gates = [forward_of(POINTS[point], kernel).gate() for point, kernel in lookups]
+    for kernel in compiled(gates).values():
         assert kernel.on_their_way == 8
         assert kernel.warps() >= 24
         assert kernel.spilled == 0
