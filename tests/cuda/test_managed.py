@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 from tests.modules import test_managed_on_device as cases
+from tilerec.comms.group import Group
+from tilerec.modules import managed_embedding
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
 from tilerec.modules.reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.shard import shard
+from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.storage.made_ahead import Moment
+from tilerec.testing.virtual import run_virtual_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -160,3 +166,28 @@ def test_rows_that_were_reset_in_between_are_not_those_that_weights_gradients_ar
     out.backward()
     assert weights.grad is not None
     assert weights.grad.tolist() == [28.0] * 3
+
+
+def test_rows_are_reset_behind_the_stream_that_mapped_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their numbers are no other batch's while they are."""
+    waited: list[Tensor | None] = []
+    reset: list[Tensor] = []
+    monkeypatch.setattr(Moment, "wait", lambda _, tensors: waited.extend(tensors))
+
+    def noted(table: Any, rows_N: Tensor) -> None:
+        assert any(tensor is rows_N for tensor in waited)
+        reset.append(rows_N)
+
+    monkeypatch.setattr(managed_embedding, "reset_rows", noted)
+
+    def run(group: Group) -> None:
+        module: Any = users("cuda")
+        side = torch.cuda.Stream()
+        shard(module, {"t": row_wise()}, mesh=group, device="cuda")
+        with torch.cuda.stream(side):
+            routed = module.route(batch(0).to(torch.device("cuda")))
+        with torch.no_grad():
+            module(routed)
+
+    run_virtual_ranks(1, run)
+    assert reset

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.cuda.sizes import size
+from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.triton import update
@@ -275,3 +276,39 @@ def test_tables_that_several_lookups_share_are_updated_without_waiting(pooled_on
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert_same(run(GPU), got)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sample_weights_that_an_optimizer_steps_meanwhile_are_those_of_their_forward(fused: bool) -> None:
+    """torch does not count what fused steps write."""
+
+    def run(ahead: bool) -> list[Tensor]:
+        module, weights = collection(), torch.nn.Parameter(torch.ones(4, device=GPU))
+        optimizer = torch.optim.SGD([weights], lr=0.5, fused=fused)
+        lengths = torch.tensor([2, 0, 1, 1], device=GPU)
+        made = [torch.tensor(ids, device=GPU) for ids in ([0, 1, 2, 3], [3, 3, 1, 8])]
+        coming = [KeyedJaggedTensor(["x", "y"], ids, weights, lengths) for ids in made]
+        for at, batch in enumerate(coming):
+            out = module(batch).values()
+            if ahead and not at:
+                module.prefetch(coming[1])
+            out.float().square().sum().backward()
+            optimizer.step()
+        return [p.detach() for p in (*module.parameters(), weights)]
+
+    assert_same(run(True), run(False))
+
+
+def test_a_bad_id_is_told_once_though_weights_want_gradients() -> None:
+    module, coming = collection(), batches(5)
+    coming[0].values()[0] = ROWS
+    told = []
+    for batch in coming:
+        batch.weights().requires_grad_()
+        try:
+            module(batch).values().float().sum().backward()
+            torch.cuda.synchronize()
+        except InputError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert told[0].startswith(f"Table 'a': id {ROWS} of feature 'x'")

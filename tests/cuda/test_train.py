@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from tests.cuda.sizes import size
 from tests.cuda.test_sharded_ahead import noted
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
+from tilerec.data.synthetic import SyntheticClicks
+from tilerec.errors import InputError
+from tilerec.models.dlrm import DLRM
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.storage.table_rows import NonFiniteGradientError
 from tilerec.testing.ranks import Ranks
 from tilerec.train.bring import Bringer
 from tilerec.train.config import ParallelConfig, RunConfig, TrainConfig
@@ -93,3 +98,33 @@ def test_batches_of_ranks_are_routed_and_sorted_ahead() -> None:
     with Ranks(2, backend="gloo", timeout_s=size(60, 600)) as ranks:
         for plain, ahead in zip(ranks.run(run_on_ranks, False), ranks.run(run_on_ranks, True), strict=True):
             assert_same(plain, ahead)
+
+
+@pytest.mark.filterwarnings("ignore:.*parallel.*has no effect", "ignore:invalid value:RuntimeWarning")
+def test_a_bad_id_in_the_last_batch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No op comes behind that would tell."""
+    real = SyntheticClicks.held_out
+
+    def held_out(self: SyntheticClicks, batch_size: int) -> Iterator[Batch]:
+        *_, last = real(self, batch_size)
+        last.sparse_features.values()[-1] = 1000
+        yield last
+
+    monkeypatch.setattr(SyntheticClicks, "held_out", held_out)
+    with pytest.raises(InputError, match="id 1000 of feature 'feature_1'"):
+        train(RUN)
+
+
+@pytest.mark.filterwarnings("ignore:.*parallel.*has no effect", "ignore:invalid value:RuntimeWarning")
+def test_a_gradient_that_is_not_finite_in_the_last_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, steps = DLRM.forward, itertools.count(1)
+
+    def forward(self: DLRM, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        logits = real(self, dense, sparse)
+        if self.training and next(steps) == STEPS:
+            logits.register_hook(lambda grad: grad * float("inf"))
+        return logits
+
+    monkeypatch.setattr(DLRM, "forward", forward)
+    with pytest.raises(NonFiniteGradientError, match=r"row \d+ is not finite"):
+        train(RUN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from tests.parity.harness import TILINGS, WORLDS, Hosts
 from tests.sharding.test_route import batch_of, rows, sharded
 from tilerec.comms.group import Group
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -364,3 +365,69 @@ def test_an_evaluation_in_inference_mode_may_come_before_training(name: str) -> 
     for rank, out in enumerate(run_virtual_ranks(4, fn)):
         kjt = random_batch(["u", "v", "i"], 9, 3, seed=rank)
         torch.testing.assert_close(out.clone(), whole(kjt).values().detach())
+
+
+@pytest.mark.parametrize("name", ["row_wise", "column_wise", "data_parallel"])
+def test_functional_call_gives_the_gradient_to_the_tensors_it_was_given(name: str) -> None:
+    """The tiles are neither read nor updated, whatever is attached."""
+
+    whole = collection()
+
+    def fn(group: Group, attached: bool) -> list[Tensor]:
+        module = copy.deepcopy(whole)
+        if attached:
+            apply_optimizer_in_backward(SGD(lr=0.5), module.parameters())
+        shard(module, group, plan(name))
+        before = [leaf.detach().clone() for leaf in module.parameters()]
+        given = {key: leaf.detach() + 1 for key, leaf in module.named_parameters()}
+        given = {key: tensor.requires_grad_() for key, tensor in given.items()}
+        features = random_batch(["u", "v", "i"], 9, 5, seed=group.rank)
+        torch.func.functional_call(module, given, (features,)).values().square().sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+        assert all(tensor.grad is not None for tensor in given.values())
+        return [tensor.grad.to_dense() for tensor in given.values() if tensor.grad is not None]
+
+    for got, want in zip(run_virtual_ranks(4, fn, True), run_virtual_ranks(4, fn, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, WORLDS["1"]], ids=["four", "one"])
+def test_a_batch_that_was_routed_before_the_tables_became_float64_is_summed_in_float64(hosts: Hosts) -> None:
+    whole, size = collection(), sum(map(len, hosts))
+
+    def fn(group: Group) -> None:
+        module = shard(copy.deepcopy(whole), group, plan("row_wise", hosts), hosts)
+        features = random_batch(["u", "v", "i"], 9, 5, seed=group.rank)
+        ahead = module.prefetch(features)
+        module.double()
+        assert torch.equal(module(ahead).values(), module(features).values())
+
+    run_virtual_ranks(size, fn)
+
+
+def test_lengths_of_the_next_batch_are_no_divisors_of_one_that_is_routed() -> None:
+    """Memory of a batch may be used again once its ids are on their way."""
+    whole = collection()
+
+    def fn(group: Group) -> None:
+        module = shard(copy.deepcopy(whole), group, plan("row_wise"))
+        features = random_batch(["u", "v", "i"], 9, 5, seed=group.rank)
+        want, routed = module(features).values(), module.route(features)
+        features.lengths().fill_(7)
+        assert torch.equal(module(routed).values(), want)
+
+    run_virtual_ranks(4, fn)
+
+
+def test_a_routed_batch_is_neither_copied_nor_pickled() -> None:
+    whole = collection()
+
+    def fn(group: Group) -> None:
+        routed = shard(copy.deepcopy(whole), group, plan("row_wise")).route(
+            random_batch(["u", "v", "i"], 9, 5)
+        )
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(ConfigError, match="copy the features, and route those"):
+                way(routed)
+
+    run_virtual_ranks(4, fn)

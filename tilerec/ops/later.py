@@ -76,6 +76,9 @@ class _Device:
     )  # zeros, by size
 
 
+_EVERY: list[Arrivals] = []
+
+
 class Arrivals:
     """Numbers on their way to the host, by device."""
 
@@ -83,6 +86,7 @@ class Arrivals:
         self._adds = adds
         self._lock = threading.RLock()  # a finalizer may run an op in the midst of one
         self._devices: defaultdict[torch.device, _Device] = defaultdict(_Device)
+        _EVERY.append(self)
 
     def when_arrived(self, numbers: Tensor, use: Use) -> None:
         """Have `use` called with these (int64 `[n]`, complete behind what the current stream has been given)."""
@@ -230,3 +234,10 @@ def use_arrived(device: torch.device) -> None:
 def use_all(device: torch.device) -> None:
     """Wait for what is under way and use it."""
     _NUMBERS.use_all(device)
+
+
+def hear_all(device: torch.device) -> None:
+    """Wait for whatever kernels have to say, of bad ids and of rows they skipped: the next op would tell, and there may
+    be none."""
+    for arrivals in _EVERY:
+        arrivals.use_all(device)

@@ -470,6 +470,8 @@ class Combiner:
         """
         if not self._looked_up:
             return
+        if routed.in_place and routed.weights_need_grad:  # the batch's own, which an optimizer may step
+            return
         live = [True] * len(trained) if routed.weights_need_grad else trained
         fewer = self._thawed(routed.wait(), live)
         order_ahead(self.record(fewer, routed.ids, sinks, routed.present))

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class RoutedFeatures:
     routed: Routed
     stages: Stages
     sample_weights: Tensor | None
+    divisors: Sequence[Tensor | None] = ()  # per slot, of means: its bags' ids, as lengths were then
     made: Moment | None = None  # on a GPU: what has been done for it so far; other streams go on behind
 
     def behind(self) -> None:
@@ -87,7 +88,7 @@ class RoutedFeatures:
                 [
                     routed.ids, routed.offsets, routed.sample_weights, routed.slots, routed.positions,
                     routed.member_slots, features.values(), features.weights_or_none(), features.lengths_or_none(),
-                    features.offsets_or_none(), None if inverse is None else inverse[1],
+                    features.offsets_or_none(), None if inverse is None else inverse[1], *self.divisors,
                 ]
             )  # fmt: skip
 
@@ -95,6 +96,12 @@ class RoutedFeatures:
         """Ids have arrived."""
         self.routed.wait()
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"RoutedFeatures of {self.features.keys()}: neither copied nor pickled, as its ids are on their way "
+            "between the ranks of this model; copy the features, and route those."
+        )
 
 
 @dataclass(frozen=True)
@@ -209,8 +216,13 @@ class ShardedCollection(TableCollection):
         except Exception as error:
             stages.router.refuse(error, self.device)
         routed, there = stages.router(batch, keys), features.device()
+        divisors = self._divisors(features)
         made = Moment(there) if there.type == "cuda" else None
-        return RoutedFeatures(features, routed, stages, batch.weights, made)
+        return RoutedFeatures(features, routed, stages, batch.weights, divisors, made)
+
+    def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
+        """Per slot, what its bags' sums are divided by, once they are at home."""
+        return ()
 
     def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
         every = self._checked(features)
@@ -253,7 +265,7 @@ class ShardedCollection(TableCollection):
         self._follow_first_leaves()
         return bytes(
             [
-                0 if not leaf.requires_grad else TRAINED | ATTACHED * table.rows.takes_gradients
+                0 if not leaf.requires_grad else TRAINED | ATTACHED * _attached(table, leaf)
                 for leaf, table in zip(self._first_leaves(), self._sharded_tables, strict=True)
             ]
         )
@@ -274,13 +286,18 @@ class ShardedCollection(TableCollection):
                 f"{list(inverse[0])[:20]}; give indices for every feature that the tables read."
             )
 
+    def _fits(self, routed: RoutedFeatures) -> bool:
+        """Whether the tables are cut, and summed, as they were when this batch was routed."""
+        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._wide()
+
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
         """Read and pool the rows this rank holds, and send them home.
 
-        A batch that was routed before the tables were cut anew (`reshard`) is routed again, on every rank.
+        A batch that was routed before the tables were cut anew (`reshard`), or became float64, is routed again, on
+        every rank.
         """
-        if not self.exchange.made(routed.stages):
+        if not self._fits(routed):
             routed.behind()
             routed = self.route(routed.wait().features)
         routed.behind()
@@ -316,7 +333,7 @@ class ShardedCollection(TableCollection):
             The routed batch, to be given to the forward (an unsharded collection's takes the features themselves).
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        if not self.exchange.made(routed.stages):
+        if not self._fits(routed):
             return routed
         routed.behind()
         combiner, holders = routed.stages.combiner, self._holders()
@@ -340,7 +357,7 @@ class ShardedCollection(TableCollection):
     def _sinks_of_leaves(self) -> list[int]:
         """What takes each leaf's gradients in the backward pass; -1: a dense `.grad` does, or nothing."""
         return [
-            rows.handle if rows.takes_gradients and leaf.requires_grad else -1
+            rows.handle if rows.takes_gradients and leaf.requires_grad and rows.leaf is leaf else -1
             for rows, leaf in zip(self._rows(), self._leaves(), strict=True)
         ]
 
@@ -396,7 +413,8 @@ class ShardedCollection(TableCollection):
         held = [t for t, table in enumerate(tables) for _ in table.tiles]
         bare = [t for t, table in enumerate(tables) if not table.tiles]
         attached = [
-            trains and table.rows.takes_gradients for trains, table in zip(trained, tables, strict=True)
+            trains and _attached(table, leaf)
+            for trains, table, leaf in zip(trained, tables, first, strict=True)
         ]
         guarded = [
             (s, dtype) for s, t, dtype in self.exchange.column_cut if attached[t] and _by_elements(tables[t])
@@ -457,7 +475,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if self.exchange.exact:
             flat = self._pool_at_home(looked, own, bags, variable)
         else:
-            output = pooled_output(self._dims, bags, not variable, self._bag_sizes(features, own))
+            output = pooled_output(self._dims, bags, not variable, list(looked.batch.divisors))
             flat = self._flat(looked, output)
         flat = flat.to(dtype)
         if not variable:
@@ -473,9 +491,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         ]
         return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))
 
-    def _bag_sizes(self, features: KeyedJaggedTensor, own: Sequence[int]) -> list[Tensor | None]:
-        if not any(slot.mean for slot in self._slots):
+    def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
+        if self.exchange.exact or not any(slot.mean for slot in self._slots):
             return [None] * len(self._slots)
+        position = {key: k for k, key in enumerate(features.keys())}
+        own = [position[slot.feature] for slot in self._slots]
         lengths = features.lengths().clamp(min=1).to(self._wide())
         starts = [0]
         strides = (
@@ -553,6 +573,11 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
                 feature.offsets(),
             )
         return results
+
+
+def _attached(table: ShardedTable, leaf: nn.Parameter) -> bool:
+    """Whether the backward updates the table. What torch.func.functional_call put there takes its gradient itself."""
+    return table.rows.takes_gradients and table.rows.leaf is leaf
 
 
 def _travelling(name: str) -> torch.dtype:

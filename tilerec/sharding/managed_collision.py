@@ -26,6 +26,7 @@ from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.storage.made_ahead import Moment
 
 _eager = torch._disable_dynamo
 
@@ -126,7 +127,8 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     """
 
     _routed: int
-    _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None]]]
+    _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], Moment | None]]
+    _mapped: Moment | None = None  # on a GPU: behind which the maps are as the latest batch has left them
 
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
@@ -136,11 +138,15 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
             self._check(features)
         except Exception as error:
             collection.exchange.refuse(error)
+        if self._mapped is not None:
+            self._mapped.wait(())  # another stream's batch, or evaluation
         remapped = collection(features, mutate_miss_lengths)
         self._routed += 1
         maps = self._maps()
         # Kept also where routing fails: whoever looks up next must not read what an old id learned.
-        self._resets.append((self._routed, maps, collection.lost_rows()))
+        lost, there = collection.lost_rows(), features.device()
+        self._mapped = Moment(there) if there.type == "cuda" else None
+        self._resets.append((self._routed, maps, lost, self._mapped))
         routed = cast(ShardedCollection, self._embedding_module).route(remapped)
         return RoutedManaged(self._routed, remapped, routed, features, mutate_miss_lengths, maps)
 
@@ -174,7 +180,9 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     def _reset_up_to(self, number: int) -> None:
         maps = self._maps()
         while self._resets and self._resets[0][0] <= number:
-            _, when, evicted = self._resets.popleft()
+            _, when, evicted, mapped = self._resets.popleft()
+            if mapped is not None:
+                mapped.wait(list(evicted.values()))
             if when == maps:  # otherwise these are rows of a map that is no more
                 self._reset(evicted)
 

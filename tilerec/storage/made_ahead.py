@@ -68,6 +68,9 @@ class Moment:
         self._event = torch.cuda.Event()
         self._event.record(self.stream)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Moment:
+        return self
+
     def wait(self, tensors: Sequence[Tensor | None]) -> None:
         """The current stream goes on behind it, and reads these tensors."""
         stream = torch.cuda.current_stream(self.stream.device)

@@ -40,7 +40,7 @@ class OrdersAhead:
             record: as the backward will hand it in; its `grad` is not read.
         """
         sources = _sources(record, handles)
-        if sources is None or capturing():
+        if sources is None or capturing() or _stepped(record.sample_weights):
             return
         position = {handle: t for t, handle in enumerate(handles)}
         order = torch.ops.tilerec.order_rows(
@@ -54,6 +54,11 @@ class OrdersAhead:
         if not self.made:
             return None
         return self.made.take(_sources(record, handles))
+
+
+def _stepped(weights: Tensor | None) -> bool:
+    """Whether an optimizer may write to sample weights: with `fused=True` it does so uncounted."""
+    return weights is not None and weights.requires_grad and (weights.is_leaf or weights._is_view())
 
 
 def _sources(record: GradientRecord, handles: Sequence[int]) -> Sources | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilerec.data.batch import Batch
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
+from tilerec.ops.later import hear_all
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) ->
                 logits_B = model(moved.dense_features, moved.sparse_features).reshape(-1)
                 predictions.append(logits_B.double().sigmoid().cpu())
                 labels.append(batch.labels.float())
+        hear_all(device)
     finally:
         model.train(training)
     return torch.cat(predictions), torch.cat(labels)

@@ -31,6 +31,7 @@ from tilerec.data.delimited import RowCount
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
+from tilerec.ops.later import hear_all
 from tilerec.spec.plan import ShardingPlan
 from tilerec.train.bring import Bringer
 from tilerec.train.config import ParallelConfig, RunConfig
@@ -259,6 +260,7 @@ class _Run:
 
     def _progress(self) -> dict[str, float]:
         """Mean loss since the last event and AUC of the latest samples; waits for the device."""
+        hear_all(self._device)
         loss = self._world.mean(self._loss_sum).item() / (self.steps - self._logged_steps)
         if not math.isfinite(loss):
             raise TilerecError(

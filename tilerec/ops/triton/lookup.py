@@ -47,6 +47,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.gradient import bag_starts, new_ticket, pooled_blocks
+from tilerec.ops.later import at_once
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import (
     _pooled_lookup_reference,
@@ -275,8 +276,13 @@ def sample_weight_grad(
     for family in layout.families:
         _multiply_family(family, weights[family.table], out, batch, grad, report)
     names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
-    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
+    # On a GPU their lookup tells of them, later, and with names.
+    told = _Told(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _told_already
+    post(report, told)
     return out
+
+
+def _told_already(*_: int) -> None: ...
 
 
 def _multiply_family(
