@@ -202,6 +202,25 @@ def test_a_tied_table_that_another_collection_updates_is_known_too() -> None:
     torch.testing.assert_close(kjt.weights().grad, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_tables_of_a_lookup_that_are_tied_are_both_copied(kind: str) -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(20, 4, name, feature_names=[key]) for name, key in (("one", "u"), ("two", "v"))
+    ]
+    module: Any = EmbeddingBagCollection(tables, is_weighted=True)
+    module.embedding_bags["two"].weight = module.embedding_bags["one"].weight
+    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 1.0})
+    if kind == "cached":
+        cache_tables(module, 0.5)
+    kjt, other = (random_batch(["u", "v"], 20, 4, seed=seed, weighted=True) for seed in range(2))
+    kjt.weights().requires_grad_()
+    wanted, out = want(module, kjt), loss(module, kjt)
+    loss(module, other).backward()
+    out.backward()
+    torch.testing.assert_close(kjt.weights().grad, wanted)
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_what_others_write_in_between_is_refused_with_the_tables_name(attached: bool) -> None:
     module, kjt = bags(lr=1.0 if attached else None), batch(0)

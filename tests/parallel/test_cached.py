@@ -189,6 +189,25 @@ def test_saved_state_of_cached_tables_is_that_of_the_others_and_loads_into_them(
     run_virtual_ranks(WORLD, run)
 
 
+def test_state_that_is_loaded_while_a_lookup_waits_for_its_backward_stands() -> None:
+    """Its rows are copied for the gradients of its weights: that brings no other table back into its cache."""
+    base = Model(weighted=True)
+
+    def run(group: Group) -> None:
+        plain, other = both(base, group, Adam(0.1), "row_wise")
+        saved = copy.deepcopy(plain.ebc.fused_optimizer.full_state_dict())
+        for model in (plain, other):
+            train(model, group, range(2))
+            kjt = batch(group.rank, 2, True)
+            kjt.weights().requires_grad_()
+            out = model.ebc(kjt).values()
+            model.ebc.fused_optimizer.load_state_dict(copy.deepcopy(saved))
+            (out * out).sum().backward()
+        assert_same(everything(plain), everything(other))
+
+    run_virtual_ranks(WORLD, run)
+
+
 def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
     base = Model()
 

@@ -239,3 +239,38 @@ def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> 
     assert torch.equal(cache.lines[0][lines.long()], rows[ids])
     assert asked == [1, 1]
     assert (cache.stats.hits, cache.stats.misses) == (1, 3)
+
+
+def _tied() -> EmbeddingBagCollection:
+    torch.manual_seed(3)
+    names = ["a", "b"]
+    tables = [
+        EmbeddingBagConfig(640, 4, name, feature_names=[key]) for name, key in zip(names, "fg", strict=True)
+    ]
+    module = EmbeddingBagCollection(tables)
+    module.embedding_bags["b"].weight = module.embedding_bags["a"].weight
+    apply_optimizer_in_backward(SGD(0.1), module.parameters())
+    return module
+
+
+def test_a_request_of_one_tied_table_keeps_the_lines_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where as many batches fly as may, and the oldest is the very one that is looked up."""
+    monkeypatch.setattr(cached, "MOST_IN_FLIGHT", 2)
+    plain, other = _tied(), cache_tables(_tied(), 0.05)
+    ids = torch.cat((torch.arange(100, 110), torch.arange(200, 220)))
+    kjt = KeyedJaggedTensor(["f", "g"], ids, lengths=torch.tensor([10] + [0] * 9 + [20] + [0] * 9))
+    other.prefetch(kjt)
+    rows = other.embedding_bags["a"].rows
+    rows.cache.prefetch(rows.host(), torch.arange(5), ((0, 5),), lambda *_: None)
+    assert [b.segments for b in rows.cache._flight] == [((10, 30),), ((0, 5),)]
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)
+
+
+def test_ids_that_begin_where_others_do_are_others() -> None:
+    plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
+    ids, lengths = torch.tensor([1, 50, 2, 51, 3, 52]), torch.ones(3, dtype=torch.int64)
+    every = [KeyedJaggedTensor(["f", "g", "h"], own, lengths=lengths) for own in (ids[:3], ids[::2])]
+    other.prefetch(every[0])
+    assert torch.equal(step(plain, every[1]), step(other, every[1]))
+    assert_same(plain, other)

@@ -674,6 +674,32 @@ def test_a_module_on_meta_gets_its_rows_and_keeps_its_cache() -> None:
     assert other.cache_stats()["a"].rows
 
 
+def test_what_is_written_behind_a_flush_stands_though_a_lookup_waits_for_its_backward() -> None:
+    """Which copies its rows when the tables are flushed: no table is brought back by another one's copies."""
+    outs, modules = [], [ebc(Adam(0.1), weighted=True), cache_tables(ebc(Adam(0.1), weighted=True), 0.3)]
+    kjt = batch(random.Random(40), weighted=True)
+    for module in modules:
+        weights = kjt.weights().clone().requires_grad_()
+        kept = [table.weight for table in module.embedding_bags.values()]
+        out = output(module, KeyedJaggedTensor.from_lengths_sync(KEYS, kjt.values(), kjt.lengths(), weights))
+        flush_caches(module)
+        for weight in kept:
+            weight.data.mul_(0.5)
+        (out * out).sum().backward()
+        outs.append(weights.grad)
+    assert_same(*modules)
+
+
+def test_an_evaluation_between_a_lookup_and_its_update_lets_go_of_nothing() -> None:
+    module, kjt = cache_tables(ebc(Adam(0.1)), 0.15), batch(random.Random(41))
+    out = output(module, kjt)
+    with torch.no_grad():
+        output(module, kjt)
+    (out * out).sum().backward()
+    assert module.cache_stats()["a"].requests == 1
+    assert all(not rows.cache._flight for _, rows in rows_below(module))
+
+
 # --------------------------------------------------------------------------------------------- what is refused
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,18 @@ class CachedBatch:
         if self.offsets is None:
             return [begin for begin, _ in self.segments]
         return bag_starts(self.keys, self.batches)[0]
+
+    def only(self, features: Sequence[int]) -> CachedBatch:
+        """The batch of some of its features."""
+        names = self.names.split(",")
+        return replace(
+            self,
+            tables=tuple([self.tables[f] for f in features]),
+            keys=tuple([self.keys[f] for f in features]),
+            means=tuple([self.means[f] for f in features]),
+            segments=[self.segments[f] for f in features],
+            names=",".join([names[f] for f in features]),
+        )
 
     def refuse(self, feature: int, position: int, id_: int) -> None:
         """Raise for a bad id."""
@@ -166,9 +178,11 @@ def _reader(batch: CachedBatch, updates: bool) -> Reader:
     """The rows that the gradient of the batch's weights is to read. `updates`: the batch's update is to come."""
 
     def copy(features: Sequence[int]) -> list[Tensor]:
+        # Of no other table: its cache may be settled already, to be written to behind this one's.
+        own = batch.only(features)
         with alone([rows.cache for rows in batch.rows]):
-            copies = batch.place().copies(batch.tables, features)
-            batch.looked_up(updates)
+            copies = own.place().copies(own.tables, range(len(features)))
+            own.looked_up(updates)
         return copies
 
     reader = Reader(batch.tables, {}, str, copy)

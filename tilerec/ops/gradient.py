@@ -77,8 +77,8 @@ class GradientSink(ABC):
 
     def __init__(self) -> None:
         self.handle = next(_HANDLES)
-        # Lookups whose backward reads the rows, with the table's number among theirs.
-        self.readers: weakref.WeakKeyDictionary[Reader, int] = weakref.WeakKeyDictionary()
+        # Lookups whose backward reads the rows, with the table's numbers among theirs: tied ones have several.
+        self.readers: weakref.WeakKeyDictionary[Reader, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self.earlier: list[_Refusal] = []  # in the place of handles that lookups may still know
         _SINKS[self.handle] = self
 
@@ -86,10 +86,11 @@ class GradientSink(ABC):
         """Called before the table's rows are written: lookups whose backward reads them keep them as they are."""
         while self.readers:
             try:
-                reader, table = self.readers.popitem()
+                reader, tables = self.readers.popitem()
             except KeyError:  # those that were left have just been let go, in another thread
                 return
-            reader.keep(table)
+            for table in tables:
+                reader.keep(table)
 
     def refuse_earlier(self, reason: str) -> None:
         """Rows have other numbers from now on: gradients of earlier lookups are refused, for this reason."""
@@ -177,7 +178,7 @@ def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
     for table, handle in handles.items():
         sink = _SINKS.get(handle)
         if sink is not None:
-            sink.readers[reader] = table
+            sink.readers[reader] = (*sink.readers.get(reader, ()), table)
 
 
 def new_ticket() -> Tensor:

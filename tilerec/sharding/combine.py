@@ -223,25 +223,38 @@ class Combiner:
         first = list(itertools.accumulate(routed.present, initial=0))
         return [first[key] for key in self._keys]
 
-    def _placed(self, routed: Routed, holders: Sequence[Holder]) -> Placed:
-        """The ids with line numbers in place of cached rows."""
+    def _placed(
+        self, routed: Routed, holders: Sequence[Holder], features: Sequence[int] | None = None
+    ) -> Placed:
+        """The ids with line numbers in place of cached rows. `features`: of the parts that I look up; None: all."""
+        every, starts, bags = self._names.split(","), self._starts(routed), self._bags(routed)
+        own = range(len(self._tables)) if features is None else features
         return place(
-            holders, self._tables, routed.ids, routed.offsets, routed.sample_weights, self._starts(routed),
-            self._bags(routed), self._refuse(holders), names=self._names,
+            holders, [self._tables[f] for f in own], routed.ids, routed.offsets, routed.sample_weights,
+            [starts[f] for f in own], [bags[f] for f in own], self._refuse(holders, own),
+            names=self._names if features is None else ",".join([every[f] for f in own]),
         )  # fmt: skip
 
-    def _refuse(self, holders: Sequence[Holder]) -> Callable[[int, int, int], None]:
+    def _refuse(
+        self, holders: Sequence[Holder], features: Sequence[int] | None = None
+    ) -> Callable[[int, int, int], None]:
         def refuse(feature: int, position: int, id_: int) -> None:
-            rows = holders[self._tables[feature]].host()[0].shape[0]
-            raise_bad_id(self._names, feature, position, id_, rows)
+            f = feature if features is None else features[feature]
+            rows = holders[self._tables[f]].host()[0].shape[0]
+            raise_bad_id(self._names, f, position, id_, rows)
 
         return refuse
 
-    def _cached(self, routed: Routed, holders: Sequence[Holder]) -> list[tuple[int, list[int], Segments_]]:
+    def _cached(
+        self, routed: Routed, holders: Sequence[Holder], features: Sequence[int] | None = None
+    ) -> list[tuple[int, list[int], Segments_]]:
+        starts, bags = self._starts(routed), self._bags(routed)
+        own = range(len(self._tables)) if features is None else features
+        tables = [self._tables[f] for f in own]
         segments = segments_of(
-            holders, self._tables, routed.ids, routed.offsets, self._starts(routed), self._bags(routed)
+            holders, tables, routed.ids, routed.offsets, [starts[f] for f in own], [bags[f] for f in own]
         )
-        return per_table(holders, self._tables, segments)
+        return per_table(holders, tables, segments)
 
     def prefetch(self, routed: Routed, holders: Sequence[Holder]) -> None:
         """Bring the rows that a batch asks for into the caches of these tables."""
@@ -254,9 +267,16 @@ class Combiner:
             ranges = [(starts[f], bags[f], *segments[f]) for f in features]
             want.cache.knows(routed.ids, want.segments, bags_of(routed.offsets, ranges))
 
-    def looked_up(self, routed: Routed, holders: Sequence[Holder], *, updates: bool) -> None:
-        """A batch was looked up; `updates`: its update is to come."""
-        for t, _, own in self._cached(routed, holders):
+    def looked_up(
+        self,
+        routed: Routed,
+        holders: Sequence[Holder],
+        *,
+        updates: bool,
+        features: Sequence[int] | None = None,
+    ) -> None:
+        """A batch was looked up; `updates`: its update is to come. `features`: as of `_placed`."""
+        for t, _, own in self._cached(routed, holders, features):
             cache = holders[t].cache
             assert cache is not None
             cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
@@ -488,9 +508,11 @@ class Combiner:
 
         def copy(features: Sequence[int]) -> list[Tensor]:
             if cached:
+                # Of no other table: its cache may be settled already, to be written to behind this one's.
+                tables = [self._tables[f] for f in features]
                 with alone([holder.cache for holder in holders]):
-                    copies = self._placed(routed, holders).copies(self._tables, features)
-                    self.looked_up(routed, holders, updates=True)
+                    copies = self._placed(routed, holders, features).copies(tables, range(len(features)))
+                    self.looked_up(routed, holders, updates=True, features=features)
                 return copies
             segments = self._segments_of_ids(routed, features)
             return [

@@ -73,11 +73,7 @@ class Bags:
     """Each one's first bag, how many bags, where it begins and ends."""
 
     def are_of(self, offsets: Tensor) -> bool:
-        return (
-            self.offsets.data_ptr() == offsets.data_ptr()
-            and self.offsets.shape == offsets.shape
-            and self.version == _version(offsets)
-        )
+        return self.version == _version(offsets) and _same_memory(self.offsets, offsets)
 
 
 def bags_of(offsets: Tensor, ranges: Sequence[tuple[int, int, int, int]]) -> Bags:
@@ -107,11 +103,17 @@ class _Batch:
         return self.has(ids) and self.segments == tuple(sorted(segments))
 
     def has(self, ids: Tensor) -> bool:
-        return (
-            self.ids.data_ptr() == ids.data_ptr()
-            and self.ids.shape == ids.shape
-            and self.version == _version(ids)
-        )
+        return self.version == _version(ids) and _same_memory(self.ids, ids)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same numbers, at the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
 
 
 def _version(tensor: Tensor) -> int:
@@ -260,7 +262,7 @@ class RowCache:
             return
         if updates:
             batch.looked = True
-        else:
+        elif not batch.looked:  # else an evaluation came between a lookup and its update
             self._flight.remove(batch)
 
     @_by_itself
@@ -425,11 +427,17 @@ class RowCache:
     def _batch(self, ids: Tensor, segments: Segments) -> _Batch | None:
         return next((batch for batch in self._flight if batch.is_of(ids, segments)), None)
 
+    def _make_way(self, ids: Tensor) -> None:
+        """Where enough fly, the oldest batch lets go: not one of these ids, whose rows another table of the same lookup
+        has just found in their lines."""
+        if len(self._flight) >= MOST_IN_FLIGHT:
+            others = [batch for batch in self._flight if not batch.has(ids)]
+            self._flight.remove(others[0] if others else self._flight[0])
+
     def _request(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Bring a batch's rows, and let it fly."""
         rows_U, count = self._distinct(made, ids, segments, refuse)
-        if len(self._flight) >= MOST_IN_FLIGHT:
-            del self._flight[0]
+        self._make_way(ids)
         self._serial += 1
         batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial, rows_U)
         while True:
@@ -476,8 +484,7 @@ class RowCache:
         made = self._made
         assert made is not None
         count = sum([end - begin for begin, end in want.segments])
-        if len(self._flight) >= MOST_IN_FLIGHT:
-            del self._flight[0]
+        self._make_way(ids)
         made, sure = self._with_room(made, count)
         alive = 0
         for batch in self._flight:

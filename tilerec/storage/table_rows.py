@@ -297,7 +297,7 @@ class TableRows(GradientSink):
         """How many times a row was left alone because its gradient was not finite; on a GPU, reading this waits."""
         leaf = getattr(self, "leaf", None)
         if leaf is not None:
-            use_all(leaf.device)
+            use_all(leaf.device if self.cache is None else self.cache.device or leaf.device)
         return cast(int, self.__dict__["skipped_rows"])
 
     @skipped_rows.setter
