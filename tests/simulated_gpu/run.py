@@ -6,7 +6,8 @@
 `device.cpp` says what it is; it needs a C++ compiler (the build is kept under `build/simulated_gpu`) and Triton, whose
 kernels run in its interpreter on the device's bytes. What it shows: that the code that is run on GPUs only runs, and
 gives the right numbers; that nothing waits where nothing should; that a captured step does the right thing when it is
-replayed. What it cannot show: races, several streams at work at a time, speed.
+replayed. What it cannot show: races, several streams at work at a time, speed; DistributedDataParallel over ranks,
+as the gloo of a CPU build of torch does not reduce tensors of GPUs.
 
 Processes that are started from there are on it, too (`site/sitecustomize.py`). `TILEREC_SIMULATED_GPU=1` in the
 environment tells tests to take fewer rows.
