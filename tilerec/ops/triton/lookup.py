@@ -90,12 +90,18 @@ from tilerec.ops.triton.rows import group_rows, reads, tile_width
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _STEPS = 8  # positions of a turn
 
-# At most so many registers: more than the kernels need. Left alone the assembler saves some, by waiting for one row of
-# a turn before it asks for the next (docs/gpu.md). AMD's compiler knows no such option.
-_BOUND: dict[str, int] = {} if torch.version.hip else {"maxnreg": 80}
-_WIDE_BOUND: dict[str, int] = (
-    {} if torch.version.hip else {"maxnreg": 96}
-)  # 16 columns a lane, weights, or products
+
+def _bound(wide: int) -> dict[str, int]:
+    """At most so many registers: more than the kernels need. `wide`: how many there are of 16 columns a lane, weights,
+    products.
+
+    Left alone the assembler saves some, by waiting for one row of a turn before it asks for the next (docs/gpu.md).
+    AMD's compiler knows no such option.
+    """
+    return {} if torch.version.hip else {"maxnreg": 80 + 16 * wide}
+
+
+_WIDE_BOUND = _bound(1)
 
 _WAVES = 4  # groups of a program where ids are few
 
@@ -240,7 +246,7 @@ def _sum_family(
             base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
             VARIABLE=variable, SPLIT=split, WAVES=waves, num_warps=1, enable_fp_fusion=False,
-            **(_WIDE_BOUND if weighted or base.element_size() == 1 else _BOUND),
+            **_bound(weighted + (base.element_size() == 1)),
         )  # fmt: skip
 
 
