@@ -32,6 +32,7 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
@@ -206,6 +207,30 @@ def test_state_that_is_loaded_while_a_lookup_waits_for_its_backward_stands() -> 
         assert_same(everything(plain), everything(other))
 
     run_virtual_ranks(WORLD, run)
+
+
+def test_replicas_that_agree_while_a_lookup_waits_for_its_backward_stand() -> None:
+    plans = [GroupConfig({"ebc": {name: ParameterSharding("row_wise") for name in "ab"}}, 2)]
+
+    def run(group: Group, lines: float | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"ebc": Model(weighted=True).ebc})
+        apply_optimizer_in_backward(Adam(0.1), model.parameters())
+        if lines is not None:
+            cache_tables(model, lines)
+        two = shard_2d(model, plans, group, ReplicaSettings("average", 1000))
+        for step in range(3):
+            kjt = batch(group.rank, step, True)
+            kjt.weights().requires_grad_()
+            out = model["ebc"](kjt).values()
+            if step == 2:
+                two.sync()
+            (out * out).sum().backward()
+        two.sync()
+        return full_state_dict(model)
+
+    for plain, other in zip(run_virtual_ranks(4, run, None), run_virtual_ranks(4, run, 0.3), strict=True):
+        assert_same(list(plain.values()), list(other.values()))
 
 
 def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
