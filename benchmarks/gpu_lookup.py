@@ -9,6 +9,7 @@ each on another batch. The implementations follow each other, case by case: the 
 What is printed
   GB/s      algorithmic: every occurrence's row counts; more than the memory's speed where rows repeat
   roofline  compulsory bytes / (time x copy bandwidth measured in this run): never above 1
+  host      wall time until a forward + backward + update is enqueued on an idle device
   launches  kernels and copies of one forward + backward + update, as torch's profiler counts them
 
 Bytes. A row is read in sectors of 32 bytes: R = 32 ceil(D s / 32). U distinct (table, row) pairs in a batch.
@@ -321,18 +322,30 @@ def check(runner: Any, case: Case, optimizer: str, device: torch.device, data: D
             )
 
 
+# Cycles of the GPU's clock that a timed call finds the device busy for: about 1.5 ms at 1.98 GHz, longer than the host
+# needs to enqueue a call, so the events around it bound device time alone.
+HEAD_START_CYCLES = 3_000_000
+
+
 class Clock:
-    """Times a call on the device: events on a GPU, wall time on a CPU."""
+    """Times a call on the device: events on a GPU behind a busy device, wall time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def host(self, call: Callable[[], Any]) -> float:
+        """Seconds until the call returns to an idle host, with an idle device before it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        before = time.perf_counter()
+        call()
+        return time.perf_counter() - before
+
     def __call__(self, call: Callable[[], Any]) -> float:
         if self.device.type == "cpu":
-            before = time.perf_counter()
-            call()
-            return time.perf_counter() - before
+            return self.host(call)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HEAD_START_CYCLES)
         begin.record()
         call()
         end.record()
@@ -371,15 +384,17 @@ def compulsory(case: Case, optimizer: str, data: Data) -> tuple[float, float, fl
     return distinct + rest, every + rest, moved + outputs, moved + gathered
 
 
-def launches(call: Callable[[], Any], device: torch.device) -> int:
-    """Kernels and copies that a call puts on the device."""
+def kernels(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """Kernels and copies that a call puts on the device, in their order, and the milliseconds of each."""
     if device.type == "cpu":
-        return 0
+        return []
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA, activity.CPU]) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]
 
 
 def graphed(runner: Ours, data: Data, clock: Clock) -> float:
@@ -395,14 +410,15 @@ def graphed(runner: Ours, data: Data, clock: Clock) -> float:
     return statistics.median(clock(graph.replay) for _ in range(50))
 
 
-def timed(runner: Any, batches: list[Data], rounds: int, clock: Clock) -> tuple[float, float]:
-    """Median seconds of forward, and of backward + update; two rounds are left out."""
-    forward, backward = [], []
+def timed(runner: Any, batches: list[Data], rounds: int, clock: Clock) -> tuple[float, float, float]:
+    """Median seconds of forward, of backward + update, and of the host for both; two rounds are left out."""
+    forward, backward, host = [], [], []
     for i in range(rounds + 2):
         data = batches[i % len(batches)]
         forward.append(clock(lambda data=data: runner.forward(data)))
         backward.append(clock(lambda data=data: runner.backward(data)))
-    return statistics.median(forward[2:]), statistics.median(backward[2:])
+        host.append(clock.host(lambda data=data: step(runner, data)))
+    return statistics.median(forward[2:]), statistics.median(backward[2:]), statistics.median(host[2:])
 
 
 def step(runner: Any, data: Data) -> None:
@@ -422,7 +438,8 @@ def run(
     except (LookupError, torch.OutOfMemoryError) as error:
         return line | {"lacks": str(error).splitlines()[0]}
     check(runner, case, optimizer, device, batches[0])
-    forward, backward = timed(runner, batches, rounds, clock)
+    forward, backward, host = timed(runner, batches, rounds, clock)
+    launched = kernels(lambda: step(runner, batches[0]), device)
     forward_c, forward_a, backward_c, backward_a = compulsory(case, optimizer, batches[0])
     line |= {
         "forward_ms": forward * 1e3,
@@ -431,7 +448,9 @@ def run(
         "backward_gbs": backward_a / backward / 1e9,
         "forward_roofline": forward_c / forward / bandwidth,
         "backward_roofline": backward_c / backward / bandwidth,
-        "launches": launches(lambda: step(runner, batches[0]), device),
+        "host_ms": host * 1e3,
+        "launches": len(launched),
+        "kernels": launched,
     }
     if device.type == "cuda" and kind is Ours and case.name == "small":
         line["graph_ms"] = graphed(runner, batches[0], clock) * 1e3
@@ -439,12 +458,12 @@ def run(
 
 
 def run_case(
-    case: Case, optimizer: str, device: torch.device, rounds: int, bandwidth: float
+    case: Case, optimizer: str, device: torch.device, rounds: int, bandwidth: float, who: list[str]
 ) -> list[dict[str, Any]]:
     """Every implementation, one after the other: the tables of two may not fit."""
     batches = [Data(case, device, seed) for seed in range(4)]
     lines = []
-    for kind in IMPLEMENTATIONS:
+    for kind in (k for k in IMPLEMENTATIONS if k.name in who):
         lines.append(run(kind, case, optimizer, batches, rounds, bandwidth))
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -458,7 +477,7 @@ def show(line: dict[str, Any]) -> str:
     text = (
         f"{head} fwd {line['forward_ms']:8.3f} ms {line['forward_gbs']:6.0f} GB/s {line['forward_roofline']:5.2f} | "
         f"bwd+update {line['backward_ms']:8.3f} ms {line['backward_gbs']:6.0f} GB/s {line['backward_roofline']:5.2f} | "
-        f"{line['launches']} launches"
+        f"host {line['host_ms']:.3f} ms, {line['launches']} launches"
     )
     return text + (f" | as a graph {line['graph_ms']:.3f} ms" if "graph_ms" in line else "")
 
@@ -469,9 +488,11 @@ def main() -> None:
     parser.add_argument(
         "--optimizer", nargs="*", default=["sgd", "rowwise_adagrad", "adam"], choices=list(HYPER)
     )
+    parser.add_argument("--who", nargs="*", default=[kind.name for kind in IMPLEMENTATIONS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and samples by this")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel of a step")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     unknown = set(asked.case) - {case.name for case in CASES}
@@ -489,8 +510,11 @@ def main() -> None:
             continue
         case = case.shrunk(asked.shrink) if asked.shrink > 1 else case
         for optimizer in asked.optimizer:
-            for line in run_case(case, optimizer, device, asked.rounds, bandwidth):
+            for line in run_case(case, optimizer, device, asked.rounds, bandwidth, asked.who):
                 print(show(line), flush=True)
+                if asked.kernels and line["who"] == Ours.name:
+                    for name, ms in line.get("kernels", []):
+                        print(f"    {ms * 1e3:8.1f} us  {name[:110]}")
                 results.append(line)
     if asked.json:
         asked.json.write_text(

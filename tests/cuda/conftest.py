@@ -1,4 +1,4 @@
-"""What a test's kernels have to say, and it did not ask for, is not told to the next."""
+"""What each test on a GPU finds: no reports of kernels that an earlier test launched, and PyTorch's default sync mode."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ from tilerec.errors import TilerecError
 from tilerec.ops.later import hear_all
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _sync_debug_mode_has_warned() -> None:
+    """PyTorch warns once per process that `set_sync_debug_mode` is a prototype. Tests turn warnings into errors."""
+    if not torch.cuda.is_available():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")
+    torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture(autouse=True)
-def _news_end_with_their_test() -> Iterator[None]:
+def _reports_end_with_their_test() -> Iterator[None]:
     yield
     if not torch.cuda.is_available():
         return
+    # A test that failed inside a block without waits would leave the mode to all others.
+    torch.cuda.set_sync_debug_mode("default")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(64):  # the first error ends it, the others have their turn next time

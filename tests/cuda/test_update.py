@@ -87,7 +87,9 @@ def test_every_rule_equals_the_reference_and_itself(name: str, dtype: torch.dtyp
     units = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float8_e4m3fn: 0.125}
     for a, b, c in zip(first, second, want, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        torch.testing.assert_close(a.float(), c.float(), rtol=max(units.get(a.dtype, 0), 2e-5), atol=1e-4)
+        # Below 2^-6 the numbers of e4m3fn are 2^-9 apart.
+        atol = 2**-9 if a.dtype == torch.float8_e4m3fn else 1e-4
+        torch.testing.assert_close(a.float(), c.float(), rtol=max(units.get(a.dtype, 0), 2e-5), atol=atol)
 
 
 @pytest.mark.parametrize("longest", some([100, 10_000, 400_000], [100, 1000]))
@@ -227,11 +229,14 @@ def batch() -> KeyedJaggedTensor:
 
 def test_a_gradient_that_is_not_finite_is_told_at_a_later_step() -> None:
     assert backends.TRITON
-    module = collection("error")
-    (module(batch()).values() * float("nan")).sum().backward()
+    module, features = collection("error"), batch()
+    # The device is busy until the backward has returned: otherwise its report can arrive within the call.
+    torch.cuda._sleep(500_000_000)
+    (module(features).values() * float("nan")).sum().backward()
     with pytest.raises(NonFiniteGradientError, match="row 1"):
         use_all(GPU)
-    (module(batch()).values() * float("nan")).sum().backward()
+    torch.cuda._sleep(500_000_000)
+    (module(features).values() * float("nan")).sum().backward()
     torch.cuda.synchronize()
     out = module(batch()).values().sum()
     with pytest.raises(NonFiniteGradientError, match="row 1"):

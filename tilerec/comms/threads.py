@@ -13,8 +13,9 @@ Nobody waits for ever: a rank that fails ends the world for all, one that has re
 wait ends at the time-out. Tensors are moved by the last to come, so an output is complete for everyone at the same
 time and the sum of an all-reduce is taken in the order of the ranks.
 
-Virtual ranks hold CPU tensors: autograd runs the backward of CPU tensors on the thread that asked for it, that of GPU
-tensors on one thread per device, where one rank's wait would stop the others.
+Virtual ranks train with CPU tensors: autograd runs the backward of CPU tensors on the thread that called it, and that
+of GPU tensors on one thread per device, where a rank that waits would stop the others. Forward passes may use GPU
+tensors: events order the streams on which ranks call and on which the last rank copies.
 
 Legend: W ranks.
 """
@@ -110,7 +111,7 @@ class ThreadWorld:
 
 @final
 class ThreadGroup(Group):
-    """The group of one virtual rank; made by `ThreadWorld`. CPU tensors only."""
+    """The group of one virtual rank; made by `ThreadWorld`."""
 
     def __init__(self, world: ThreadWorld, channel: _Channel, rank: int, traffic: Traffic) -> None:
         super().__init__(rank, len(channel.ranks), traffic)
@@ -179,10 +180,14 @@ class ThreadGroup(Group):
                 )
                 world._raise_if_failed(what)
             call.shares[self.rank] = share
+            call.ready.append(_recorded(output))
             call.came += 1
             if call.came == len(channel.ranks):
                 del channel.calls[number]
+                for event in call.ready:
+                    _await(event)
                 refusal, call.result = finish(channel, call.shares)
+                call.moved = _recorded(output)
                 if refusal:
                     world._fail(f"{title}: {refusal}")
                     world._raise_if_failed(what)
@@ -208,6 +213,9 @@ class _Call:
         self.title = title
         self.first = first
         self.shares: list[object] = [_ABSENT] * size
+        # Events of GPU tensors: each rank's stream when it called, and the last rank's behind the copies.
+        self.ready: list[torch.cuda.Event | None] = []
+        self.moved: torch.cuda.Event | None = None
         self.came = 0
         self.done = False
         self.result: object = None
@@ -218,6 +226,8 @@ class _Post:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.ready: torch.cuda.Event | None = None
+        self.moved: torch.cuda.Event | None = None
         self.done = False
 
 
@@ -240,6 +250,7 @@ class _Channel:
         waiting = next((post for post in queue if verb not in post.tensors), None)
         if waiting is None:
             waiting = _Post()
+            waiting.ready = _recorded(tensor)
             queue.append(waiting)
         waiting.tensors[verb] = tensor
         if len(waiting.tensors) == 2:
@@ -251,8 +262,10 @@ class _Channel:
                     f"{self.ranks[target]}, which wants {wanted.numel()} {_short(wanted.dtype)}."
                 )
                 return peer, waiting
+            _await(waiting.ready)
             with torch.no_grad():
                 wanted.copy_(sent)
+            waiting.moved = _recorded(tensor)
             waiting.done = True
             world._changed.notify_all()
         return peer, waiting
@@ -283,6 +296,7 @@ class _Outcome:
 
     def wait(self) -> Tensor:
         self.result()
+        _await(self._call.moved)
         assert self._output is not None, "only calls with an output tensor are handed out"
         return self._output
 
@@ -303,12 +317,28 @@ class _Letters:
         self._ranks = ranks
 
     def wait(self) -> None:
-        if all(post.done for _, post in self._letters):
-            return
-        self._world._wait(self._what, lambda: all(post.done for _, post in self._letters), self._missing)
+        if not all(post.done for _, post in self._letters):
+            self._world._wait(self._what, lambda: all(post.done for _, post in self._letters), self._missing)
+        for _, post in self._letters:
+            _await(post.moved)
 
     def _missing(self) -> list[int]:
         return sorted({self._ranks[peer] for peer, post in self._letters if not post.done})
+
+
+def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
+    """An event behind the current stream's work on the tensor's GPU; None for CPU tensors."""
+    return (
+        torch.cuda.current_stream(tensor.device).record_event()
+        if tensor is not None and tensor.is_cuda
+        else None
+    )
+
+
+def _await(event: torch.cuda.Event | None) -> None:
+    """Make the current stream wait for the event."""
+    if event is not None:
+        event.wait()
 
 
 def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
