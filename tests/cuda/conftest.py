@@ -1,4 +1,4 @@
-"""What each test on a GPU finds: no reports of kernels that an earlier test launched, and PyTorch's default sync mode."""
+"""A test on a GPU finds no reports of earlier tests' kernels, and PyTorch's default sync debug mode."""
 
 from __future__ import annotations
 
