@@ -230,6 +230,7 @@ def batch() -> KeyedJaggedTensor:
 def test_a_gradient_that_is_not_finite_is_told_at_a_later_step() -> None:
     assert backends.TRITON
     module, features = collection("error"), batch()
+    module(features).values().sum().backward()  # compiles, which takes longer than the device will be busy
     # The device is busy until the backward has returned: otherwise its report can arrive within the call.
     torch.cuda._sleep(500_000_000)
     (module(features).values() * float("nan")).sum().backward()

@@ -31,7 +31,7 @@ LIBRARY.define(
     "int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> Tensor[]"
 )
 
-TENSORS = 5
+TENSORS = 4
 _INT16, _INT32 = 15, 31
 
 
@@ -83,14 +83,14 @@ def order_rows_reference(
     Args: as in `update_rows_`; of weights the shapes, types and addresses count, not the numbers.
 
     Returns:
-        keys `[N]` ascending, and the occurrence that each belongs to (int64 `[N]`; equal keys in the order of the
-        occurrences); places `[N]` and scales (fp32 `[N]`, or `[0]` where all are 1) by occurrence; on the CPU, int64
-        `[T + 1]`, the first key of each table and the sentinel, by which an update sees whether its tables still lie
-        as they did. N is as many times all ids as features read one bag at most, or (no offsets) the sum of `bags`;
-        what is behind the last occurrence has the sentinel for a key, and places and scales that mean nothing.
+        keys `[N]` ascending; the place `[N]` and the scale (fp32 `[N]`, or `[0]` where all are 1) of the occurrence
+        that each key belongs to, equal keys in the order of the occurrences; on the CPU, int64 `[T + 1]`, the first
+        key of each table and the sentinel, by which an update checks that its tables still lie as they did. N is as
+        many times all ids as features read one bag at most, or (no offsets) the sum of `bags`. Numbers behind the
+        last occurrence have the sentinel for a key; their places and scales are undefined.
 
     Example: tables of 5 and 3 rows and 2 columns, a bag each, ids (4, 1 | 2), gradient rows at 0 and 2 -> keys
-    (1, 4, 7), occurrences (1, 0, 2), places (0, 0, 2), no scales, first keys and sentinel (0, 5, 8).
+    (1, 4, 7), places (0, 0, 2), no scales, first keys and sentinel (0, 5, 8).
     """
     op = "order_rows"
     dims = [w.shape[1] for w in weights]
@@ -135,9 +135,8 @@ def order_rows_reference(
     scaled = averaged or sample_weights is not None
     return [
         keys_N.to(key_type(sentinel.bit_length())),
-        occurrences_N,
-        torch.cat([*places, nothing]).to(torch.int32 if least < 1 << 31 else torch.int64),
-        torch.cat([*scales, nothing.float()])
+        torch.cat([*places, nothing])[occurrences_N].to(torch.int32 if least < 1 << 31 else torch.int64),
+        torch.cat([*scales, nothing.float()])[occurrences_N]
         if scaled
         else torch.empty(0, dtype=torch.float32, device=device),
         torch.tensor(first_keys, dtype=torch.int64, device="cpu"),
@@ -158,7 +157,6 @@ def _fake_order_rows(
     scaled = sample_weights is not None or (any(means) and offsets is not None)
     return [
         ids.new_empty(total, dtype=key_type(bits)),
-        ids.new_empty(total, dtype=torch.int64),
         ids.new_empty(total, dtype=torch.int32 if least < 1 << 31 else torch.int64),
         ids.new_empty(total if scaled else 0, dtype=torch.float32),
         torch.empty(len(weights) + 1, dtype=torch.int64, device="cpu"),

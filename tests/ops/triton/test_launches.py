@@ -30,7 +30,7 @@ def _quick() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ steps
 
 POOLED = ["chunk_kernel", "pooled_kernel"]
-UPDATE = ["occurrence_keys", "aten.sort.stable", "sum_chunks", "update_runs"]
+UPDATE = ["occurrence_keys", "aten.sort.stable", "aten.gather", "sum_chunks", "update_runs"]
 SMALL = ["sort_blocks", "rank_blocks", "sum_chunks", "update_runs"]  # up to 65,536 occurrences
 POINT, ONES = POINTS["small"], (1,) * 4
 STEPS = {

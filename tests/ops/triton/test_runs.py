@@ -194,7 +194,7 @@ def test_every_whole_chunk_is_summed_and_nothing_else() -> None:
     numbers = torch.zeros(1, sort.PER_TABLE, dtype=torch.int64)
     numbers[0, 1] = 1
     runs.sum_chunks[(total // chunk,)](
-        keys, torch.arange(total), torch.arange(total), partials, torch.arange(total).float(), partials, partials,
+        keys, torch.arange(total), partials, torch.arange(total).float(), partials, partials,
         numbers, numbers, total, 8, 1, 0, STEPS=0, SCALED=False, CHUNK=chunk, CHUNKS=2, COLUMNS=4, VEC=1, VEC_D=1,
     )  # fmt: skip
     want = {}
@@ -208,7 +208,7 @@ def test_every_whole_chunk_is_summed_and_nothing_else() -> None:
 
 def gates() -> list[Gate]:
     signature = {
-        "keys": "*i32", "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "grad": "*fp32",
+        "keys": "*i32", "places": "*i32", "scales": "*fp32", "grad": "*fp32",
         "partials": "*fp32", "supers": "*fp32", "told": "*i64", "meta": "*i64",
         **dict.fromkeys(["total", "sentinel", "tables", "chunks"], "i32"),
     }  # fmt: skip

@@ -48,15 +48,12 @@ def assert_same(got: Sorted, want: Sorted, sentinel: int) -> None:
     """All that is read later: what belongs to sentinels is not."""
     known = int((want.keys < sentinel).sum())
     assert torch.equal(got.keys, want.keys)
-    assert torch.equal(got.occurrences[:known], want.occurrences[:known])
-    assert sorted(got.occurrences.tolist()) == sorted(want.occurrences.tolist())
     for name in ("places", "scales"):
         mine, theirs = getattr(got, name), getattr(want, name)
         assert (mine is None) == (theirs is None)
         if mine is not None:
-            rows = want.occurrences[:known]
             assert mine.dtype == theirs.dtype
-            assert torch.equal(mine[rows], theirs[rows])
+            assert torch.equal(mine[:known], theirs[:known])
 
 
 @pytest.mark.parametrize("block", [16, 64], ids=["blocks", "one block"])
@@ -83,7 +80,7 @@ def test_every_size_of_the_last_block(n: int, monkeypatch: pytest.MonkeyPatch) -
     """Every id its own bag, one key for all: the order is that of the occurrences."""
     record = record_of(torch.full((n,), 2, dtype=torch.int32), None, [7], [(0, n)], n)  # type: ignore[arg-type]
     got, want = both(record, [7], 16, monkeypatch)
-    assert got.occurrences.tolist() == list(range(n))
+    assert got.places.tolist() == [2 * occurrence for occurrence in range(n)]
     assert_same(got, want, 7)
 
 
@@ -115,15 +112,19 @@ def test_blocks_of_real_size_and_ranks_among_many(monkeypatch: pytest.MonkeyPatc
     blocks = torch.randint(0, 50, (12, 16), dtype=torch.int32)
     blocks[-1, 9:] = 50
     ordered, order = blocks.sort(dim=1, stable=True)
-    numbers = (order + torch.arange(12)[:, None] * 16).reshape(-1)
+    places = (order + torch.arange(12)[:, None] * 16).reshape(-1)
+    scales = places.float() / 3
     total = 12 * 16 - 7
-    out, out_numbers = torch.empty(total, dtype=torch.int32), torch.empty(total, dtype=torch.int64)
+    out = torch.empty(total, dtype=torch.int32)
+    out_places, out_scales = torch.empty(total, dtype=torch.int64), torch.empty(total)
     rank_blocks[(12,)](
-        ordered.reshape(-1), numbers, out, out_numbers, total, BLOCK=16, BITS=4, RANKED=16, AT_ONCE=4
-    )
-    want_keys, want_numbers = blocks.reshape(-1)[:total].sort(stable=True)
+        ordered.reshape(-1), places, scales, out, out_places, out_scales, total, SCALED=True, BLOCK=16, BITS=4,
+        RANKED=16, AT_ONCE=4,
+    )  # fmt: skip
+    want_keys, want_places = blocks.reshape(-1)[:total].sort(stable=True)
     assert torch.equal(out, want_keys)
-    assert torch.equal(out_numbers, want_numbers)
+    assert torch.equal(out_places, want_places)
+    assert torch.equal(out_scales, want_places.float() / 3)
 
 
 @pytest.mark.parametrize("name", ["rowwise-l2", "adam"])
@@ -154,7 +155,7 @@ def test_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def gate(name: str, wide: bool, **other: Any) -> Gate:
     signature = {
         "ids": "*i64", "offsets": "*i64", "sample_weights": "*fp32", "meta": "*i64", "keys": "*i32",
-        "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "told": "*i64",
+        "places": "*i32", "scales": "*fp32", "told": "*i64",
         **dict.fromkeys(["features", "ids_count", "total", "sentinel", "told_count"], "i32"),
     }  # fmt: skip
     constants = {
@@ -170,8 +171,11 @@ def test_blocks_are_sorted_in_registers() -> None:
     """512 threads of a program: each may have 128 registers, and spills none."""
     ranks = Gate(
         "ranks", "tilerec.ops.triton.small_sort:rank_blocks",
-        {"keys": "*i32", "occurrences": "*i64", "sorted_keys": "*i32", "sorted_occurrences": "*i64", "total": "i32"},
-        {"BLOCK": small_sort.BLOCK, "BITS": 11, "RANKED": 128, "AT_ONCE": 8}, options={"num_warps": 4},
+        {
+            "keys": "*i32", "places": "*i32", "scales": "*fp32", "sorted_keys": "*i32", "sorted_places": "*i32",
+            "sorted_scales": "*fp32", "total": "i32",
+        },
+        {"SCALED": True, "BLOCK": small_sort.BLOCK, "BITS": 11, "RANKED": 128, "AT_ONCE": 8}, options={"num_warps": 4},
     )  # fmt: skip
     made = compiled([gate("narrow", False), gate("wide", True), ranks])
     for name, result in made.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.ops.triton.gates import ROOT, Gate, aside, compiled
+from tests.ops.triton.gates import ROOT, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.triton import library, rules, sort, update, update_launch
@@ -447,20 +447,19 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
         "COLUMNS": columns, "VEC": 16 // size, "VEC_D": 16, "VEC_G": 16 // size, "VEC_S": 4,
     }  # fmt: skip
     signature = {
-        "keys": "*i32", "occurrences": "*i64", "places": "*i32", "scales": "*fp32", "grad": f"*{dtype}",
+        "keys": "*i32", "places": "*i32", "scales": "*fp32", "grad": f"*{dtype}",
         "weights": f"*{dtype}", "slot0": "*fp32", "slot1": "*fp32", "slot2": "*fp32", "partials": "*fp32",
         "supers": "*fp32", "meta": "*i64", "paces": "*i64", "names": "*i64", "told": "*i64", "runs": "*i64",
         "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
         **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
     }  # fmt: skip
-    bound = registers(torch.float32 if dtype == "fp32" else torch.bfloat16, columns)
-    options = {"num_warps": sort.warps_of(rows * columns), "enable_fp_fusion": False, **bound}
+    options = {"num_warps": sort.warps_of(rows * columns), "enable_fp_fusion": False, **registers(columns)}
     name = f"{rule} {dtype}"
     return Gate(name, "tilerec.ops.triton.update_runs:update_runs", signature, constants, options=options)
 
 
 def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
-    """And hold all in registers."""
+    """And leave room for 21 warps: on an H100 these are worth more than the spills that they cost."""
     plain = [0.1, 1.0, 0.0, 1.0]
     rules_of = {
         "sgd": [*plain, 0.0, 0.0],
@@ -488,6 +487,6 @@ def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
         )
         assert kernel.count("ld.global.v2.b32") == narrow * ahead, (name, kernel)
         assert kernel.count("st.global.v2.b32", "ld.global.b16", "st.global.b16") == 0, (name, kernel)
-        assert kernel.spilled <= aside(), (name, kernel)
-        assert kernel.warps() >= (16 if narrow else 19), (name, kernel)
+        assert kernel.spilled <= 200, (name, kernel)
+        assert kernel.warps() >= 21, (name, kernel)
         assert kernel.shared <= 64, (name, kernel)

@@ -125,15 +125,11 @@ def piece_in_block(keys, begin, total, sentinel, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gradient_rows(
-    occurrences, places, scales, grad, i, take, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
-):
-    """Scaled gradient rows [R, C] of the sorted occurrences `i`, fp32; zeros where not taken."""
-    q = tl.load(occurrences + i, mask=take, other=0)
-    place = tl.multiple_of(tl.load(places + q, mask=take, other=0).to(tl.int64), VEC)
+def gradient_rows(place, scale, grad, take, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr):
+    """Scaled gradient rows [R, C] that begin at `place` [R], fp32; zeros where not taken."""
+    place = tl.multiple_of(place.to(tl.int64), VEC)
     g = tl.load(grad + (place[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(tl.float32)
     if SCALED:
-        scale = tl.load(scales + q, mask=take, other=0.0)
         g = g * scale[:, None]
     return g
 
@@ -146,18 +142,18 @@ def nothing(COLUMNS: tl.constexpr):
 
 @triton.jit
 def fold_rows(
-    sums, first, count, occurrences, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
-):  # fmt: skip
+    sums, first, count, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
+):
     """`sums` [1, C] and, one after the other, the gradient rows of `count` sorted occurrences from `first` on."""
     for at in range(tl.zeros((), tl.int64), count, _AHEAD):
         for k in tl.static_range(_AHEAD):
             take = count - at > k
-            q = tl.load(occurrences + (first + at + k), mask=take, other=0)
-            place = tl.multiple_of(tl.load(places + q, mask=take, other=0).to(tl.int64), VEC)
+            i = first + at + k
+            place = tl.multiple_of(tl.load(places + i, mask=take, other=0).to(tl.int64), VEC)
             own = inside & (columns * 0 + (count - at) > k)  # `take`, which the interpreter cannot spread out
             g = tl.load(grad + (place + columns), mask=own, other=0.0).to(tl.float32)
             if SCALED:
-                g = g * tl.load(scales + q, mask=take, other=0.0)
+                g = g * tl.load(scales + i, mask=take, other=0.0)
             sums = tl.where(take, sums + g, sums)
     return sums
 
@@ -199,7 +195,7 @@ def fold_tile(g, repeats_R, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total", "sentinel", "tables", "chunks"])
 def sum_chunks(
-    keys, occurrences, places, scales, grad, partials, supers, told, meta, total, sentinel, tables, chunks,
+    keys, places, scales, grad, partials, supers, told, meta, total, sentinel, tables, chunks,
     STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, VEC_D: tl.constexpr,
 ):  # fmt: skip
@@ -216,9 +212,7 @@ def sum_chunks(
         dim = tl.load(meta + table_of(meta, key, tables, STEPS) * 16 + 1)
         columns = tl.arange(0, COLUMNS)[None, :]
         inside = columns < tl.multiple_of(dim, VEC_D)
-        sums = fold_rows(
-            nothing(COLUMNS), at, CHUNK, occurrences, places, scales, grad, columns, inside, SCALED, VEC
-        )
+        sums = fold_rows(nothing(COLUMNS), at, CHUNK, places, scales, grad, columns, inside, SCALED, VEC)
         tl.store(partials + (block * COLUMNS + columns), sums)
         if chunks > 0:
             size: tl.constexpr = CHUNK * CHUNKS
@@ -234,7 +228,7 @@ def sum_chunks(
 
 @triton.jit
 def sum_run(
-    key, first, keys, occurrences, places, scales, grad, partials, supers, total, columns, inside, levels,
+    key, first, keys, places, scales, grad, partials, supers, total, columns, inside, levels,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
@@ -254,4 +248,4 @@ def sum_run(
         count = (end - i) // CHUNK
         sums = fold_sums(sums, partials, i // CHUNK, count, columns, PITCH)
         i += count * CHUNK
-    return fold_rows(sums, i, end - i, occurrences, places, scales, grad, columns, inside, SCALED, VEC)
+    return fold_rows(sums, i, end - i, places, scales, grad, columns, inside, SCALED, VEC)

@@ -11,12 +11,13 @@ occurrence look for its key in all other blocks: its rank is the sum of what it 
 programs of a launch tell each other anything.
 
     keys 7 3 3 9 | 3 1 7 7, blocks of 4
-    sorted       3 3 7 9 | 1 3 7 7         occurrences 1 2 0 3 | 5 4 6 7
+    sorted       3 3 7 9 | 1 3 7 7         of occurrences 1 2 0 3 | 5 4 6 7
     ranks        1 2 4 7 | 0 3 5 6         the first 3: nothing before it here, one (the 1) there; equal keys of
                                            earlier blocks go before, of later ones behind: the sort is stable
 
 The search costs N / BLOCK times N reads, so it ends at MOST occurrences. Within a block a key and its lane are one
-number, `key * BLOCK + lane`: 32 bits of it where the tables have 2^20 rows or fewer, else 64.
+number, `key * BLOCK + lane`: 32 bits of it where the tables have 2^20 rows or fewer, else 64. Places and scales follow
+their keys, through the program's shared memory first.
 """
 
 from __future__ import annotations
@@ -43,12 +44,11 @@ _RANKED, _AT_ONCE = 128, 8  # occurrences, and blocks that are searched at once,
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def sort_blocks(
-    ids, offsets, sample_weights, meta, keys, occurrences, places, scales, told, features, ids_count, total, sentinel,
-    told_count,
+    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, WIDE: tl.constexpr, FEATURES: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Program b writes places and scales of occurrences b * BLOCK …, and their keys and numbers in the order of keys.
+    """Program b writes keys, places and scales of occurrences b * BLOCK …, in the order of their keys.
 
     All features' ends are in registers (FEATURES = 2 ^ HALVINGS of them), and each lane finds its feature there. The
     first program begins what the update tells.
@@ -88,24 +88,23 @@ def sort_blocks(
     is_row = (id_ >= 0) & (id_ < tl.load(at + 1, mask=inside, other=0))
     key = tl.where(is_row, tl.load(at, mask=inside, other=0) + id_, sentinel)
     place = tl.load(at + 4, mask=inside, other=0) + bag * tl.load(at + 5, mask=inside, other=0)
-    tl.store(places + q, place.to(places.dtype.element_ty), mask=inside)
-    if WEIGHTED or MEANS:
-        averaged = inside & (tl.load(at + 6, mask=inside, other=0) != 0)
-        scale = scale_of(offsets, sample_weights, p, bag0 + bag, averaged, inside, WEIGHTED, MEANS)
-        tl.store(scales + q, scale, mask=inside)
     packed = (key << BITS) | lane
     if not WIDE:
         packed = packed.to(tl.int32)
     packed = tl.sort(packed)
     tl.store(keys + q, (packed >> BITS).to(keys.dtype.element_ty), mask=q < total)
-    number = tl.program_id(0) * BLOCK + (packed & (BLOCK - 1))
-    tl.store(occurrences + q, number.to(tl.int64), mask=q < total)
+    source = (packed & (BLOCK - 1)).to(tl.int32)
+    tl.store(places + q, tl.gather(place.to(places.dtype.element_ty), source, 0), mask=q < total)
+    if WEIGHTED or MEANS:
+        averaged = inside & (tl.load(at + 6, mask=inside, other=0) != 0)
+        scale = scale_of(offsets, sample_weights, p, bag0 + bag, averaged, inside, WEIGHTED, MEANS)
+        tl.store(scales + q, tl.gather(scale, source, 0), mask=q < total)
 
 
 @triton.jit(do_not_specialize=["total"])
 def rank_blocks(
-    keys, occurrences, sorted_keys, sorted_occurrences, total,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, RANKED: tl.constexpr, AT_ONCE: tl.constexpr,
+    keys, places, scales, sorted_keys, sorted_places, sorted_scales, total,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, RANKED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program c ranks the occurrences c * RANKED … of their sorted block, and writes them where they go.
 
@@ -128,7 +127,9 @@ def rank_blocks(
             found = tl.where(take & before, probe, found)
         rank += tl.sum(found, axis=0)
     tl.store(sorted_keys + rank, key, mask=here)
-    tl.store(sorted_occurrences + rank, tl.load(occurrences + q, mask=here, other=0), mask=here)
+    tl.store(sorted_places + rank, tl.load(places + q, mask=here, other=0), mask=here)
+    if SCALED:
+        tl.store(sorted_scales + rank, tl.load(scales + q, mask=here, other=0.0), mask=here)
 
 
 def is_small(total: int, features: int, bits: int) -> bool:
@@ -139,26 +140,26 @@ def is_small(total: int, features: int, bits: int) -> bool:
 def sort_small(
     ids: Tensor, offsets: Tensor, sample_weights: Tensor, meta: Tensor, keys: Tensor, places: Tensor, scales: Tensor,
     told: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys ascending and which occurrence each belongs to; writes places and scales, and begins `told`.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys ascending, and the place and scale of each; begins `told`.
 
-    keys: room for them. The rest: as `occurrence_keys` takes it.
+    keys, places, scales: memory that is written. The rest: as `occurrence_keys` takes it.
     """
     bits = BLOCK.bit_length() - 1
     ranked = min(_RANKED, BLOCK)
     halvings = max(5, (features - 1).bit_length())
-    occurrences = keys.new_empty(total, dtype=torch.int64)
     launch(
-        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, occurrences, places, scales,
-        told, features, ids.numel(), total, sentinel, told.numel(),
+        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, places, scales, told, features,
+        ids.numel(), total, sentinel, told.numel(),
         JAGGED=jagged, WEIGHTED=weighted, MEANS=means, WIDE=sentinel.bit_length() + bits > 31, FEATURES=1 << halvings,
         HALVINGS=halvings, BLOCK=BLOCK, BITS=bits, num_warps=WARPS,
     )  # fmt: skip
     if total <= BLOCK:
-        return keys, occurrences
-    ordered, numbers = keys.new_empty(total), keys.new_empty(total, dtype=torch.int64)
+        return keys, places, scales
+    ordered, sorted_places = torch.empty_like(keys), torch.empty_like(places)
+    sorted_scales = torch.empty_like(scales) if weighted or means else scales
     launch(
-        rank_blocks, (-(-total // ranked),), keys, occurrences, ordered, numbers, total,
-        BLOCK=BLOCK, BITS=bits, RANKED=ranked, AT_ONCE=_AT_ONCE, num_warps=4,
+        rank_blocks, (-(-total // ranked),), keys, places, scales, ordered, sorted_places, sorted_scales, total,
+        SCALED=weighted or means, BLOCK=BLOCK, BITS=bits, RANKED=ranked, AT_ONCE=_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    return ordered, numbers
+    return ordered, sorted_places, sorted_scales

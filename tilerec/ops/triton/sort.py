@@ -62,20 +62,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Order:
-    """Occurrences by key: what ids alone decide (`ops/order.py`)."""
+    """Keys ascending, and the place and scale of each sorted occurrence: what ids alone decide (`ops/order.py`)."""
 
     keys: Tensor
-    occurrences: Tensor
     places: Tensor
     scales: Tensor | None
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Occurrences by key, and what chunks of them add up to."""
+    """An `Order`, and the sums of its chunks."""
 
     keys: Tensor
-    occurrences: Tensor
     places: Tensor
     scales: Tensor | None
     partials: Tensor
@@ -105,16 +103,18 @@ def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -
     )  # fmt: skip
     given = record.offsets is not None, record.sample_weights is not None, record.means
     if is_small(total, record.count, bits):
-        ordered, occurrences = sort_small(*arguments, total, sentinel, *given)
-    else:
-        programs = programs_of(total, record.count)
-        launch(
-            occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
-            told.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
-            FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
-        )  # fmt: skip
-        ordered, occurrences = sort_keys(keys, bits)
-    return Order(ordered, occurrences, places, scales)
+        ordered, places, sorted_scales = sort_small(*arguments, total, sentinel, *given)
+        return Order(ordered, places, None if scales is None else sorted_scales)
+    programs = programs_of(total, record.count)
+    launch(
+        occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
+        told.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
+        FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
+    )  # fmt: skip
+    ordered, occurrences = sort_keys(keys, bits)
+    # In sorted order, so that an update reads each number once, beside its neighbours, and waits for no index.
+    places = places.gather(0, occurrences)
+    return Order(ordered, places, None if scales is None else scales.gather(0, occurrences))
 
 
 def sort_occurrences(
@@ -136,7 +136,7 @@ def sort_occurrences(
         order = order_occurrences(record, sentinel, record.grad.numel(), told)
     else:
         told = begun(super_chunks, device)
-    ordered, occurrences, places, scales = order.keys, order.occurrences, order.places, order.scales
+    ordered, places, scales = order.keys, order.places, order.scales
     nothing, scaled = ordered, scales is not None
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
     supers = partials
@@ -146,13 +146,13 @@ def sort_occurrences(
     if chunks:
         levels = 2 if super_chunks else 1
         launch(
-            sum_chunks, (chunks,), ordered, occurrences, places, nothing if scales is None else scales, record.grad,
+            sum_chunks, (chunks,), ordered, places, nothing if scales is None else scales, record.grad,
             partials, supers, told, tables, total, sentinel, table_count,
             CHUNKS if super_chunks else 0, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, CHUNKS=CHUNKS,
             COLUMNS=pitch, VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps_of(pitch),
             enable_fp_fusion=False, **(REGISTERS if pitch <= 256 else {}),
         )  # fmt: skip
-    return Sorted(ordered, occurrences, places, scales, partials, supers, levels, pitch, told)
+    return Sorted(ordered, places, scales, partials, supers, levels, pitch, told)
 
 
 def programs_of(total: int, features: int) -> int:

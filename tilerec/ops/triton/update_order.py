@@ -1,6 +1,6 @@
 """Orders that are made before the gradients come (`tilerec/ops/order.py`), and whether one still fits.
 
-Example: ids (3, 1) and (1), tables of 4 and 2 rows -> keys (1, 3, 5), occurrences (1, 0, 2).
+Example: ids (3, 1) and (1), tables of 4 and 2 rows -> keys (1, 3, 5), places of ids 1, 3 and 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record
         raise InputError(
             f"update_rows_: ordered has {len(ordered)} tensors, wanted {ORDER_TENSORS}; pass what order_rows gave."
         )
-    keys, occurrences, places, scales, first_keys = ordered
+    keys, places, scales, first_keys = ordered
     scaled = record.means or record.sample_weights is not None
     if (
         keys.numel() != record.total
@@ -38,7 +38,7 @@ def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record
         or keys.device != record.ids.device
     ):
         return None
-    return Order(keys, occurrences, places, scales if scaled else None)
+    return Order(keys, places, scales if scaled else None)
 
 
 def order_rows(
@@ -63,9 +63,9 @@ def order_rows(
     if not record.total or not layout.sentinel:  # there is nothing to update
         nothing = torch.zeros(record.total, dtype=torch.int64, device=device)
         keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
-        return [keys, nothing, places, no_scales, first_keys]
+        return [keys, places, no_scales, first_keys]
     with device_of(ids):
         told = torch.empty(TOLD, dtype=torch.int64, device=device)  # of no use here
         made = order_occurrences(record, layout.sentinel, least, told)
     scales = no_scales if made.scales is None else made.scales
-    return [made.keys, made.occurrences, made.places, scales, first_keys]
+    return [made.keys, made.places, scales, first_keys]

@@ -4,9 +4,9 @@ Nouns (and those of `sort.py` and `runs.py`: occurrence, key, run, chunk)
   span     some sorted occurrences; its program updates the rows whose runs begin there
   tile     ROWS sorted occurrences of a span that are read at once, times COLUMNS >= the row's columns
 
-One program, one warp (up to 512 numbers a tile). A tile's reads depend on each other in three steps only: the keys;
-then places and, as the key says which row it is, weights and slots; then gradients. All of a tile's rows are on their
-way together, before anything is added or written. Inside a tile, a row of the run of the row above gets that row's sum
+One program, one warp (up to 512 numbers a tile). A tile's reads depend on each other in two steps only: keys and
+places; then weights, slots and gradients. All of a tile's rows are on their way together, before anything is added or
+written. Inside a tile, a row of the run of the row above gets that row's sum
 (`runs.fold_tile`), in registers; the last occurrence of a run holds its sum, and there the rule runs. A run that goes
 on carries its sum into the next tile; one that goes on behind the span is summed before everything else
 (`runs.sum_run`), and its rows are left out of the tiles.
@@ -45,7 +45,7 @@ from tilerec.ops.triton.update_told import tell_not_finite
     ]
 )  # fmt: skip
 def update_runs(
-    keys, occurrences, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
+    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
     runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
     e0, e1,
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
@@ -79,7 +79,7 @@ def update_runs(
             until = begin_of_run(keys, final, begin, end - 1)
             width = tl.multiple_of(tl.load(meta + table_of(meta, final, tables, STEPS) * 16 + 1), VEC_D)
             through = sum_run(
-                final, until, keys, occurrences, places, scales, grad, partials, supers, total, columns,
+                final, until, keys, places, scales, grad, partials, supers, total, columns,
                 columns < width, levels, SCALED, CHUNK, CHUNKS, PITCH, COLUMNS, VEC_G,
             )  # fmt: skip
         # From here on occurrences are counted from the span's first: 32 bits, and fewer registers.
@@ -88,13 +88,18 @@ def update_runs(
         known = tl.minimum(total - begin, count + 1).to(tl.int32)
         earliest = tl.where(begin > 0, 0, 1)  # has one before it
         keys += begin
-        occurrences += begin
+        places += begin
+        scales += begin
         if COMPACT:
             runs += begin
         for at in range(0, count, ROWS):
             i = at + lanes
             here = i < count
             key = tl.load(keys + i, mask=here, other=-1)
+            place = tl.load(places + i, mask=i < summed, other=0)
+            scale = 0.0
+            if SCALED:
+                scale = tl.load(scales + i, mask=i < summed, other=0.0)
             prior = tl.load(keys + i - 1, mask=here & (i >= earliest), other=-1)
             following = tl.load(keys + i + 1, mask=i + 1 < known, other=-1)
             edge = tl.minimum(count - at, ROWS) - 1
@@ -117,7 +122,7 @@ def update_runs(
                     row = tl.load(runs + i, mask=take, other=0) - tl.load(numbers + 6)
                 start = tl.multiple_of(tl.load(numbers + 2), VEC) + row * dim
                 own = mine & (i < summed)
-                g = gradient_rows(occurrences, places, scales, grad, i, own, columns, inside, SCALED, VEC_G)
+                g = gradient_rows(place, scale, grad, own, columns, inside, SCALED, VEC_G)
                 if READS:
                     w = tl.load(
                         weights + (tl.multiple_of(start, VEC)[:, None] + columns),
