@@ -8,7 +8,7 @@ others along:
 
   machine    device, driver, versions
   native     the CPU library, if there is a compiler (the host side of tests uses it)
-  tests      tests/cuda and tests/ops/triton, compiled and on the GPU, not interpreted
+  tests      tests/cuda: on an H100 beside 16 cores about 5 minutes
   lookup     benchmarks/gpu_lookup.py: time, bytes and roofline per case
   moves      benchmarks/gpu_moves.py: jagged ops, exchanged and packed rows
   hash       benchmarks/hash.py --device cuda
@@ -64,15 +64,20 @@ def steps(out: Path) -> list[Step]:
                 "-rfE",
                 "-p",
                 "no:cacheprovider",
+                "-p",
+                "no:benchmark",  # where pytest-benchmark is installed, it warns of several workers
+                "-n",
+                str(min(14, os.cpu_count() or 1)),  # most of the time goes to Triton's compiler
+                "--session-timeout",
+                "520",
                 "tests/cuda",
-                "tests/ops/triton",
             ],
             540,
             ("-x",),
         ),
         Step(
             "lookup",
-            [python, "benchmarks/gpu_lookup.py", "--json", str(out / "gpu_lookup.json")],
+            [python, "benchmarks/gpu_lookup.py", "--kernels", "--json", str(out / "gpu_lookup.json")],
             540,
             ("--case", "P1-fp32", "P3-bf16", "small", "--rounds", "10"),
         ),
