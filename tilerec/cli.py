@@ -28,7 +28,7 @@ from rich.text import Text
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.ids import BatchIds, IdSource, open_ids
 from tilerec.data.statistics import Statistics, gather
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.plan_cli import plan_app
 from tilerec.planner.cost.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
@@ -206,11 +206,11 @@ def stats(
                 on_bad_row=on_bad_row,  # type: ignore[arg-type]
             )
         found = _gathered(source)
+        _console().print(_stats_table(found))
         found.save(out)
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
-    _console().print(_stats_table(found))
     skipped = f", {found.skipped:,} malformed lines left out" if found.skipped else ""
     _console().print(Text(f"wrote {out}: {found.rows:,} samples{skipped}"), soft_wrap=True)
 
@@ -254,6 +254,11 @@ def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
     result = run_training(run, console=console, group=group)
     if console is not None:
         console.print(report(result))
+    if result.log_errors:
+        raise FileError(
+            f"log_dir {run.log_dir!r}: got {len(result.log_errors)} logs that are not complete; expected all of them; "
+            f"the scores above are complete. {' '.join(result.log_errors)}"
+        )
 
 
 def _train_as_rank(run: RunConfig) -> None:

@@ -26,6 +26,7 @@ from rich.text import Text
 from torch import nn
 from typer.core import TyperGroup
 
+from tilerec.atomic_file import write_file
 from tilerec.data.statistics import Statistics
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.planner.constraints import ParameterConstraints
@@ -137,10 +138,11 @@ def make(
         request = varied(planner.request(origin.module or origin.tables), data_type=dtype)
         plan = planner.make(request)
         seconds = time.perf_counter() - began
+        # The result first: a disk may be full.
+        _say(str(plan.report))
         _save(plan, request, out)
         if html is not None:
             write_report(plan, plan.report, html)
-        _say(str(plan.report))
         written = f"{out}" if html is None else f"{out} and {html}"
         _say(f"\nwrote {written} in {seconds:.2f} s")
 
@@ -161,15 +163,15 @@ def show(
                 f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
             )
             report = None
-        if html is not None:
-            if report is None:
-                why = "not this plan's" if _beside(plan, "report").exists() else "not there"
-                raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
-            write_report(found, report, html)
+        if html is not None and report is None:
+            why = "not this plan's" if _beside(plan, "report").exists() else "not there"
+            raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
         if tables or report is None:
             _say(str(found))
         if report is not None:
             _say(("\n" if tables else "") + str(report))
+            if html is not None:
+                write_report(found, report, html)
         elif not _beside(plan, "report").exists():
             _say(f"\nno report: {_beside(plan, 'report')} is not there")
 
@@ -393,12 +395,9 @@ def _load_request(plan: Path) -> PlanRequest:
 
 def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
     """The plan, and its report and request beside it."""
-    try:
-        plan.save(out)
-        plan.report.save(_beside(out, "report"))
-        _beside(out, "request").write_text(json.dumps(request.to_json()), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: the plan cannot be written ({error}); check the path.") from error
+    plan.save(out)
+    plan.report.save(_beside(out, "report"))
+    write_file(_beside(out, "request"), json.dumps(request.to_json()), "Plan request")
 
 
 def _check_written(option: str, path: Path | None) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as arrow
 
+from tilerec.atomic_file import write_file
 from tilerec.data.heavy_hitters import HeavyHitters
 from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.ids import Ids, IdSource, Progress
@@ -187,21 +188,16 @@ class Statistics:
             raise ConfigError(f"Statistics JSON: it cannot be read ({error!r}); count again.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, one line per feature.
+        """Write a JSON file, one line per feature; an earlier one is replaced whole or not at all.
 
         Raises:
-            ConfigError: the file cannot be written.
+            FileError: it cannot be written.
         """
         data = self.to_json()
         head = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "features"]
         body = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in data["features"].items()]
         text = "\n".join(["{", *head, ' "features": {', ",\n".join(body), " }", "}", ""])
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"Statistics: {path} cannot be written ({error.strerror}); check the path."
-            ) from error
+        write_file(path, text, "Statistics")
 
     @staticmethod
     def load(path: str | Path) -> Statistics:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.planner.report_text import fullest, report_text
 from tilerec.planner.search.instance import Ints
@@ -186,8 +187,12 @@ class PlanReport:
             raise ConfigError(f"PlanReport JSON: it cannot be read ({error}); plan again.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")), encoding="utf-8")
+        """Write `to_json` to a file; an earlier one is replaced whole or not at all.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        write_file(path, json.dumps(self.to_json(), separators=(",", ":")), "PlanReport")
 
     @staticmethod
     def load(path: str | Path) -> PlanReport:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.spec.kinds import HOST_KERNELS as HOST_KERNELS
 from tilerec.spec.kinds import KERNELS_IN_USE as KERNELS_IN_USE
@@ -252,8 +253,12 @@ class ShardingPlan:
         return "\n".join(["{", *lines, ' "plan": {', ",\n".join(modules), " }", "}", ""])
 
     def save(self, path: str | Path) -> None:
-        """Write `dumps()` to a file."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        """Write `dumps()` to a file; an earlier one is replaced whole or not at all.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        write_file(path, self.dumps(), "ShardingPlan")
 
     @staticmethod
     def load(path: str | Path) -> ShardingPlan:
