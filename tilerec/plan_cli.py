@@ -29,6 +29,7 @@ from typer.core import TyperGroup
 from tilerec.atomic_file import write_file
 from tilerec.data.statistics import Statistics
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.json_document import JsonValue, read_json, read_text
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.explain import explain
 from tilerec.planner.infeasible import PlannerError
@@ -51,6 +52,7 @@ from tilerec.viz.report import write_report
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 _FILES = (".json", ".yaml", ".yml")
+_MOST_YAML_BYTES = 2**22
 
 
 class _Commands(TyperGroup):
@@ -156,7 +158,7 @@ def show(
     """Show a plan: cost, bound, stages, memory, the slowest rank."""
     with _told():
         _check_written("--html", html)
-        found = _load_plan(plan)
+        found = ShardingPlan.load(plan)
         report = _load_report(plan)
         if report is not None and not report.is_of(found):
             _warn(
@@ -184,7 +186,7 @@ def explain_table(
     """Every way to cut a table that was considered, what it costs, and why this one."""
     with _told():
         found = explain(_load_request(plan), table)
-        if plan.exists() and not found.is_in(_load_plan(plan)):
+        if plan.exists() and not found.is_in(ShardingPlan.load(plan)):
             _warn(
                 f"{plan} has '{found.table}' not where its request gives it (edited since, or of another release): "
                 "this explains what the request gives."
@@ -199,7 +201,7 @@ def diff(
 ) -> None:
     """What two plans do differently, and how many bytes move from one to the other."""
     with _told():
-        plans = [_load_plan(path) for path in (first, second)]
+        plans = [ShardingPlan.load(path) for path in (first, second)]
         found = plan_diff(*plans)
         reports = [_load_report(path) for path in (first, second)]
         for path, plan, report in zip((first, second), plans, reports, strict=True):
@@ -273,13 +275,10 @@ def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology)
 def _file(path: Path, optimizer: str | None) -> _Origin:
     content = _read(path)
     batch_size = None
-    if isinstance(content, dict):
-        strange = sorted(set(content) - {"tables", "batch_size"})
-        if strange or "tables" not in content:
-            raise ConfigError(
-                f"{path}: wanted a list of tables, or an object with tables and batch_size; it has {list(content)[:8]}."
-            )
-        content, batch_size = content["tables"], content.get("batch_size")
+    if isinstance(content.value, dict):
+        found = content.record(("tables", "batch_size"), ("tables",))
+        content = found["tables"]
+        batch_size = found["batch_size"].whole(1) if "batch_size" in found else None
     tables, constraints = read_tables(content)
     if optimizer is not None:
         spec = OptimizerSpec.from_json({"optimizer": optimizer})
@@ -287,26 +286,25 @@ def _file(path: Path, optimizer: str | None) -> _Origin:
     return _Origin(tables, batch_size, constraints)
 
 
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+def _read(path: Path) -> JsonValue:
     if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from error
+        return read_json(path, "Tables")
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigError(
             f"{path}: reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON."
         ) from error
+    text = read_text(path, "Tables", _MOST_YAML_BYTES)
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}.") from error
+        # Aliases may name one list a billion times in a few lines.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ConfigError(f"Tables: {path}: got an alias (*name); expected none. Write the value out.")
+        return JsonValue.of(yaml.safe_load(text), f"Tables: {path}")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not YAML: {error!s:.500}.") from error
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,7 @@ def _topology(
         if text is not None
     }
     if path is not None:
-        topology = Topology.from_json(_read(path))
+        topology = Topology.load(path)
         if device not in (None, topology.compute_device):
             raise ConfigError(
                 f"--device {device}: {path} is of {topology.compute_device}; leave one of them out."
@@ -366,21 +364,9 @@ def _beside(plan: Path, what: str) -> Path:
     return plan.with_name(f"{plan.stem}.{what}.json")
 
 
-def _load_plan(path: Path) -> ShardingPlan:
-    try:
-        return ShardingPlan.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}); make a plan with tilerec plan SOURCE."
-        ) from error
-
-
 def _load_report(plan: Path) -> PlanReport | None:
     path = _beside(plan, "report")
-    try:
-        return PlanReport.load(path) if path.exists() else None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error}); plan again.") from error
+    return PlanReport.load(path) if path.exists() else None
 
 
 def _load_request(plan: Path) -> PlanRequest:
@@ -390,7 +376,7 @@ def _load_request(plan: Path) -> PlanRequest:
             f"{path} is not there; it says what {plan} was made of. Make the plan with tilerec plan SOURCE --out "
             f"{plan}."
         )
-    return PlanRequest.from_json(_read(path))
+    return PlanRequest.load(path)
 
 
 def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
+from tilerec.json_document import read_json
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
@@ -40,15 +41,10 @@ class PlanCache:
     def load(self, request: PlanRequest) -> tuple[ShardingPlan, PlanReport] | None:
         """The plan and the report of a request; None if there is no entry, or none that can be read."""
         path = self.path(request)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            _warn(path, str(error))
+        if not path.exists():
             return None
         try:
-            entry = json.loads(text)
+            entry = read_json(path, "Plan cache").value
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
                 raise ConfigError("it is of another version")
             body = {name: entry.get(name) for name in ("request", "plan", "report")}
