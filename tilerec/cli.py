@@ -16,11 +16,11 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +32,7 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.plan_cli import plan_app
 from tilerec.planner.cost.calibrate import calibrate_to
 from tilerec.recipes.registry import RECIPES, make_run, needs_data
+from tilerec.terminal import SafeConsole, print_error, printable
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.launch import RankFailed, end, joined, launch, under_torchrun
 from tilerec.train.loop import train as run_training
@@ -217,7 +218,7 @@ def stats(
 
 def _gathered(source: IdSource) -> Statistics:
     """Read a source under a progress bar, where somebody looks."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     columns = (
         BarColumn(),
         TaskProgressColumn(),
@@ -272,15 +273,14 @@ def _train_as_rank(run: RunConfig) -> None:
         _print_error(error, where)
         end(1)
     except BaseException:
-        Console(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
+        SafeConsole(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
         end(1)
 
 
 def _print_error(error: TilerecError, where: str = "") -> None:
-    console = Console(stderr=True)
     if isinstance(error, RankFailed) and error.trace:
-        console.print(Text(error.trace), soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), where, str(error)), soft_wrap=True)
+        SafeConsole(stderr=True).print(Text(error.trace), soft_wrap=True)
+    print_error(f"{where}{error}")
 
 
 def _with_log_dir(run: RunConfig, given: list[str]) -> RunConfig:
@@ -304,12 +304,15 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _console() -> Console:
-    return Console()
+def _console() -> SafeConsole:
+    return SafeConsole()
 
 
 def main() -> None:
     """The console script."""
+    # Warnings name tables and files, too.
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(usual(*args, **kwargs))
     app()
 
 

@@ -21,8 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.text import Text
 from torch import nn
 from typer.core import TyperGroup
 
@@ -46,6 +44,7 @@ from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.topology import Topology
+from tilerec.terminal import print_error, print_warning, say
 from tilerec.train.optimizers import attach
 from tilerec.viz.report import write_report
 
@@ -141,12 +140,12 @@ def make(
         plan = planner.make(request)
         seconds = time.perf_counter() - began
         # The result first: a disk may be full.
-        _say(str(plan.report))
+        say(str(plan.report))
         _save(plan, request, out)
         if html is not None:
             write_report(plan, plan.report, html)
         written = f"{out}" if html is None else f"{out} and {html}"
-        _say(f"\nwrote {written} in {seconds:.2f} s")
+        say(f"\nwrote {written} in {seconds:.2f} s")
 
 
 @plan_app.command()
@@ -161,7 +160,7 @@ def show(
         found = ShardingPlan.load(plan)
         report = _load_report(plan)
         if report is not None and not report.is_of(found):
-            _warn(
+            print_warning(
                 f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
             )
             report = None
@@ -169,13 +168,13 @@ def show(
             why = "not this plan's" if _beside(plan, "report").exists() else "not there"
             raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
         if tables or report is None:
-            _say(str(found))
+            say(str(found))
         if report is not None:
-            _say(("\n" if tables else "") + str(report))
+            say(("\n" if tables else "") + str(report))
             if html is not None:
                 write_report(found, report, html)
         elif not _beside(plan, "report").exists():
-            _say(f"\nno report: {_beside(plan, 'report')} is not there")
+            say(f"\nno report: {_beside(plan, 'report')} is not there")
 
 
 @plan_app.command("explain")
@@ -187,11 +186,11 @@ def explain_table(
     with _told():
         found = explain(_load_request(plan), table)
         if plan.exists() and not found.is_in(ShardingPlan.load(plan)):
-            _warn(
+            print_warning(
                 f"{plan} has '{found.table}' not where its request gives it (edited since, or of another release): "
                 "this explains what the request gives."
             )
-        _say(str(found))
+        say(str(found))
 
 
 @plan_app.command()
@@ -206,13 +205,13 @@ def diff(
         reports = [_load_report(path) for path in (first, second)]
         for path, plan, report in zip((first, second), plans, reports, strict=True):
             if report is not None and not report.is_of(plan):
-                _warn(
+                print_warning(
                     f"{_beside(path, 'report')} is of another plan (edited since, or copied); no reports are compared."
                 )
                 reports = [None, None]
         if reports[0] is not None and reports[1] is not None:
-            _say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
-        _say(str(found))
+            say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
+        say(str(found))
 
 
 @plan_app.command()
@@ -241,10 +240,10 @@ def whatif(
         )
         now, then = _made_or_why(request), make_plan(other)
         if isinstance(now, str):
-            _say(f"now: {now}\n")
-            _say(str(then.report))
+            say(f"now: {now}\n")
+            say(str(then.report))
         else:
-            _say(_side_by_side(["now", "then"], [now.report, then.report]))
+            say(_side_by_side(["now", "then"], [now.report, then.report]))
         if out is not None:
             _save(then, other, out)
 
@@ -448,13 +447,5 @@ def _told() -> Iterator[None]:
     try:
         yield
     except TilerecError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        print_error(str(error))
         raise typer.Exit(1) from None
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
-
-
-def _say(text: str) -> None:
-    Console().print(Text(text), soft_wrap=True)
