@@ -118,5 +118,6 @@ def test_the_compiler_is_not_imported_with_the_package() -> None:
                     _where(path, decorator)
                     for decorator in node.decorator_list
                     if "torch.compiler.disable" in ast.unparse(decorator)
+                    or "_disable_dynamo" in ast.unparse(decorator)
                 ]
-    assert not broken, f"{broken}: write torch._disable_dynamo, which imports it when it is first called"
+    assert not broken, f"{broken}: write tilerec.ops.graph_break.graph_break, which does not import it"

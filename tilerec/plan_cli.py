@@ -25,7 +25,6 @@ from torch import nn
 from typer.core import TyperGroup
 
 from tilerec.atomic_file import write_file
-from tilerec.data.statistics import Statistics
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.json_document import JsonValue, read_json, read_text
 from tilerec.planner.constraints import ParameterConstraints
@@ -39,14 +38,11 @@ from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
 from tilerec.planner.variation import varied, world
-from tilerec.recipes.registry import make_run
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.topology import Topology
 from tilerec.terminal import print_error, print_warning, say
-from tilerec.train.optimizers import attach
-from tilerec.viz.report import write_report
 
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -125,6 +121,8 @@ def make(
         )
         constraints = origin.constraints
         if stats is not None:
+            from tilerec.data.statistics import Statistics
+
             tables = [_Read(t.key, t.rows, t.features) for t in origin.tables]
             constraints = Statistics.load(stats).constraints(tables, like=constraints)
         planner = EmbeddingShardingPlanner(
@@ -143,7 +141,7 @@ def make(
         say(str(plan.report))
         _save(plan, request, out)
         if html is not None:
-            write_report(plan, plan.report, html)
+            _write_page(plan, plan.report, html)
         written = f"{out}" if html is None else f"{out} and {html}"
         say(f"\nwrote {written} in {seconds:.2f} s")
 
@@ -172,7 +170,7 @@ def show(
         if report is not None:
             say(("\n" if tables else "") + str(report))
             if html is not None:
-                write_report(found, report, html)
+                _write_page(found, report, html)
         elif not _beside(plan, "report").exists():
             say(f"\nno report: {_beside(plan, 'report')} is not there")
 
@@ -265,6 +263,9 @@ def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology)
     """A recipe's model, built without memory for its tables, with its optimizer and its batch."""
     if optimizer is not None:
         raise ConfigError("--optimizer is for lists of tables; a recipe has its own (tilerec train --show).")
+    from tilerec.recipes.registry import make_run
+    from tilerec.train.optimizers import attach
+
     run = make_run(name, data)
     model = run.model.build(run.data.open(), torch.device("cpu"), torch.device("meta"))
     attach(model, run.train.embedding_optimizer)
@@ -383,6 +384,12 @@ def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
     plan.save(out)
     plan.report.save(_beside(out, "report"))
     write_file(_beside(out, "request"), json.dumps(request.to_json()), "Plan request")
+
+
+def _write_page(plan: ShardingPlan, report: PlanReport, path: Path) -> None:
+    from tilerec.viz.report import write_report
+
+    write_report(plan, report, path)
 
 
 def _check_written(option: str, path: Path | None) -> None:
