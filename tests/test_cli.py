@@ -317,7 +317,7 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
     assert json.loads(plan.read_text())["world_size"] == 1
     for path, message in (
         (str(plan), "holds the logs of another run"),
-        ("/nowhere", "parallel.plan is '/nowhere', which cannot be read"),
+        ("/nowhere", "ShardingPlan: /nowhere cannot be read: got 'No such file or directory'"),
     ):
         code, text = _invoke("train", "synthetic", *SMALL, "--plan", path, "--log-dir", str(tmp_path / "b"))
         assert code == 1
