@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -56,6 +57,38 @@ def test_train_prints_the_scores_and_writes_the_logs(tmp_path: Path) -> None:
     assert "best reachable" in text
     assert "256 samples in 4 steps" in text
     assert json.loads((tmp_path / "log" / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*The run goes on without this log")
+def test_scores_are_printed_where_a_full_disk_takes_no_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from the second event on."""
+    events = 0
+
+    def record(log: object, event: object) -> None:
+        nonlocal events
+        events += 1
+        if events > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    replaced = os.replace
+
+    def rename(source: Path, target: Path) -> None:
+        if target.name == "summary.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replaced(source, target)
+
+    monkeypatch.setattr("tilerec.train.watch.JsonLines.record", record)
+    monkeypatch.setattr("tilerec.atomic_file.os.replace", rename)
+    code, text = _invoke("train", "synthetic", *SMALL, "--log-dir", str(tmp_path / "log"))
+    assert code == 1
+    assert "256 samples in 4 steps" in text
+    assert text.index("best reachable") < text.index("error: log_dir")
+    assert "got 2 logs that are not complete" in text
+    assert "No space left on device" in text
+    assert not (tmp_path / "log" / "summary.json").exists()
+    assert not list((tmp_path / "log").glob(".tilerec*"))
 
 
 def test_logs_go_to_a_folder_of_their_own_unless_told_otherwise(
@@ -284,7 +317,7 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
     assert json.loads(plan.read_text())["world_size"] == 1
     for path, message in (
         (str(plan), "holds the logs of another run"),
-        ("/nowhere", "parallel.plan is '/nowhere', which cannot be read"),
+        ("/nowhere", "ShardingPlan: /nowhere cannot be read: got 'No such file or directory'"),
     ):
         code, text = _invoke("train", "synthetic", *SMALL, "--plan", path, "--log-dir", str(tmp_path / "b"))
         assert code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -60,6 +61,27 @@ def test_a_plan_of_a_list_of_tables_is_made_written_and_shown(planned: Path) -> 
     code, text = run("show", "plan.json", "--tables")
     assert text.startswith("plan for 4 ranks on 1 host")
     assert str(report) in text
+
+
+def test_a_full_disk_keeps_the_earlier_plan_and_the_new_one_is_shown(
+    planned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_text() for path in planned.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tilerec.atomic_file.os.fsync", full)
+    code, text = run("make", "tables.json", "--ranks-per-host", "2", "--html", "r.html")
+    assert code == 1
+    assert "on 2 cuda ranks" in text
+    assert "error: ShardingPlan: plan.json cannot be written: got 'No space left on device'" in text
+    assert text.index("on 2 cuda ranks") < text.index("error:")
+    assert {path.name: path.read_text() for path in planned.iterdir()} == before
+    code, text = run("show", "--html", "r.html")
+    assert code == 1
+    assert text.startswith(str(PlanReport.load("plan.report.json")))
+    assert "error: Report page: r.html cannot be written" in text
 
 
 def test_the_same_source_gives_the_same_files(planned: Path) -> None:

@@ -9,6 +9,8 @@ torchrun --nproc-per-node 2 -m tilerec train synthetic
 tilerec calibrate --nproc 2 --out topology.json     this machine's speeds, for the planner
 tilerec stats ml-latest-small --out stats.json      what its ids are like, for the planner
 tilerec plan synthetic --ranks-per-host 8           which rank holds what, and what a step takes (plan_cli.py)
+
+Commands import what they need when they run: `tilerec --help` needs none of it.
 """
 
 from __future__ import annotations
@@ -16,27 +18,23 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
-from tilerec.comms.process import ProcessGroupComms
-from tilerec.data.ids import BatchIds, IdSource, open_ids
-from tilerec.data.statistics import Statistics, gather
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.plan_cli import plan_app
-from tilerec.planner.cost.calibrate import calibrate_to
-from tilerec.recipes.registry import RECIPES, make_run, needs_data
-from tilerec.train.config import ParallelConfig, RunConfig
-from tilerec.train.launch import RankFailed, end, joined, launch, under_torchrun
-from tilerec.train.loop import train as run_training
-from tilerec.train.override import override_all, settings
-from tilerec.train.report import report
+from tilerec.terminal import SafeConsole, print_error, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tilerec.comms.process import ProcessGroupComms
+    from tilerec.data.ids import IdSource
+    from tilerec.data.statistics import Statistics
+    from tilerec.train.config import RunConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -57,6 +55,10 @@ def _root() -> None:
 @app.command()
 def recipes() -> None:
     """List the recipes."""
+    from rich.table import Table
+
+    from tilerec.recipes.registry import RECIPES, needs_data
+
     table = Table("recipe", "data", "what it runs")
     for name, recipe in RECIPES.items():
         first_line = (inspect.getdoc(recipe) or "").split("\n")[0]
@@ -102,6 +104,13 @@ def train(
     On several ranks, with --nproc or under torchrun, the batches are the same, each rank takes its share of them, and
     so are the scores.
     """
+    from rich.text import Text
+
+    from tilerec.recipes.registry import make_run
+    from tilerec.train.config import ParallelConfig
+    from tilerec.train.launch import joined, launch, under_torchrun
+    from tilerec.train.override import settings
+
     try:
         run = make_run(recipe, data)
         options = {
@@ -146,6 +155,10 @@ def calibrate(
     device: Annotated[str, typer.Option(help="What to measure: cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure this machine (under a minute) and write a topology that planners read."""
+    from tilerec.planner.cost.calibrate import calibrate_to
+    from tilerec.terminal import say
+    from tilerec.train.launch import launch
+
     try:
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
@@ -153,7 +166,7 @@ def calibrate(
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
-    _console().print(Text(f"wrote {out}: the speeds of {nproc} {device} ranks"), soft_wrap=True)
+    say(f"wrote {out}: the speeds of {nproc} {device} ranks")
 
 
 @app.command()
@@ -182,6 +195,11 @@ def stats(
     ] = "error",
 ) -> None:
     """Read a data set once and write what its ids are like: how many, how many different, how uneven."""
+    from tilerec.data.ids import BatchIds, open_ids
+    from tilerec.recipes.registry import make_run
+    from tilerec.terminal import say
+    from tilerec.train.override import override_all
+
     try:
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
@@ -206,18 +224,22 @@ def stats(
                 on_bad_row=on_bad_row,  # type: ignore[arg-type]
             )
         found = _gathered(source)
+        _console().print(_stats_table(found))
         found.save(out)
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
-    _console().print(_stats_table(found))
     skipped = f", {found.skipped:,} malformed lines left out" if found.skipped else ""
-    _console().print(Text(f"wrote {out}: {found.rows:,} samples{skipped}"), soft_wrap=True)
+    say(f"wrote {out}: {found.rows:,} samples{skipped}")
 
 
 def _gathered(source: IdSource) -> Statistics:
-    """Read a source under a progress bar, where somebody looks."""
-    console = Console(stderr=True)
+    """Read a source under a progress bar, where the output is a terminal."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from tilerec.data.statistics import gather
+
+    console = SafeConsole(stderr=True)
     columns = (
         BarColumn(),
         TaskProgressColumn(),
@@ -232,6 +254,9 @@ def _gathered(source: IdSource) -> Statistics:
 
 
 def _stats_table(found: Statistics) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("feature", "ids per sample", "different", "expected", "exponent", "off by", "most frequent")
     for column in table.columns[1:6]:
         column.justify = "right"
@@ -250,14 +275,26 @@ def _stats_table(found: Statistics) -> Table:
 
 def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
     """Train; rank 0 shows progress and scores."""
+    from tilerec.train.loop import train as run_training
+    from tilerec.train.report import report
+
     console = _console() if group is None or not group.rank else None
     result = run_training(run, console=console, group=group)
     if console is not None:
         console.print(report(result))
+    if result.log_errors:
+        raise FileError(
+            f"log_dir {run.log_dir!r}: got {len(result.log_errors)} logs that are not complete; expected all of them; "
+            f"the scores above are complete. {' '.join(result.log_errors)}"
+        )
 
 
 def _train_as_rank(run: RunConfig) -> None:
     """In a process that torchrun started: it ends here if training fails, so that the others notice."""
+    from rich.text import Text
+
+    from tilerec.train.launch import end, joined
+
     where = ""
     try:
         with joined(run.train.device) as group:
@@ -267,18 +304,20 @@ def _train_as_rank(run: RunConfig) -> None:
         _print_error(error, where)
         end(1)
     except BaseException:
-        Console(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
+        SafeConsole(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
         end(1)
 
 
 def _print_error(error: TilerecError, where: str = "") -> None:
-    console = Console(stderr=True)
-    if isinstance(error, RankFailed) and error.trace:
-        console.print(Text(error.trace), soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), where, str(error)), soft_wrap=True)
+    trace = getattr(error, "trace", "")  # of a rank that failed
+    if trace:
+        SafeConsole(stderr=True).print(trace, soft_wrap=True, markup=False, highlight=False)
+    print_error(f"{where}{error}")
 
 
 def _with_log_dir(run: RunConfig, given: list[str]) -> RunConfig:
+    from tilerec.train.override import override_all
+
     run = override_all(run, given)
     if not run.log_dir and not any(text.startswith("log_dir=") for text in given):
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -299,12 +338,15 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _console() -> Console:
-    return Console()
+def _console() -> SafeConsole:
+    return SafeConsole()
 
 
 def main() -> None:
     """The console script."""
+    # Warnings name tables and files, too.
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(usual(*args, **kwargs))
     app()
 
 

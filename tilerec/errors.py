@@ -15,6 +15,19 @@ class ConfigError(TilerecError):
     """A table, optimizer, recipe or option that contradicts itself or its surroundings."""
 
 
+class FileError(ConfigError, OSError):
+    """A file that cannot be opened, read or written.
+
+    Args:
+        message: as of every error.
+        number: `errno` of the system's error, if there is one.
+    """
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
 class InputError(TilerecError):
     """A batch or a file whose contents are wrong: unknown feature, id out of range, malformed line."""
 

@@ -21,13 +21,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.text import Text
 from torch import nn
 from typer.core import TyperGroup
 
-from tilerec.data.statistics import Statistics
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.json_document import JsonValue, read_json, read_text
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.explain import explain
 from tilerec.planner.infeasible import PlannerError
@@ -39,17 +38,16 @@ from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
 from tilerec.planner.variation import varied, world
-from tilerec.recipes.registry import make_run
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.topology import Topology
-from tilerec.train.optimizers import attach
-from tilerec.viz.report import write_report
+from tilerec.terminal import print_error, print_warning, say
 
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 _FILES = (".json", ".yaml", ".yml")
+_MOST_YAML_BYTES = 2**22
 
 
 class _Commands(TyperGroup):
@@ -123,6 +121,8 @@ def make(
         )
         constraints = origin.constraints
         if stats is not None:
+            from tilerec.data.statistics import Statistics
+
             tables = [_Read(t.key, t.rows, t.features) for t in origin.tables]
             constraints = Statistics.load(stats).constraints(tables, like=constraints)
         planner = EmbeddingShardingPlanner(
@@ -137,12 +137,13 @@ def make(
         request = varied(planner.request(origin.module or origin.tables), data_type=dtype)
         plan = planner.make(request)
         seconds = time.perf_counter() - began
+        # The result first: a disk may be full.
+        say(str(plan.report))
         _save(plan, request, out)
         if html is not None:
-            write_report(plan, plan.report, html)
-        _say(str(plan.report))
+            _write_page(plan, plan.report, html)
         written = f"{out}" if html is None else f"{out} and {html}"
-        _say(f"\nwrote {written} in {seconds:.2f} s")
+        say(f"\nwrote {written} in {seconds:.2f} s")
 
 
 @plan_app.command()
@@ -154,24 +155,24 @@ def show(
     """Show a plan: cost, bound, stages, memory, the slowest rank."""
     with _told():
         _check_written("--html", html)
-        found = _load_plan(plan)
+        found = ShardingPlan.load(plan)
         report = _load_report(plan)
         if report is not None and not report.is_of(found):
-            _warn(
+            print_warning(
                 f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
             )
             report = None
-        if html is not None:
-            if report is None:
-                why = "not this plan's" if _beside(plan, "report").exists() else "not there"
-                raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
-            write_report(found, report, html)
+        if html is not None and report is None:
+            why = "not this plan's" if _beside(plan, "report").exists() else "not there"
+            raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
         if tables or report is None:
-            _say(str(found))
+            say(str(found))
         if report is not None:
-            _say(("\n" if tables else "") + str(report))
+            say(("\n" if tables else "") + str(report))
+            if html is not None:
+                _write_page(found, report, html)
         elif not _beside(plan, "report").exists():
-            _say(f"\nno report: {_beside(plan, 'report')} is not there")
+            say(f"\nno report: {_beside(plan, 'report')} is not there")
 
 
 @plan_app.command("explain")
@@ -182,12 +183,12 @@ def explain_table(
     """Every way to cut a table that was considered, what it costs, and why this one."""
     with _told():
         found = explain(_load_request(plan), table)
-        if plan.exists() and not found.is_in(_load_plan(plan)):
-            _warn(
+        if plan.exists() and not found.is_in(ShardingPlan.load(plan)):
+            print_warning(
                 f"{plan} has '{found.table}' not where its request gives it (edited since, or of another release): "
                 "this explains what the request gives."
             )
-        _say(str(found))
+        say(str(found))
 
 
 @plan_app.command()
@@ -197,18 +198,18 @@ def diff(
 ) -> None:
     """What two plans do differently, and how many bytes move from one to the other."""
     with _told():
-        plans = [_load_plan(path) for path in (first, second)]
+        plans = [ShardingPlan.load(path) for path in (first, second)]
         found = plan_diff(*plans)
         reports = [_load_report(path) for path in (first, second)]
         for path, plan, report in zip((first, second), plans, reports, strict=True):
             if report is not None and not report.is_of(plan):
-                _warn(
+                print_warning(
                     f"{_beside(path, 'report')} is of another plan (edited since, or copied); no reports are compared."
                 )
                 reports = [None, None]
         if reports[0] is not None and reports[1] is not None:
-            _say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
-        _say(str(found))
+            say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
+        say(str(found))
 
 
 @plan_app.command()
@@ -237,10 +238,10 @@ def whatif(
         )
         now, then = _made_or_why(request), make_plan(other)
         if isinstance(now, str):
-            _say(f"now: {now}\n")
-            _say(str(then.report))
+            say(f"now: {now}\n")
+            say(str(then.report))
         else:
-            _say(_side_by_side(["now", "then"], [now.report, then.report]))
+            say(_side_by_side(["now", "then"], [now.report, then.report]))
         if out is not None:
             _save(then, other, out)
 
@@ -262,6 +263,9 @@ def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology)
     """A recipe's model, built without memory for its tables, with its optimizer and its batch."""
     if optimizer is not None:
         raise ConfigError("--optimizer is for lists of tables; a recipe has its own (tilerec train --show).")
+    from tilerec.recipes.registry import make_run
+    from tilerec.train.optimizers import attach
+
     run = make_run(name, data)
     model = run.model.build(run.data.open(), torch.device("cpu"), torch.device("meta"))
     attach(model, run.train.embedding_optimizer)
@@ -271,13 +275,10 @@ def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology)
 def _file(path: Path, optimizer: str | None) -> _Origin:
     content = _read(path)
     batch_size = None
-    if isinstance(content, dict):
-        strange = sorted(set(content) - {"tables", "batch_size"})
-        if strange or "tables" not in content:
-            raise ConfigError(
-                f"{path}: wanted a list of tables, or an object with tables and batch_size; it has {list(content)[:8]}."
-            )
-        content, batch_size = content["tables"], content.get("batch_size")
+    if isinstance(content.value, dict):
+        found = content.record(("tables", "batch_size"), ("tables",))
+        content = found["tables"]
+        batch_size = found["batch_size"].whole(1) if "batch_size" in found else None
     tables, constraints = read_tables(content)
     if optimizer is not None:
         spec = OptimizerSpec.from_json({"optimizer": optimizer})
@@ -285,26 +286,25 @@ def _file(path: Path, optimizer: str | None) -> _Origin:
     return _Origin(tables, batch_size, constraints)
 
 
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+def _read(path: Path) -> JsonValue:
     if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from error
+        return read_json(path, "Tables")
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigError(
             f"{path}: reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON."
         ) from error
+    text = read_text(path, "Tables", _MOST_YAML_BYTES)
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}.") from error
+        # Aliases may name one list a billion times in a few lines.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ConfigError(f"Tables: {path}: got an alias (*name); expected none. Write the value out.")
+        return JsonValue.of(yaml.safe_load(text), f"Tables: {path}")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not YAML: {error!s:.500}.") from error
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def _topology(
         if text is not None
     }
     if path is not None:
-        topology = Topology.from_json(_read(path))
+        topology = Topology.load(path)
         if device not in (None, topology.compute_device):
             raise ConfigError(
                 f"--device {device}: {path} is of {topology.compute_device}; leave one of them out."
@@ -364,21 +364,9 @@ def _beside(plan: Path, what: str) -> Path:
     return plan.with_name(f"{plan.stem}.{what}.json")
 
 
-def _load_plan(path: Path) -> ShardingPlan:
-    try:
-        return ShardingPlan.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}); make a plan with tilerec plan SOURCE."
-        ) from error
-
-
 def _load_report(plan: Path) -> PlanReport | None:
     path = _beside(plan, "report")
-    try:
-        return PlanReport.load(path) if path.exists() else None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error}); plan again.") from error
+    return PlanReport.load(path) if path.exists() else None
 
 
 def _load_request(plan: Path) -> PlanRequest:
@@ -388,17 +376,20 @@ def _load_request(plan: Path) -> PlanRequest:
             f"{path} is not there; it says what {plan} was made of. Make the plan with tilerec plan SOURCE --out "
             f"{plan}."
         )
-    return PlanRequest.from_json(_read(path))
+    return PlanRequest.load(path)
 
 
 def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
     """The plan, and its report and request beside it."""
-    try:
-        plan.save(out)
-        plan.report.save(_beside(out, "report"))
-        _beside(out, "request").write_text(json.dumps(request.to_json()), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: the plan cannot be written ({error}); check the path.") from error
+    plan.save(out)
+    plan.report.save(_beside(out, "report"))
+    write_file(_beside(out, "request"), json.dumps(request.to_json()), "Plan request")
+
+
+def _write_page(plan: ShardingPlan, report: PlanReport, path: Path) -> None:
+    from tilerec.viz.report import write_report
+
+    write_report(plan, report, path)
 
 
 def _check_written(option: str, path: Path | None) -> None:
@@ -463,13 +454,5 @@ def _told() -> Iterator[None]:
     try:
         yield
     except TilerecError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        print_error(str(error))
         raise typer.Exit(1) from None
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
-
-
-def _say(text: str) -> None:
-    Console().print(Text(text), soft_wrap=True)

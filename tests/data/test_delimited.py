@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
+from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
 from tilerec.errors import ConfigError, InputError
 
 COLUMNS = (
@@ -212,6 +213,56 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = _file(tmp_path, HEADER, "1" * 5000)
     with pytest.raises(InputError, match=r"file\.csv:2: the line is longer than 100 bytes"):
         _read(path, block_bytes=50, max_line_bytes=100)
+
+
+@pytest.mark.parametrize("block_bytes", [7, 50, 333, 1 << 20])
+@pytest.mark.parametrize("length", [100, 101, 3000])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_line_is_too_long_wherever_in_a_block_it_stands(
+    tmp_path: Path, block_bytes: int, length: int, end: str, zipped: bool
+) -> None:
+    line = "7,1.5,2,"
+    path = _file(tmp_path, HEADER, *GOOD, line + "y" * (length - len(line)), *GOOD, end=end)
+    if zipped:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    number = len(GOOD) + 2
+    if length == 100:
+        assert sum(len(b) for b in _blocks(path, block_bytes)) == 2 * len(GOOD) + 1
+        return
+    with pytest.raises(
+        InputError, match=rf"csv:{number}: the line is longer than 100 bytes .*on_bad_row='skip'"
+    ):
+        list(_blocks(path, block_bytes))
+    count = RowCount()
+    kept = [line for block in _blocks(path, block_bytes, count, "skip") for line in block.lines.tolist()]
+    assert kept == [n for n in range(2, 2 * len(GOOD) + 3) if n != number]
+    assert count.skipped == 1
+
+
+def _blocks(
+    path: Path, block_bytes: int, count: RowCount | None = None, on_bad_row: OnBadRow = "error"
+) -> Iterator[Block]:
+    file = DelimitedFile(path, COLUMNS, block_bytes=block_bytes, max_line_bytes=100, on_bad_row=on_bad_row)
+    return file.blocks(count)
+
+
+def test_a_header_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, HEADER + "," + "z" * 200, *GOOD)
+    with pytest.raises(InputError, match=r"csv:1: the line is longer than 100 bytes"):
+        list(_blocks(path, 1 << 20, None, "skip"))
+
+
+def test_the_pattern_of_a_number_has_no_two_ways_to_match_a_digit() -> None:
+    """With two of them, a field of n digits and a letter takes n² steps."""
+    from tilerec.data.delimited import _NUMBER
+
+    assert b"[0-9]+\\.?[0-9]*" not in _NUMBER.pattern
+    for text, good in {
+        b"1": True, b"1.": True, b".5": True, b"-1.5e-3 ": True, b"1.5.": False, b".": False, b"1e": False,
+    }.items():  # fmt: skip
+        assert bool(_NUMBER.fullmatch(text)) is good
+    assert not _NUMBER.fullmatch(b"1" * 200_000 + b"x")
 
 
 def test_no_block_holds_much_more_text_than_asked_for(tmp_path: Path) -> None:

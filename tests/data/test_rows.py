@@ -67,3 +67,23 @@ def test_empty_vocabulary_has_one_row() -> None:
     words = Vocabulary(np.zeros(0, np.int64))
     assert words.num_rows == 1
     assert words.rows(np.array([4, 5])).tolist() == [0, 0]
+
+
+def test_a_long_text_has_the_hash_of_its_bytes_in_steps_for_its_own_bytes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One field of 40,000 bytes among 1,000 of 8: no step over all values for each of its bytes."""
+    texts = [b"%08d" % n for n in range(1000)]
+    texts[500] = bytes(n * n % 251 for n in range(40_000))
+    steps = 0
+    searchsorted = np.searchsorted
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal steps
+        steps += 1
+        return searchsorted(*args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(np, "searchsorted", counted)
+    found = hash_values(pa.array(texts, pa.binary()))
+    assert steps < 20
+    assert found.tolist() == [_mix(_fnv(text)) for text in texts]

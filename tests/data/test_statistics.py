@@ -179,14 +179,33 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Statistics("x", 1, 0, False, {"a": _feature()}).save(tmp_path)
 
 
+def _other(**fields: object) -> dict[str, object]:
+    feature = Statistics("x", 1, 0, False, {"a": _feature()}).to_json()["features"]["a"]
+    return {**feature, **fields}
+
+
+def _file(**fields: object) -> str:
+    return json.dumps({**Statistics("x", 1, 0, False, {"a": _feature()}).to_json(), **fields})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "something else"),
-        ('{"version": 99, "features": {}}', "version 99"),
-        ('{"version": 1, "features": {"a": {"ids": 3}}}', "cannot be read"),
-        ('{"version": 1, "features": 3}', "cannot be read"),
+        ("[]", r"s\.json: got \[\]; expected an object with"),
+        ('{"version": 99, "features": {}}', "got an object without .*Count again"),
+        (_file(version=99), "version: got 99; expected 1"),
+        (_file(features=3), "features: got 3; expected an object of features"),
+        (_file(rows="many"), "rows: got .many.; expected a whole number from 0"),
+        (_file(table_rows=1), "table_rows: got 1; expected true or false"),
+        (_file(features={"a": {"ids": 3}}), r"features\.a: got an object without"),
+        (_file(features={"a": _other(ids=2.5)}), r"features\.a\.ids: got 2\.5"),
+        (_file(features={"a": _other(exponent=True)}), r"features\.a\.exponent: got true; expected a number"),
+        (_file(features={"a": _other(distance=None)}), r"features\.a\.distance: got null"),
+        (
+            _file(features={"a": _other(heavy=[[1, 2, 3]])}),
+            r"features\.a\.heavy\[0\]: got \[1, 2, 3\]; expected",
+        ),
     ],
 )
 def test_files_that_are_no_statistics_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -196,7 +215,7 @@ def test_files_that_are_no_statistics_are_refused(tmp_path: Path, text: str, mes
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    with pytest.raises(ConfigError, match=r"cannot be read: got .No such file"):
         Statistics.load(tmp_path / "none.json")
 
 

@@ -509,7 +509,7 @@ def test_a_rank_with_a_broken_part_of_its_own_leaves_nobody_waiting() -> None:
         ({"constraints": [ParameterConstraints()]}, "constraints is a list, wanted a dict"),
         ({"constraints": {3: ParameterConstraints()}}, "constraints name 3, wanted names of tables"),
         ({"cache": 3}, "cache is a int, wanted the path of a folder"),
-        ({"fixed": "nowhere/plan.json"}, r"the plan in fixed= cannot be read \(.*nowhere/plan.json"),
+        ({"fixed": "nowhere/plan.json"}, r"the plan in fixed= cannot be read: .*nowhere/plan.json"),
         ({"fixed": "/"}, r"the plan in fixed= cannot be read"),
     ],
 )

@@ -132,11 +132,11 @@ def test_json_keeps_a_topology(topology: Topology) -> None:
 
 
 def test_json_that_is_no_topology_is_refused() -> None:
-    with pytest.raises(ConfigError, match="world_size is missing"):
+    with pytest.raises(ConfigError, match='got an object without "world_size"'):
         Topology.from_json({})
-    with pytest.raises(ConfigError, match=r"unknown \['wurld'\]"):
+    with pytest.raises(ConfigError, match='got unknown "wurld"'):
         Topology.from_json({"world_size": 1, "wurld": 2})
-    with pytest.raises(ConfigError, match="hosts got 3, wanted a list"):
+    with pytest.raises(ConfigError, match="hosts: got 3; expected a list"):
         Topology.from_json({"world_size": 1, "hosts": 3})
 
 
@@ -197,7 +197,5 @@ def test_machines_that_cannot_be_are_refused(kwargs: dict[str, Any], message: st
 
 @pytest.mark.parametrize("data", [None, [{"world_size": 2}], "topology", 5])
 def test_json_that_is_no_object_is_refused(data: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"Topology JSON: got .* wanted an object such as tilerec calibrate writes"
-    ):
+    with pytest.raises(ConfigError, match=r'Topology JSON: got .*; expected an object with "world_size"'):
         Topology.from_json(data)

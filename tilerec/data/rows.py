@@ -26,6 +26,9 @@ from tilerec.errors import ConfigError
 
 _FNV_BASIS = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
+_VALUES_PER_STEP = 48
+"""A vectorised step over fewer values takes longer than a Python step for each (5 us against 0.1 us a value, on a
+2-core x86 machine). The work is thus in proportion to the bytes, whatever the longest value is."""
 
 
 def mix(values_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -51,13 +54,29 @@ def hash_values(values_N: npt.NDArray[np.int64] | pa.BinaryArray) -> npt.NDArray
     lengths_N = np.diff(offsets)
     data = np.frombuffer(b"" if bytes_buffer is None else bytes_buffer, np.uint8)
     hashes_N = np.full(len(values_N), _FNV_BASIS, np.uint64)
-    # One vectorised step per character position; positions past a value's end leave its hash alone.
-    everywhere = int(lengths_N.min())
-    for position in range(int(lengths_N.max())):
-        where: slice | npt.NDArray[np.int64]
-        where = slice(None) if position < everywhere else np.flatnonzero(lengths_N > position)
+    # One vectorised step per byte position, while enough values have a byte there.
+    longest_first_N = np.argsort(-lengths_N, kind="stable")
+    ends_N = np.sort(lengths_N)
+    position = 0
+    for position in range(int(ends_N[-1])):
+        active = len(ends_N) - int(np.searchsorted(ends_N, position, side="right"))
+        if active < _VALUES_PER_STEP:
+            break
+        where = slice(None) if active == len(ends_N) else longest_first_N[:active]
         hashes_N[where] = (hashes_N[where] ^ data[starts_N[where] + position]) * _FNV_PRIME
+    else:
+        return mix(hashes_N)
+    for n in longest_first_N[:active].tolist():
+        rest = data[starts_N[n] + position : starts_N[n] + lengths_N[n]].tobytes()
+        hashes_N[n] = _fnv(rest, int(hashes_N[n]))
     return mix(hashes_N)
+
+
+def _fnv(data: bytes, state: int) -> int:
+    """FNV-1a-64 of bytes, from the state after the bytes before them."""
+    for byte in data:
+        state = ((state ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return state
 
 
 def hash_rows(

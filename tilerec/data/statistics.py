@@ -14,7 +14,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +22,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as arrow
 
+from tilerec.atomic_file import write_file
 from tilerec.data.heavy_hitters import HeavyHitters
 from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.ids import Ids, IdSource, Progress
 from tilerec.data.rows import hash_values
 from tilerec.data.zipf import fit
-from tilerec.errors import ConfigError
+from tilerec.json_document import MOST_NUMBER, JsonValue, check_version, read_json
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 
@@ -163,58 +164,63 @@ class Statistics:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Statistics:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> Statistics:
         """The inverse of `to_json`.
 
         Raises:
             ConfigError: these are no statistics, or ones of another version.
         """
-        if not isinstance(data, Mapping) or "version" not in data or "features" not in data:
-            raise ConfigError(
-                "Statistics JSON: wanted an object with version and features; this is something else."
-            )
-        if data["version"] != VERSION:
-            raise ConfigError(
-                f"Statistics JSON: version {data['version']!r} is not {VERSION}, which this release reads; count again."
-            )
-        try:
-            features = {
-                name: FeatureStatistics(**{**one, "heavy": tuple((v, c) for v, c in one["heavy"])})
-                for name, one in data["features"].items()
-            }
-            return Statistics(data["source"], data["rows"], data["skipped"], data["table_rows"], features)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"Statistics JSON: it cannot be read ({error!r}); count again.") from error
+        value = JsonValue.of(data, "Statistics JSON")
+        names = ("version", "source", "rows", "skipped", "table_rows", "features")
+        found = value.record(names, names, "Count again (tilerec stats).")
+        check_version(found, VERSION, "Count again (tilerec stats).")
+        return Statistics(
+            found["source"].text(),
+            found["rows"].whole(),
+            found["skipped"].whole(),
+            found["table_rows"].flag(),
+            {name: _feature(one) for name, one in found["features"].members("an object of features").items()},
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, one line per feature.
+        """Write a JSON file, one line per feature; an earlier one is replaced whole or not at all.
 
         Raises:
-            ConfigError: the file cannot be written.
+            FileError: it cannot be written.
         """
         data = self.to_json()
         head = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "features"]
         body = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in data["features"].items()]
         text = "\n".join(["{", *head, ' "features": {', ",\n".join(body), " }", "}", ""])
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"Statistics: {path} cannot be written ({error.strerror}); check the path."
-            ) from error
+        write_file(path, text, "Statistics")
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
-        """Read a file that `save` wrote."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"Statistics: {path} cannot be opened ({error.strerror}); check the path."
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"Statistics: {path} is not JSON: {error}.") from error
-        return Statistics.from_json(data)
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileError: it cannot be read. ConfigError: these are no statistics.
+        """
+        return Statistics.from_json(read_json(path, "Statistics"))
+
+
+_WHOLE = ("samples", "ids", "empty", "longest", "distinct", "population", "heavy_error")
+_NUMBERS = ("distinct_error", "exponent", "distance")
+
+
+def _feature(value: JsonValue) -> FeatureStatistics:
+    names = [each.name for each in fields(FeatureStatistics)]
+    found = value.record(names, names, "Count again (tilerec stats).")
+    heavy: list[tuple[int | str, int]] = []
+    for pair in found["heavy"].items("a list of [id, count]"):
+        both = pair.items("[id, count]")
+        if len(both) != 2:
+            raise pair.error("[id, count]")
+        first = both[0].value
+        heavy.append((first if isinstance(first, str) else both[0].whole(-MOST_NUMBER - 1), both[1].whole()))
+    values: dict[str, Any] = {name: found[name].whole() for name in _WHOLE}
+    values |= {name: found[name].number(0) for name in _NUMBERS}
+    return FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy))
 
 
 def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) -> Statistics:

@@ -19,15 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient import _add, bag_starts, expect_reads, pooled_blocks
+from tilerec.ops.graph_break import graph_break
 from tilerec.ops.lookup import _reach, raise_bad_id
 from tilerec.ops.reader import Reader, let_go
 from tilerec.ops.upload import upload
 from tilerec.storage.cached import alone, prefetch_all
 from tilerec.storage.placed import Placed, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows
-
-# `torch.compiler.disable` does the same, but imports the compiler with the package.
-_eager = torch._disable_dynamo
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -224,7 +222,7 @@ def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
             )
 
 
-@_eager
+@graph_break
 def forward_of(module: nn.Module, features: Any) -> Any:
     """A module's forward, as it is: a compiled program calls it, and breaks around it.
 

@@ -24,6 +24,7 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
+from tilerec.ops.graph_break import graph_break
 from tilerec.ops.upload import constants, upload
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
@@ -33,9 +34,6 @@ from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat import flat_memory, lay_flat
 from tilerec.storage.made_ahead import MadeAhead, Sources
 from tilerec.storage.table_rows import stats_of
-
-# `torch.compiler.disable` does the same, but imports the compiler with the package.
-_eager = torch._disable_dynamo
 
 OnBadId = Literal["error", "clamp"]
 
@@ -290,7 +288,7 @@ class TableCollection(nn.Module):
             rows, ids, None, None, lookup.tables, lookup.keys, means, [], segments, dtype, lookup.names
         )
 
-    @_eager
+    @graph_break
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bring the rows of a batch to come into the caches of cached tables.
 

@@ -14,11 +14,11 @@ from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.kept_bags import with_rows
 from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.ops.graph_break import graph_break
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 
 # Rows depend on what came before: nothing to trace. A compiled model has one clean break around them.
-_eager = torch._disable_dynamo
 
 
 class ManagedCollisionCollection(nn.Module):
@@ -70,7 +70,7 @@ class ManagedCollisionCollection(nn.Module):
         """Table name to how many buckets it has."""
         return {table: module.buckets() for table, module in self.modules_by_table.items()}
 
-    @_eager
+    @graph_break
     def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
         """Ids become rows; in training mode, ids that have none take one.
 

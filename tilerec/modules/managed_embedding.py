@@ -25,12 +25,11 @@ from tilerec.modules.managed_batch import check_batch
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import check_resizable, resize_table
+from tilerec.ops.graph_break import graph_break
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.without_effect import warn_without_effect
-
-_eager = torch._disable_dynamo
 
 
 class ManagedCollisionEmbeddings(nn.Module):
@@ -166,7 +165,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
             allow_in_place_embed_weight_update,
         )  # fmt: skip
 
-    @_eager
+    @graph_break
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
@@ -206,7 +205,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
             allow_in_place_embed_weight_update,
         )  # fmt: skip
 
-    @_eager
+    @graph_break
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:

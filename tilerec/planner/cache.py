@@ -1,7 +1,7 @@
 """Plans in a folder, each under the digest of its request: what was planned once is read and not searched again.
 
-An entry is one JSON file with its request's digest, the plan, its report and a checksum of them. It is written under
-another name and then renamed, so readers never meet half of one, and writers of the same entry write the same. An entry
+An entry is one JSON file with its request's digest, the plan, its report and a checksum of them. It is written
+whole or not at all, so readers never read half of one, and writers of the same entry write the same. An entry
 that cannot be read, or that is not for its request, is warned of and made anew.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any, final
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
+from tilerec.json_document import read_json
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
@@ -41,15 +41,10 @@ class PlanCache:
     def load(self, request: PlanRequest) -> tuple[ShardingPlan, PlanReport] | None:
         """The plan and the report of a request; None if there is no entry, or none that can be read."""
         path = self.path(request)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            _warn(path, str(error))
+        if not path.exists():
             return None
         try:
-            entry = json.loads(text)
+            entry = read_json(path, "Plan cache").value
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
                 raise ConfigError("it is of another version")
             body = {name: entry.get(name) for name in ("request", "plan", "report")}
@@ -78,17 +73,9 @@ class PlanCache:
             "report": report.to_json(),
         }
         entry = {"version": VERSION, "checksum": _checksum(body), **body}
-        # With the permissions that files have here, so that others of a cluster read it, too.
-        temporary = self.folder / f"{path.stem}-{uuid.uuid4().hex}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("x", encoding="utf-8") as file:
-                    json.dump(entry, file, separators=(",", ":"))
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_file(path, json.dumps(entry, separators=(",", ":")), "Plan cache")
         except OSError as error:
             warnings.warn(
                 f"Plan cache: {path} cannot be written ({error}); the plan is not kept.", stacklevel=4

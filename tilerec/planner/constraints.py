@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue
 from tilerec.planner.cost.workload import Skew
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
-from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.spec.ranks import ranks_to_text, read_ranks, text_to_ranks
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 
@@ -242,27 +243,31 @@ class ParameterConstraints:
         return out
 
     @staticmethod
-    def from_json(name: str, data: Mapping[str, Any]) -> ParameterConstraints:
+    def from_json(name: str, data: Mapping[str, Any] | JsonValue) -> ParameterConstraints:
         """The inverse of `to_json`.
 
         Args:
             name: of the table, for messages.
         """
-        known = [f.name for f in fields(ParameterConstraints)]
-        if not isinstance(data, Mapping) or set(data) - set(known):
-            unknown = sorted(set(data) - set(known)) if isinstance(data, Mapping) else data
-            raise ConfigError(
-                f"Table '{name}': its constraints have unknown fields {unknown}; known are {known}."
-            )
-        kwargs = dict(data)
+        value = JsonValue.of(data, f"Table '{name}'")
+        found = value.record([f.name for f in fields(ParameterConstraints)])
+        found = {key: each for key, each in found.items() if each.value is not None}
+        for key in ("sharding_types", "compute_kernels", "forbidden_types", "feature_names"):
+            if key in found and not isinstance(found[key].value, str):
+                found[key].texts()
+        kwargs = {key: each.value for key, each in found.items()}
+        for key in ("ranks", "hosts"):
+            if key in found:
+                kwargs[key] = read_ranks(found[key])
+        if "sharding" in found:
+            kwargs["sharding"] = ParameterSharding.from_json(name, found["sharding"])
         try:
-            if kwargs.get("sharding") is not None:
-                kwargs["sharding"] = ParameterSharding.from_json(name, kwargs["sharding"])
-            if kwargs.get("skew") is not None:
-                kwargs["skew"] = Skew(**kwargs["skew"])
+            if "skew" in found:
+                names = [f.name for f in fields(Skew)]
+                kwargs["skew"] = Skew(**{k: v.value for k, v in found["skew"].record(names).items()})
             return ParameterConstraints(**kwargs)
-        except (TypeError, ConfigError) as error:
-            raise ConfigError(f"Table '{name}': {error}") from error
+        except (TypeError, ValueError) as error:
+            raise error if str(error).startswith(value.where) else value.refused(error) from error
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -362,10 +362,8 @@ def _only_dense(limits: ParameterConstraints) -> bool:
 def _loaded(path: str | Path) -> ShardingPlan:
     try:
         return ShardingPlan.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"EmbeddingShardingPlanner: the plan in fixed= cannot be read ({error}); check the path."
-        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"EmbeddingShardingPlanner: the plan in fixed= cannot be read: {error}") from error
 
 
 def _read_fixed(fixed: Any) -> dict[tuple[str, str], ParameterSharding]:

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from tilerec.errors import ConfigError
+from tilerec.atomic_file import write_file
+from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.planner.report_text import fullest, report_text
 from tilerec.planner.search.instance import Ints
 from tilerec.planner.table_entry import COLUMNS, PICO
@@ -146,63 +147,63 @@ class PlanReport:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> PlanReport:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> PlanReport:
         """The inverse of `to_json`.
 
         Raises:
             ConfigError: it is no report, or one of another version.
         """
-        if not isinstance(data, Mapping) or "version" not in data:
-            raise ConfigError(
-                "PlanReport JSON: wanted an object with a version; this is no report of a plan."
-            )
-        if data["version"] != VERSION:
-            raise ConfigError(
-                f"PlanReport JSON: version {data['version']!r} is not {VERSION}, the one that this release reads; plan "
-                "again."
-            )
-        try:
-            if tuple(data["columns"]) != COLUMNS or tuple(data["tiers"]) != TIERS:
-                raise KeyError("columns or tiers")
-            stages, topology = tuple(data["stages"]), Topology.from_json(data["topology"])
-            ranks = topology.world_size
-            return PlanReport(
-                cost_ps=int(data["cost_ps"]),
-                bound_ps=int(data["bound_ps"]),
-                stages=stages,
-                load_ps=_table(data["load_ps"], ranks, len(stages)),
-                charge_ps=int(data["charge_ps"]),
-                memory=_table(data["memory"], ranks, len(TIERS)),
-                cap=_table(data["cap"], ranks, len(TIERS)),
-                tables=tuple(TableEntry.from_json(row) for row in data["tables"]),
-                topology=topology,
-                batch_size=int(data["batch_size"]),
-                planner=str(data["planner"]),
-                notes=tuple(data["notes"]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"PlanReport JSON: it cannot be read ({error}); plan again.") from error
+        value = JsonValue.of(data, "PlanReport JSON")
+        names = (
+            "version", "planner", "batch_size", "topology", "cost_ps", "bound_ps", "charge_ps", "stages", "load_ps",
+            "tiers", "memory", "cap", "notes", "columns", "tables",
+        )  # fmt: skip
+        again = "Plan again."
+        found = value.record(names, names, again)
+        check_version(found, VERSION, again)
+        for name, words in (("columns", COLUMNS), ("tiers", TIERS)):
+            if found[name].texts() != words:
+                raise found[name].error(f"{list(words)}", again)
+        stages, topology = found["stages"].texts(), Topology.from_json(found["topology"])
+        ranks = topology.world_size
+        return PlanReport(
+            cost_ps=found["cost_ps"].whole(),
+            bound_ps=found["bound_ps"].whole(),
+            stages=stages,
+            load_ps=_table(found["load_ps"], ranks, len(stages)),
+            charge_ps=found["charge_ps"].whole(),
+            memory=_table(found["memory"], ranks, len(TIERS)),
+            cap=_table(found["cap"], ranks, len(TIERS)),
+            tables=tuple(TableEntry.from_json(row, len(stages), ranks) for row in found["tables"].items()),
+            topology=topology,
+            batch_size=found["batch_size"].whole(1),
+            planner=found["planner"].text(),
+            notes=found["notes"].texts(),
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")), encoding="utf-8")
+        """Write `to_json` to a file; an earlier one is replaced whole or not at all.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        write_file(path, json.dumps(self.to_json(), separators=(",", ":")), "PlanReport")
 
     @staticmethod
     def load(path: str | Path) -> PlanReport:
-        """Read a file that `save` wrote."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"PlanReport: {path} is not JSON: {error}.") from error
-        return PlanReport.from_json(data)
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileError: it cannot be read. ConfigError: it is no report.
+        """
+        return PlanReport.from_json(read_json(path, "PlanReport"))
 
 
-def _table(rows: Any, first: int, second: int) -> Ints:
-    found = np.array(rows, np.int64)
-    if found.shape != (first, second):
-        raise ConfigError(
-            f"PlanReport JSON: numbers of shape {found.shape}, wanted {(first, second)} (ranks, columns); plan again."
-        )
-    return found
+def _table(value: JsonValue, first: int, second: int) -> Ints:
+    rows = value.wholes()
+    if len(rows) != first or any(not isinstance(row, (list, tuple)) or len(row) != second for row in rows):
+        raise value.error(f"{first:,} lists (one for each rank) of {second:,} whole numbers", "Plan again.")
+    flat = [each for row in rows for each in row]
+    if any(type(each) is not int for each in flat):
+        raise value.error(f"{first:,} lists (one for each rank) of {second:,} whole numbers", "Plan again.")
+    return np.array(flat, np.int64).reshape(first, second)

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE, reads_of
 from tilerec.planner.cost.ways import COLUMN_SPLITS, GRIDS, MIN_PARTITION, Limits
@@ -24,6 +26,7 @@ from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, TableWork
 from tilerec.planner.tables import PlannedTable
 from tilerec.sharding.strategies import complete
 from tilerec.spec.optimizer import SGD, OptimizerSpec
+from tilerec.spec.parameter_sharding import read_wire
 from tilerec.spec.plan import (
     HOST_KERNELS,
     EmbeddingComputeKernel,
@@ -416,31 +419,39 @@ class PlanRequest:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> PlanRequest:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> PlanRequest:
         """The inverse of `to_json`. Only `topology` and `tables` must be there.
 
         Raises:
             ConfigError: it is no request, or one of another version.
         """
-        known = {"version", "batch_size", "reserved", "reserved_part", "effort", "topology", "tables"}
-        if not isinstance(data, Mapping) or not {"topology", "tables"} <= set(data) <= known:
-            raise ConfigError(
-                f"Plan request: wanted an object with topology and tables, and of {sorted(known)}."
+        value = JsonValue.of(data, "Plan request JSON")
+        known = ("version", "batch_size", "reserved", "reserved_part", "effort", "topology", "tables")
+        found = value.record(known, ("topology", "tables"))
+        check_version(found, VERSION, "Plan again.")
+        tables, constraints = read_tables(found["tables"])
+        topology = Topology.from_json(found["topology"])
+        try:
+            return PlanRequest(
+                tuple(tables),
+                topology,
+                found["batch_size"].whole(1) if "batch_size" in found else BATCH_SIZE,
+                constraints,
+                found["reserved"].whole() if "reserved" in found else 0,
+                found["effort"].whole(1) if "effort" in found else 1,
+                found["reserved_part"].number(0, 1) if "reserved_part" in found else 0.0,
             )
-        if data.get("version", VERSION) != VERSION:
-            raise ConfigError(
-                f"Plan request: version {data['version']!r} is not {VERSION}, the one that this release reads."
-            )
-        tables, constraints = read_tables(data["tables"])
-        return PlanRequest(
-            tuple(tables),
-            Topology.from_json(data["topology"]),
-            data.get("batch_size", BATCH_SIZE),
-            constraints,
-            data.get("reserved", 0),
-            data.get("effort", 1),
-            data.get("reserved_part", 0.0),
-        )
+        except ConfigError as error:
+            raise error if str(error).startswith(value.where) else value.refused(error) from error
+
+    @staticmethod
+    def load(path: str | Path) -> PlanRequest:
+        """Read a request's file.
+
+        Raises:
+            FileError: it cannot be read. ConfigError: it is no request.
+        """
+        return PlanRequest.from_json(read_json(path, "Plan request"))
 
     def digest(self) -> str:
         """32 letters that two requests share exactly when they are the same (up to chance)."""
@@ -463,88 +474,65 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
     Raises:
         ConfigError: it is no such list; names the table.
     """
-    if not isinstance(data, (list, tuple)) or not data:
-        raise ConfigError(
-            'Tables: wanted a list such as [{"name": "user", "num_embeddings": 1000, "embedding_dim": 64}].'
-        )
+    value = JsonValue.of(data, "Tables")
+    items = value.items(_TABLES)
+    if not items:
+        raise value.error(_TABLES)
     tables: list[PlannedTable] = []
     constraints: dict[str, ParameterConstraints] = {}
     optimizers: dict[str, OptimizerSpec] = {}
-    for i, item in enumerate(data):
-        if not isinstance(item, Mapping) or not isinstance(item.get("name"), str):
-            raise ConfigError(f"Tables: number {i} is {item!r:.80}, wanted an object with a name.")
-        name = item["name"]
-        unknown = sorted(set(item) - set(_FIELDS))
-        missing = sorted({"num_embeddings", "embedding_dim"} - set(item))
-        if unknown or missing:
-            raise ConfigError(
-                f"Table '{name}': "
-                + (f"unknown fields {unknown}" if unknown else f"{missing} missing")
-                + f"; known are {list(_FIELDS)}."
-            )
-        for field_name in ("num_embeddings", "embedding_dim"):
-            value = item[field_name]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"Table '{name}': {field_name} is {value!r}; it must be a whole number from 1."
-                )
-        features = item.get("feature_names")
-        if features is not None and not _is_list_of_words(features):
-            raise ConfigError(
-                f"Table '{name}': feature_names is {features!r:.200}; wanted a list of words such as [\"{name}\"]."
-            )
+    for item in items:
+        found = item.record(_FIELDS, ("name", "num_embeddings", "embedding_dim"))
+        found = {key: each for key, each in found.items() if each.value is not None or key in _NOT_NULL}
+        name = found["name"].text()
         table = PlannedTable(
-            _names(name, item),
-            item["num_embeddings"],
-            item["embedding_dim"],
-            _data_type(name, item.get("data_type", "FP32")),
-            (name,) if features is None else tuple(features),
-            _optimizer(name, item.get("optimizer"), optimizers),
-            _flag(name, item, "trained", True),
-            _flag(name, item, "pooled", True),
-            _flag(name, item, "weighted", False),
-            _wire(name, item.get("wire")),
-            _cached(name, item.get("cached")),
+            _names(name, found),
+            found["num_embeddings"].whole(1),
+            found["embedding_dim"].whole(1),
+            _data_type(found["data_type"]) if "data_type" in found else DataType.FP32,
+            found["feature_names"].texts(f'a list of texts such as ["{name:.40}"]')
+            if "feature_names" in found
+            else (name,),
+            _optimizer(found["optimizer"], optimizers) if "optimizer" in found else None,
+            found["trained"].flag() if "trained" in found else True,
+            found["pooled"].flag() if "pooled" in found else True,
+            found["weighted"].flag() if "weighted" in found else False,
+            read_wire(found["wire"]) if "wire" in found else None,
+            found["cached"].number(0, 1) if "cached" in found else None,
         )
         tables.append(table)
-        if item.get("constraints"):
-            constraints[table.key] = ParameterConstraints.from_json(table.key, item["constraints"])
+        if found.get("constraints") is not None and found["constraints"].value:
+            constraints[table.key] = ParameterConstraints.from_json(table.key, found["constraints"])
     return tables, constraints
 
 
+_TABLES = 'a list such as [{"name": "user", "num_embeddings": 1000, "embedding_dim": 64}]'
+_NOT_NULL = (
+    "name",
+    "num_embeddings",
+    "embedding_dim",
+    "data_type",
+    "module",
+    "also",
+    "trained",
+    "pooled",
+    "weighted",
+)
 _FIELDS = (
     "name", "num_embeddings", "embedding_dim", "data_type", "feature_names", "module", "also", "optimizer", "trained",
     "pooled", "weighted", "wire", "cached", "constraints",
 )  # fmt: skip
 
 
-def _names(name: str, item: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _names(name: str, found: Mapping[str, JsonValue]) -> tuple[tuple[str, str], ...]:
     """(module, table) pairs, the table's own first."""
-    module, others = item.get("module", ""), item.get("also", [])
-    pairs = isinstance(others, (list, tuple)) and all(_is_list_of_words(p) and len(p) == 2 for p in others)
-    if not isinstance(module, str) or not pairs:
-        raise ConfigError(
-            f"Table '{name}': module {module!r:.80} and also {others!r:.80} say where it is; wanted a path such as "
-            '"ebc", and a list of [path, table].'
-        )
-    return ((module, name), *((path, table) for path, table in others))
-
-
-def _flag(name: str, item: Mapping[str, Any], flag: str, usual: bool) -> bool:
-    value = item.get(flag, usual)
-    if not isinstance(value, bool):
-        raise ConfigError(f"Table '{name}': {flag} is {value!r}; it must be true or false.")
-    return value
-
-
-def _cached(name: str, given: object) -> float | None:
-    if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
-        return given
-    raise ConfigError(f"Table '{name}': cached is {given!r}; it must be a load factor from 0 to 1.")
-
-
-def _is_list_of_words(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+    pairs = [(found["module"].text('a path such as "ebc"') if "module" in found else "", name)]
+    for other in found["also"].items("a list of [path, table]") if "also" in found else ():
+        pair = other.texts("[path, table]")
+        if len(pair) != 2:
+            raise other.error("[path, table]")
+        pairs.append((pair[0], pair[1]))
+    return tuple(pairs)
 
 
 def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
@@ -571,35 +559,27 @@ def _cache_of(table: PlannedTable, limits: ParameterConstraints | None) -> dict[
     return {"cached": pin is not None and pin.kernel in HOST_KERNELS, "load_factor": load_factor}
 
 
-def _data_type(name: str, word: object) -> DataType:
+def _data_type(value: JsonValue) -> DataType:
     found = {d.value: d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)}
-    if isinstance(word, str) and word.upper() in found:
-        return found[word.upper()]
-    raise ConfigError(f"Table '{name}': data_type is {word!r}; use one of {list(found)}.")
+    if isinstance(value.value, str) and value.value.upper() in found:
+        return found[value.value.upper()]
+    raise value.error(f"one of {', '.join(found)}")
 
 
-def _optimizer(name: str, given: object, known: dict[str, OptimizerSpec]) -> OptimizerSpec | None:
-    if given is None:
-        return None
-    data = {"optimizer": given} if isinstance(given, str) else given
-    if not isinstance(data, Mapping):
-        raise ConfigError(f'Table \'{name}\': optimizer is {given!r}; wanted {{"optimizer": "SGD"}}.')
-    mark = json.dumps(data, sort_keys=True)
+def _optimizer(value: JsonValue, known: dict[str, OptimizerSpec]) -> OptimizerSpec:
+    if not isinstance(value.value, (str, Mapping)):
+        raise value.error('{"optimizer": "SGD"}, or "SGD"')
+    mark = json.dumps(value.value, sort_keys=True)
     if mark not in known:
         try:
-            known[mark] = OptimizerSpec.from_json(data)
-        except (ConfigError, TypeError) as error:
-            raise ConfigError(f"Table '{name}': {error}") from error
+            known[mark] = OptimizerSpec.from_json(
+                JsonValue.of({"optimizer": value.value}, value.where)
+                if isinstance(value.value, str)
+                else value
+            )
+        except TypeError as error:
+            raise value.refused(error) from error
     return known[mark]
-
-
-def _wire(name: str, given: object) -> Wire | None:
-    if given is None:
-        return None
-    try:
-        return Wire(**given)  # type: ignore[arg-type]
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"Table '{name}': wire is {given!r}, which is none: {error}.") from error
 
 
 def _divides(dim: int, splits: Sequence[int], most: int, least: int) -> bool:

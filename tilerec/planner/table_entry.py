@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tilerec.json_document import JsonValue
 from tilerec.spec.tile import Tile, Tiling, rectangles
 
 PICO = 1e12
@@ -78,10 +79,32 @@ class TableEntry:
         ]  # fmt: skip
 
     @staticmethod
-    def from_json(row: Sequence[Any]) -> TableEntry:
-        """The inverse of `to_json`."""
-        path, name, rows, dim, data_type, size, kind, option, blocks, owner_ps, home_ps = row
-        tiling = Tiling.from_json(name, rows, dim, blocks)
+    def from_json(row: Sequence[Any] | JsonValue, stages: int, world_size: int) -> TableEntry:
+        """The inverse of `to_json`.
+
+        Args:
+            stages: S. world_size: ranks that a tiling may name.
+
+        Raises:
+            ConfigError: it is no such row.
+        """
+        value = JsonValue.of(row, "TableEntry JSON")
+        items = value.items("a row of columns")
+        if len(items) != len(COLUMNS):
+            raise value.error(f"{len(COLUMNS)} values: {list(COLUMNS)}", "Plan again.")
+        found = dict(zip(COLUMNS, items, strict=True))
+        name = found["name"].text()
+        sizes = [found[key].whole(1) for key in ("rows", "dim")]
+        tiling = Tiling.from_json(name, sizes[0], sizes[1], found["tiling"])
+        tiling.check(name, world_size)
+        times = []
+        for key in ("owner_ps", "home_ps"):
+            one = tuple(each.whole() for each in found[key].items())
+            if len(one) not in (0, stages):
+                raise found[key].error(f"no numbers, or {stages}, one for each stage", "Plan again.")
+            times.append(one)
+        texts = {key: found[key].text() for key in ("path", "data_type", "sharding_type", "option")}
         return TableEntry(
-            path, name, rows, dim, data_type, size, kind, option, tiling, tuple(owner_ps), tuple(home_ps)
-        )
+            name=name, rows=sizes[0], dim=sizes[1], bytes=found["bytes"].whole(), tiling=tiling, owner_ps=times[0],
+            home_ps=times[1], **texts,
+        )  # fmt: skip

@@ -29,6 +29,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.initial import fill_initial
 from tilerec.modules.table import Table
 from tilerec.ops.gradient import GradientRecord
+from tilerec.ops.graph_break import graph_break
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
 from tilerec.sharding.dense import dense_grads
@@ -58,7 +59,7 @@ TOGETHER_UP_TO = 4 << 20
 
 # Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
 # `torch.compiler.disable` does the same, but imports the compiler with the package.
-_eager = torch._disable_dynamo
+_eager = graph_break
 
 
 class Stages(NamedTuple):

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
@@ -21,6 +20,7 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
+from tilerec.ops.graph_break import graph_break
 from tilerec.sharding.embedding import LookedUp, RoutedFeatures, ShardedCollection
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -28,7 +28,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.storage.made_ahead import Moment
 
-_eager = torch._disable_dynamo
+_eager = graph_break
 
 
 class ShardedManagedCollisionCollection(ManagedCollisionCollection):

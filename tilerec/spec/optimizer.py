@@ -27,6 +27,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, final
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue, shown
 
 NonFinite = Literal["error", "skip"]
 WeightDecayMode = Literal["none", "l2", "decoupled"]
@@ -126,15 +127,20 @@ class OptimizerSpec(ABC):
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> OptimizerSpec:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> OptimizerSpec:
         """The inverse of `to_json`. Fields left out take their defaults; unknown ones are a `ConfigError`."""
-        kwargs = dict(data)
-        name = kwargs.pop("optimizer", None)
-        cls = SPECS.get(name) if isinstance(name, str) else None
-        if cls is None:
-            raise ConfigError(f"Optimizer JSON: got optimizer={name!r}; use one of {sorted(SPECS)}.")
-        refuse_unknown(name, cls, kwargs, f"Optimizer JSON of {name}")
-        return cls(**kwargs)
+        value = JsonValue.of(data, "Optimizer JSON")
+        found = value.members('an object such as {"optimizer": "SGD"}')
+        kwargs = {key: each.value for key, each in found.items() if key != "optimizer"}
+        name = found["optimizer"].value if "optimizer" in found else None
+        if not isinstance(name, str) or name not in SPECS:
+            raise ConfigError(f"{value.where}: got optimizer={shown(name)}; use one of {sorted(SPECS)}.")
+        cls = SPECS[name]
+        refuse_unknown(name, cls, kwargs, f"{value.where} of {name}")
+        try:
+            return cls(**kwargs)
+        except (ConfigError, TypeError) as error:
+            raise value.refused(error) from error
 
     # Checks shared by the classes. Numbers are stored as float: a spec written with ints is the same spec.
 

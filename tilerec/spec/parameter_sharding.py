@@ -13,9 +13,10 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.kinds import KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
-from tilerec.spec.ranks import placement_to_rank, ranks_to_text, text_to_ranks
+from tilerec.spec.ranks import placement_to_rank, ranks_to_text, read_ranks, text_to_ranks
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Tiling
 from tilerec.spec.without_effect import warn_without_effect
@@ -222,59 +223,52 @@ class ParameterSharding:
         return out
 
     @staticmethod
-    def from_json(name: str, data: Mapping[str, Any]) -> ParameterSharding:
+    def from_json(name: str, data: Mapping[str, Any] | JsonValue) -> ParameterSharding:
         """The inverse of `to_json`; only `sharding_type` must be there (`rows` and `dim` with `tiling`).
 
         Args:
             name: of the table, for messages.
         """
-        known = {
-            "sharding_type",
-            "compute_kernel",
-            "cache_params",
-            "rows",
-            "dim",
-            "data_type",
-            "ids_per_bag",
-            "ranks",
-            "tiling",
-            "wire",
-        }
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"Table '{name}': {data!r} in the plan is no object with a sharding_type.")
-        unknown = sorted(set(data) - known)
-        if unknown or "sharding_type" not in data:
-            raise ConfigError(
-                f"Table '{name}': "
-                + (f"unknown fields {unknown}" if unknown else "sharding_type is missing")
-                + f" in the plan; known are {sorted(known)}."
-            )
+        value = JsonValue.of(data, f"Table '{name}' in the plan")
+        found = value.record(_FIELDS, ("sharding_type",))
         tiling = None
-        if "tiling" in data:
-            if not {"rows", "dim"} <= set(data):
-                raise ConfigError(f"Table '{name}': its tiling in the plan needs rows and dim beside it.")
-            if not (is_whole(data["rows"], 1) and is_whole(data["dim"], 1)):
-                raise ConfigError(
-                    f"Table '{name}': rows {data['rows']!r} and dim {data['dim']!r} in the plan are not whole numbers "
-                    "from 1."
-                )
-            tiling = Tiling.from_json(name, data["rows"], data["dim"], data["tiling"])
-        ranks = text_to_ranks(data["ranks"], f"Table '{name}': ranks") if "ranks" in data else None
+        if "tiling" in found and not {"rows", "dim"} <= set(found):
+            raise value.error("rows and dim beside tiling", "Add them.")
+        sizes = [found[key].whole(1) for key in ("rows", "dim") if key in found]
+        if "tiling" in found:
+            tiling = Tiling.from_json(name, sizes[0], sizes[1], found["tiling"])
+        ranks = read_ranks(found["ranks"]) if "ranks" in found else None
+        wire = read_wire(found["wire"]) if "wire" in found else None
+        given = {key: each for key, each in found.items() if each.value is not None}
         try:
-            wire = Wire(**data["wire"]) if "wire" in data else None
-            data_type = _data_type(data["data_type"]) if "data_type" in data else None
             return ParameterSharding(
-                data["sharding_type"],
-                data.get("compute_kernel"),
+                found["sharding_type"].text('a sharding type such as "row_wise"'),
+                given["compute_kernel"].text() if "compute_kernel" in given else None,
                 ranks,
-                cache_params=data.get("cache_params"),
+                cache_params=given["cache_params"].value if "cache_params" in given else None,
                 tiling=tiling,
                 wire=wire,
-                data_type=data_type,
-                ids_per_bag=data.get("ids_per_bag"),
+                data_type=_data_type(found["data_type"]) if "data_type" in found else None,
+                ids_per_bag=given["ids_per_bag"].number(0) if "ids_per_bag" in given else None,
             )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"Table '{name}' in the plan: {error}") from error
+        except ConfigError as error:
+            if str(error).startswith(value.where):
+                raise
+            raise value.refused(error) from error
+
+
+_FIELDS = (
+    "sharding_type", "compute_kernel", "cache_params", "rows", "dim", "data_type", "ids_per_bag", "ranks", "tiling",
+    "wire",
+)  # fmt: skip
+
+
+def read_wire(value: JsonValue) -> Wire:
+    """A wire from `{"forward": "bf16", "backward": "bf16"}`; one that is left out is fp32."""
+    for each in value.record(("forward", "backward")).values():
+        if each.value not in CODECS:
+            raise each.error(f"one of {list(CODECS)}")
+    return Wire(**value.value)
 
 
 def _cache_params(given: Any) -> CacheParams:
@@ -291,12 +285,12 @@ def _cache_params(given: Any) -> CacheParams:
     return CacheParams(*(getattr(given, name) for name in names))
 
 
-def _data_type(value: object) -> DataType:
-    try:
-        return DataType(value.upper() if isinstance(value, str) else value)
-    except ValueError:
-        known = ", ".join(kind.value for kind in DataType)
-        raise ConfigError(f"data_type is {value!r}; it is one of {known}.") from None
+def _data_type(value: JsonValue) -> DataType:
+    word = value.text('a data type such as "FP32"').upper()
+    known = [kind.value for kind in DataType]
+    if word not in known:
+        raise value.error(f"one of {', '.join(known)}")
+    return DataType(word)
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.spec.kinds import HOST_KERNELS as HOST_KERNELS
 from tilerec.spec.kinds import KERNELS_IN_USE as KERNELS_IN_USE
 from tilerec.spec.kinds import EmbeddingComputeKernel as EmbeddingComputeKernel
@@ -28,7 +30,7 @@ from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding, is_whole
 from tilerec.spec.parameter_sharding import Wire as Wire
 from tilerec.spec.plan_table import plan_table
-from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.tile import Rectangle, Tiling
 
 VERSION = 1
@@ -97,9 +99,12 @@ class ShardingPlan:
             raise ConfigError(
                 f"ShardingPlan: version {self.version!r} is not {VERSION}, the one this release reads; plan again."
             )
-        if self.world_size is not None and not is_whole(self.world_size, 1):
+        if self.world_size is not None and not (
+            is_whole(self.world_size, 1) and self.world_size <= MOST_RANKS
+        ):
             raise ConfigError(
-                f"ShardingPlan: world_size is {self.world_size!r}; it must be a whole number from 1."
+                f"ShardingPlan: world_size is {self.world_size!r:.80}; it must be a whole number from 1 to "
+                f"{MOST_RANKS:,}."
             )
         modules = {path: _part(path, tables) for path, tables in self.plan.items()}
         if self.hosts is not None:
@@ -206,36 +211,26 @@ class ShardingPlan:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ShardingPlan:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> ShardingPlan:
         """The inverse of `to_json`.
 
         Raises:
             ConfigError: it is no plan, or one of another version.
         """
-        known = {"version", "world_size", "hosts", "plan"}
-        if not isinstance(data, Mapping) or not {"plan"} <= set(data) <= known:
-            raise ConfigError(
-                f"ShardingPlan JSON: wanted an object with plan and, if known, {sorted(known)}."
+        value = JsonValue.of(data, "ShardingPlan JSON")
+        found = value.record(("version", "world_size", "hosts", "plan"), ("plan",))
+        check_version(found, VERSION, "Plan again.")
+        given = {key: each for key, each in found.items() if each.value is not None}
+        modules = {
+            path: EmbeddingModuleShardingPlan(
+                {table: ParameterSharding.from_json(table, item) for table, item in part.members().items()}
             )
-        modules, hosts = data["plan"], data.get("hosts")
-        if not isinstance(modules, Mapping) or not all(isinstance(m, Mapping) for m in modules.values()):
-            raise ConfigError(
-                'ShardingPlan JSON: plan is not of the form {"module": {"table": {"sharding_type": "row_wise"}}}.'
-            )
-        if hosts is not None and not isinstance(hosts, (list, tuple)):
-            raise ConfigError(
-                f'ShardingPlan JSON: hosts got {hosts!r}, wanted a list such as ["0-3", "4-7"].'
-            )
+            for path, part in found["plan"].members("an object of modules").items()
+        }
         return ShardingPlan(
-            {
-                path: EmbeddingModuleShardingPlan(
-                    {table: ParameterSharding.from_json(table, item) for table, item in part.items()}
-                )
-                for path, part in modules.items()
-            },
-            data.get("world_size"),
-            None if hosts is None else [text_to_ranks(host, "ShardingPlan JSON: hosts") for host in hosts],
-            data.get("version", VERSION),
+            modules,
+            given["world_size"].whole(1, MOST_RANKS) if "world_size" in given else None,
+            read_hosts(given["hosts"]) if "hosts" in given else None,
         )
 
     def dumps(self) -> str:
@@ -252,17 +247,21 @@ class ShardingPlan:
         return "\n".join(["{", *lines, ' "plan": {', ",\n".join(modules), " }", "}", ""])
 
     def save(self, path: str | Path) -> None:
-        """Write `dumps()` to a file."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        """Write `dumps()` to a file; an earlier one is replaced whole or not at all.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        write_file(path, self.dumps(), "ShardingPlan")
 
     @staticmethod
     def load(path: str | Path) -> ShardingPlan:
-        """Read a file that `save` or a person wrote."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"ShardingPlan: {path} is not JSON: {error}.") from error
-        return ShardingPlan.from_json(data)
+        """Read a file that `save` or a person wrote.
+
+        Raises:
+            FileError: it cannot be read. ConfigError: it is no plan.
+        """
+        return ShardingPlan.from_json(read_json(path, "ShardingPlan"))
 
     def fingerprint(self) -> int:
         """63 bits that are the same on every rank exactly when the plans are (up to chance)."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
+from typing import cast
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue, shown
+
+MOST_RANKS = 2**20
+"""Of a world. A range of ranks is checked against it before it is expanded."""
+RANKS = f'ranks such as "0-7,12" or [0, 1, 2], each below {MOST_RANKS:,}'
+_RANK = re.compile(r"[0-9]{1,7}")
+_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def _run(first: int, last: int) -> str:
@@ -47,24 +57,59 @@ def text_to_ranks(text: object, what: str) -> tuple[int, ...]:
         what: begins the message of an error.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or names a rank from `MOST_RANKS` up, or more than that many.
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return (text,)
-    # Thousands of ranks, for thousands of tables: no Python step for each.
-    if isinstance(text, (list, tuple)) and set(map(type, text)) <= {int} and min(text, default=0) >= 0:
-        return tuple(text)
-    ranks: list[int] = []
+    ranks = _parsed(text)
+    if ranks is None:
+        raise ConfigError(f"{what}: got {shown(text)}; expected {RANKS}. Name the ranks so.")
+    return ranks
+
+
+def read_ranks(value: JsonValue) -> tuple[int, ...]:
+    """Ranks of a document, as of `text_to_ranks`; a text is expanded once."""
+    text = value.value
+    if isinstance(text, str) and ("ranks", text) in value.memory:
+        return cast("tuple[int, ...]", value.memory["ranks", text])
+    ranks = _parsed(text, value.spend)
+    if ranks is None:
+        raise value.error(RANKS, "Name the ranks so.")
     if isinstance(text, str):
-        for part in text.split(",") if text.strip() else ():
-            low, dash, high = (word.strip() for word in part.partition("-"))
-            last = high if dash else low
-            if not (low.isdecimal() and last.isdecimal()) or int(last) < int(low):
-                break
-            ranks.extend(range(int(low), int(last) + 1))
-        else:
-            return tuple(ranks)
-    raise ConfigError(f'{what} got {text!r}, wanted ranks such as "0-7,12" or [0, 1, 2].')
+        value.memory["ranks", text] = ranks
+    return ranks
+
+
+def read_hosts(value: JsonValue) -> list[tuple[int, ...]]:
+    """Each host's ranks, from a list such as `["0-3", "4-7"]`."""
+    return [read_ranks(host) for host in value.items('a list such as ["0-3", "4-7"]')]
+
+
+def _parsed(text: object, spend: Callable[[int], None] | None = None) -> tuple[int, ...] | None:
+    """The ranks of a text, number or list; None if it is none. `spend` is called before a text is expanded."""
+    if isinstance(text, int):
+        return (text,) if not isinstance(text, bool) and 0 <= text < MOST_RANKS else None
+    # Thousands of ranks, for thousands of tables: no Python step for each.
+    if isinstance(text, (list, tuple)):
+        whole = set(map(type, text)) <= {int} and len(text) <= MOST_RANKS
+        return (
+            tuple(text) if whole and 0 <= min(text, default=0) <= max(text, default=0) < MOST_RANKS else None
+        )
+    if not isinstance(text, str):
+        return None
+    ranges: list[range] = []
+    count = 0
+    for part in text.split(",") if text.strip() else ():
+        low, dash, high = (word.strip() for word in part.partition("-"))
+        last = high if dash else low
+        if not (_RANK.fullmatch(low) and _RANK.fullmatch(last)):
+            return None
+        # Sizes are known before anything is expanded.
+        ranges.append(range(int(low), int(last) + 1))
+        count += len(ranges[-1])
+        if not ranges[-1] or int(last) >= MOST_RANKS or count > MOST_RANKS:
+            return None
+    if spend is not None:
+        spend(count)
+    return tuple(chain.from_iterable(ranges))
 
 
 def owners_to_text(owners: Sequence[tuple[int, ...]]) -> str:
@@ -86,24 +131,30 @@ def owners_to_text(owners: Sequence[tuple[int, ...]]) -> str:
     return ",".join(parts)
 
 
-def text_to_owners(text: object, what: str) -> tuple[tuple[int, ...], ...]:
+def read_owners(value: JsonValue) -> tuple[tuple[int, ...], ...]:
     """The inverse of `owners_to_text`; a list of ranks, or of lists of replicas, is taken too."""
+    text = value.value
     if isinstance(text, (list, tuple)):
-        return tuple(text_to_ranks(item, what) for item in text)
+        return tuple(read_ranks(item) for item in value.items())
     if not isinstance(text, str):
-        return tuple((rank,) for rank in text_to_ranks(text, what))
+        return tuple((rank,) for rank in read_ranks(value))
+    if ("owners", text) not in value.memory:
+        owners = _owners(text, value.spend)
+        if owners is None:
+            raise value.error(f'{RANKS}, replicas in braces: "0-3,{{4,5}}"', "Name the owners so.")
+        value.memory["owners", text] = owners
+    return cast("tuple[tuple[int, ...], ...]", value.memory["owners", text])
+
+
+def _owners(text: str, spend: Callable[[int], None]) -> tuple[tuple[int, ...], ...] | None:
     owners: list[tuple[int, ...]] = []
     rest = text
-    while rest:
-        before, brace, after = rest.partition("{")
-        single = before.strip().strip(",")
-        owners += [(rank,) for rank in text_to_ranks(single, what)] if single else []
-        if not brace:
-            break
-        replicas, closed, rest = after.partition("}")
-        if not closed:
-            raise ConfigError(f"{what} got {text!r}, in which a brace is not closed.")
-        owners.append(text_to_ranks(replicas, what))
+    # Each step is one piece between braces; the text is cut once.
+    for place, piece in enumerate(_BRACES.split(rest)):
+        ranks = _parsed(piece if place % 2 else piece.strip().strip(","), spend)
+        if ranks is None or len(owners) + len(ranks) > MOST_RANKS:
+            return None
+        owners += [ranks] if place % 2 else [(rank,) for rank in ranks]
     return tuple(owners)
 
 

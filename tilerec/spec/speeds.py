@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue
 
 WIDTHS = (16, 32, 64, 128, 256)
 
@@ -118,18 +119,25 @@ class Speeds:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Speeds:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> Speeds:
         """The inverse of `to_json`."""
+        value = JsonValue.of(data, "Speeds JSON")
         known = [f.name for f in fields(Speeds)]
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"Speeds JSON: got {data!r:.80}, wanted an object with {known}.")
-        unknown, missing = sorted(set(data) - set(known)), sorted(set(known[:22]) - set(data))
-        if unknown or missing:
-            raise ConfigError(
-                f"Speeds JSON: unknown {unknown}, missing {missing}; measure again (tilerec calibrate), or correct "
-                "the names."
-            )
-        return Speeds(**data)
+        required = (*PER_WIDTH, *SINGLE, "cache")
+        found = value.record(known, required, "Measure again (tilerec calibrate), or correct the names.")
+        for name in ("widths", *PER_WIDTH):
+            if name in found:
+                for each in found[name].items("a list of numbers, one for each width"):
+                    each.number(0)
+        for name in (*SINGLE, "fresh"):
+            if name in found and found[name].value is not None:
+                found[name].number(0)
+        if "origin" in found:
+            found["origin"].text()
+        try:
+            return Speeds(**value.value)
+        except ConfigError as error:
+            raise value.refused(error) from error
 
 
 PER_WIDTH = (

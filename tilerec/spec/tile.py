@@ -23,7 +23,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tilerec.errors import ConfigError
-from tilerec.spec.ranks import owners_to_text, ranks_to_text, text_to_owners
+from tilerec.json_document import MOST_PIECES, JsonValue
+from tilerec.spec.ranks import owners_to_text, ranks_to_text, read_owners
 
 
 class Rectangle(NamedTuple):
@@ -130,8 +131,15 @@ class Tiling:
         cover = [tile for tile in (_read_tile(name, rows, dim, item) for item in tiles) if tile.r0 < tile.r1]
         edges = sorted({0, dim, *(t.c0 for t in cover), *(t.c1 for t in cover)})
         columns: list[list[Tile]] = [[] for _ in edges[1:]]
-        for tile in cover:
-            for b in range(bisect_right(edges, tile.c0) - 1, bisect_right(edges, tile.c1) - 1):
+        spans = [range(bisect_right(edges, t.c0) - 1, bisect_right(edges, t.c1) - 1) for t in cover]
+        pieces = sum(map(len, spans))
+        if pieces > MOST_PIECES:
+            raise ConfigError(
+                f"Table '{name}': got {len(cover):,} tiles that are {pieces:,} pieces once cut at all column edges; "
+                f"expected at most {MOST_PIECES:,}. Give tiles whose edges are in line."
+            )
+        for tile, span in zip(cover, spans, strict=True):
+            for b in span:
                 columns[b].append(tile)
         blocks: list[Block] = []
         for (c0, c1), inside in zip(pairwise(edges), columns, strict=True):
@@ -232,7 +240,7 @@ class Tiling:
         ]
 
     @staticmethod
-    def from_json(name: str, rows: int, dim: int, blocks: Sequence[dict[str, Any]]) -> Tiling:
+    def from_json(name: str, rows: int, dim: int, blocks: Sequence[dict[str, Any]] | JsonValue) -> Tiling:
         """A tiling from its blocks: `{"columns": [c0, c1], "rows": [0, …, rows], "ranks": "0-3,{4,5}"}`.
 
         `ranks` names the owner of each row range, replicas in braces; a list does too. Without `columns` the block
@@ -241,28 +249,30 @@ class Tiling:
         Raises:
             ConfigError: a block cannot be read, or the blocks are no cover.
         """
+        value = JsonValue.of(blocks, f"Table '{name}'")
         tiles: list[tuple[int, int, int, int, tuple[int, ...]]] = []
-        for block in blocks:
-            if not isinstance(block, dict) or not {"ranks"} <= set(block) <= {"columns", "rows", "ranks"}:
-                raise ConfigError(
-                    f"Table '{name}': block {block!r} is not of the form "
-                    '{"columns": [0, 64], "rows": [0, 10, 20], "ranks": "0-1"}; only ranks must be there.'
-                )
-            owners = text_to_owners(block["ranks"], f"Table '{name}': ranks")
-            columns = block.get("columns", [0, dim])
-            if not all(isinstance(edges, (list, tuple)) for edges in (columns, block.get("rows", []))):
-                raise ConfigError(f"Table '{name}': columns and rows of block {block!r} are not lists.")
-            cuts = block.get("rows", ceil_chunks(rows, max(1, len(owners))))
+        for block in value.items('a list of blocks such as [{"ranks": "0-3"}]'):
+            found = block.record(("columns", "rows", "ranks"), ("ranks",))
+            owners = read_owners(found["ranks"])
+            block.spend(len(owners))  # a row cut for each
+            edges = {
+                key: [x.whole() for x in found[key].items()] for key in ("columns", "rows") if key in found
+            }
+            columns = edges.get("columns", [0, dim])
+            cuts = edges.get("rows", ceil_chunks(rows, max(1, len(owners))))
             if len(columns) != 2 or len(cuts) != len(owners) + 1:
                 raise ConfigError(
-                    f"Table '{name}': block {block!r} has {len(owners)} owners for {len(cuts) - 1} row ranges "
-                    f"and {len(columns)} column edges; give 2 column edges and one more row cut than owners."
+                    f"{block.where}: got {len(owners):,} owners for {len(cuts) - 1:,} row ranges and {len(columns):,} "
+                    "column edges; expected 2 column edges and one more row cut than owners. Give as many."
                 )
             tiles += [
                 (r0, r1, columns[0], columns[1], who)
                 for (r0, r1), who in zip(pairwise(cuts), owners, strict=True)
             ]
-        return Tiling.of(name, rows, dim, tiles)
+        try:
+            return Tiling.of(name, rows, dim, tiles)
+        except ConfigError as error:
+            raise value.refused(error) from error
 
 
 def rectangles(tiling: Tiling) -> tuple[Tile, ...]:

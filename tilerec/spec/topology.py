@@ -18,12 +18,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilerec.errors import ConfigError
-from tilerec.spec.ranks import ranks_to_text, text_to_ranks
+from tilerec.json_document import JsonValue, read_json
+from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.without_effect import warn_without_effect
 
@@ -113,9 +115,9 @@ class Topology:
             "uneven_sharding_perf_multiplier": uneven_sharding_perf_multiplier,
         }
         warn_without_effect("Topology", multipliers, dict.fromkeys(multipliers, _ITS_OWN_MODEL), 3)
-        if not _whole(self.world_size, 1):
+        if not _whole(self.world_size, 1) or self.world_size > MOST_RANKS:
             raise ConfigError(
-                f"Topology: world_size is {self.world_size!r}; it must be a whole number from 1."
+                f"Topology: world_size is {self.world_size!r:.80}; it must be a whole number from 1 to {MOST_RANKS:,}."
             )
         _check_device(self.compute_device)
         if custom_topology_data is not None:
@@ -155,6 +157,10 @@ class Topology:
         ):
             if getattr(self, name) is not None:
                 warnings.warn(f"Topology: {name} is kept but has no effect: {why}.", stacklevel=3)
+        if self.local_world_size is not None and not _whole(self.local_world_size, 1):
+            raise ConfigError(
+                f"Topology: local_world_size is {self.local_world_size!r:.80}; it must be a whole number from 1."
+            )
         if self.hosts is None:
             fill("hosts", self._blocks())
         else:
@@ -190,8 +196,6 @@ class Topology:
 
     def _blocks(self) -> tuple[tuple[int, ...], ...]:
         size = self.world_size if self.local_world_size is None else self.local_world_size
-        if not _whole(size, 1):
-            raise ConfigError(f"Topology: local_world_size is {size!r}; it must be a whole number from 1.")
         if self.world_size % size:
             raise ConfigError(
                 f"Topology: local_world_size {size} does not divide world_size {self.world_size}; write hosts of "
@@ -292,31 +296,39 @@ class Topology:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Topology:
+    def from_json(data: Mapping[str, Any] | JsonValue) -> Topology:
         """The inverse of `to_json`; fields left out take their defaults."""
-        known = {f.name for f in fields(Topology)}
-        if not isinstance(data, Mapping):
-            raise ConfigError(
-                f"Topology JSON: got {data!r:.80}, wanted an object such as tilerec calibrate writes: "
-                '{"world_size": 8, "compute_device": "cuda"}.'
-            )
-        unknown = sorted(set(data) - known)
-        if unknown or "world_size" not in data:
-            raise ConfigError(
-                f"Topology JSON: unknown {unknown}; known are {sorted(known)}."
-                if unknown
-                else "Topology JSON: world_size is missing."
-            )
-        kwargs = dict(data)
-        if kwargs.get("hosts") is not None:
-            if not isinstance(kwargs["hosts"], (list, tuple)):
-                raise ConfigError(
-                    f'Topology JSON: hosts got {kwargs["hosts"]!r}, wanted a list such as ["0-3", "4-7"].'
-                )
-            kwargs["hosts"] = [text_to_ranks(host, "Topology JSON: hosts") for host in kwargs["hosts"]]
-        if kwargs.get("speeds") is not None:
-            kwargs["speeds"] = Speeds.from_json(kwargs["speeds"])
-        return Topology(**kwargs)
+        value = JsonValue.of(data, "Topology JSON")
+        found = value.record([f.name for f in fields(Topology)], ("world_size",))
+        # A field that is null takes its default, as in the files of `to_json`.
+        found = {key: each for key, each in found.items() if each.value is not None}
+        for name, each in found.items():
+            if name.endswith("_caps"):
+                each.wholes()
+            elif name.endswith("_bw"):
+                each.number()
+            elif name in ("local_world_size", "pod_size") or name.endswith("_cap"):
+                each.whole()
+        kwargs = {key: each.value for key, each in found.items()}
+        if "world_size" in found:
+            kwargs["world_size"] = found["world_size"].whole(1, MOST_RANKS)
+        if "hosts" in found:
+            kwargs["hosts"] = read_hosts(found["hosts"])
+        if "speeds" in found:
+            kwargs["speeds"] = Speeds.from_json(found["speeds"])
+        try:
+            return Topology(**kwargs)
+        except ConfigError as error:
+            raise value.refused(error) from error
+
+    @staticmethod
+    def load(path: str | Path) -> Topology:
+        """Read a file that `tilerec calibrate` or a person wrote.
+
+        Raises:
+            FileError: it cannot be read. ConfigError: it is no topology.
+        """
+        return Topology.from_json(read_json(path, "Topology"))
 
     def __str__(self) -> str:
         hosts = " | ".join(ranks_to_text(host) for host in self.host_ranks)

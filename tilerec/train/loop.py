@@ -18,17 +18,18 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from tilerec.atomic_file import write_file
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.dataset import Dataset
 from tilerec.data.delimited import RowCount
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.later import hear_all
@@ -40,7 +41,7 @@ from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import settings
 from tilerec.train.share import Share
-from tilerec.train.watch import Event, JsonLines, TensorBoard, Terminal, Watcher, finite
+from tilerec.train.watch import Event, JsonLines, LogFiles, TensorBoard, Terminal, Watcher, finite
 from tilerec.train.world import World
 
 
@@ -59,6 +60,7 @@ class RunResult:
         model: the trained model; on several ranks, with this rank's tiles.
         log_dir: where the logs are; "" for none.
         ranks: that trained together.
+        log_errors: one message for each log that could not be written to its end, on the rank that writes logs.
     """
 
     name: str
@@ -72,6 +74,7 @@ class RunResult:
     model: nn.Module
     log_dir: str
     ranks: int = 1
+    log_errors: tuple[str, ...] = ()
 
     @property
     def samples_per_second(self) -> float:
@@ -102,6 +105,7 @@ def train(
     """
     world = World(group)
     heard_by = list(watchers)
+    logs: LogFiles | None = None
     try:
         if group is None and config.parallel != ParallelConfig():
             warnings.warn(
@@ -116,7 +120,8 @@ def train(
         torch.manual_seed(options.seed)
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
-            heard_by += _logs(config, model)
+            logs = _logs(config, model)
+            heard_by.append(logs)
         if console is not None:
             heard_by.append(Terminal(console, options.max_steps or None))
         run = _Run(config, dataset, model, device, world, heard_by)
@@ -144,8 +149,10 @@ def train(
         log_dir=config.log_dir,
         ranks=world.size,
     )
-    if config.log_dir and not world.rank:
-        _write_json(Path(config.log_dir) / "summary.json", summary(result))
+    if logs is not None:
+        # The result is returned, whatever the disk has room for.
+        logs.attempt(lambda: _write_json(Path(config.log_dir) / "summary.json", summary(result)))
+        result = replace(result, log_errors=tuple(logs.errors))
     return result
 
 
@@ -308,7 +315,7 @@ def _best(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None
     return Scores.of(true, labels), Scores.of(true, true).auc
 
 
-def _logs(config: RunConfig, model: nn.Module) -> list[Watcher]:
+def _logs(config: RunConfig, model: nn.Module) -> LogFiles:
     folder = Path(config.log_dir)
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"log_dir {config.log_dir!r} holds the logs of another run; name a new folder.")
@@ -318,8 +325,10 @@ def _logs(config: RunConfig, model: nn.Module) -> list[Watcher]:
         plan = getattr(model, "plan", None)
         if isinstance(plan, ShardingPlan):
             # Pins the cut: `--plan` takes it.
-            _write(folder / "plan.json", plan.dumps())
-        return [JsonLines(folder), TensorBoard(folder)]
+            plan.save(folder / "plan.json")
+        return LogFiles([JsonLines(folder), TensorBoard(folder)])
+    except FileError:
+        raise
     except OSError as error:
         raise ConfigError(
             f"log_dir {config.log_dir!r} cannot be written ({error.strerror}); name another."
@@ -327,11 +336,4 @@ def _logs(config: RunConfig, model: nn.Module) -> list[Watcher]:
 
 
 def _write_json(path: Path, values: dict[str, object]) -> None:
-    _write(path, json.dumps(finite(values), indent=2, default=str) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a run that is stopped leaves no half file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_file(path, json.dumps(finite(values), indent=2, default=str) + "\n", "Logs")

@@ -7,10 +7,12 @@ Glossary
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
+
+from tilerec.errors import FileError
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class TensorBoard(Watcher):
     """Scalars `train/…` and `eval/…` over steps, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
+        # Takes 0.1 s, and is needed by runs with logs alone.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def record(self, event: Event) -> None:
@@ -85,6 +91,40 @@ class TensorBoard(Watcher):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class LogFiles(Watcher):
+    """Several logs, of which one that cannot be written is dropped with a warning: the run goes on.
+
+    Attributes:
+        errors: one message for each log that was dropped.
+    """
+
+    def __init__(self, logs: Iterable[Watcher]) -> None:
+        self._logs = list(logs)
+        self.errors: list[str] = []
+
+    def record(self, event: Event) -> None:
+        for log in tuple(self._logs):
+            if not self.attempt(lambda log=log: log.record(event)):  # type: ignore[misc]
+                self._logs.remove(log)
+                with contextlib.suppress(OSError):
+                    log.close()
+
+    def close(self) -> None:
+        while self._logs:
+            self.attempt(self._logs.pop().close)
+
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Call `write`; return False and keep the message if it raises `OSError`."""
+        try:
+            write()
+        except OSError as error:
+            text = str(error) if isinstance(error, FileError) else f"Logs: got '{error.strerror or error}'."
+            self.errors.append(text)
+            warnings.warn(f"{text} The run goes on without this log.", stacklevel=2)
+            return False
+        return True
 
 
 class Terminal(Watcher):

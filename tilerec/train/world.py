@@ -23,7 +23,7 @@ from tilerec.comms.agree import agree
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
-from tilerec.errors import CommsError, ConfigError
+from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
 from tilerec.planner.constraints import ParameterConstraints
@@ -143,12 +143,7 @@ class World:
 def _plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> ShardingPlan | None:
     """What `shard` is given; None leaves everything to the planner."""
     if config.plan:
-        try:
-            return ShardingPlan.load(config.plan)
-        except OSError as error:
-            raise ConfigError(
-                f"parallel.plan is {config.plan!r}, which cannot be read ({error.strerror})."
-            ) from error
+        return ShardingPlan.load(config.plan)
     if config.sharding == "planned":
         return None
     limits = ParameterConstraints(sharding_types=[config.sharding])

@@ -20,6 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.planner.report import TIERS, PlanReport, TableEntry
 from tilerec.planner.report_text import gap_text
@@ -35,15 +36,10 @@ def write_report(plan: ShardingPlan | None, report: PlanReport, path: str | Path
     """Write `report_html` to a file.
 
     Raises:
-        ConfigError: the plan has other tables than the report, or the file cannot be written.
+        ConfigError: the plan has other tables than the report.
+        FileError: the file cannot be written; an earlier one is unchanged.
     """
-    text = report_html(plan, report)
-    try:
-        Path(path).write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the report cannot be written ({error.strerror}); check the path."
-        ) from error
+    write_file(path, report_html(plan, report), "Report page")
 
 
 def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:

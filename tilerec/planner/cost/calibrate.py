@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilerec.atomic_file import write_file
 from tilerec.comms.group import Group
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.whole_steps import fitted
@@ -68,7 +69,7 @@ def calibrate_to(group: Group, path: str, device: str = "cpu") -> Topology:
     """`calibrate` this machine; rank 0 writes the topology as a JSON file, every rank returns it."""
     measured = calibrate(group, machine(group.size, device), _own_device(group, device))
     if group.rank == 0:
-        Path(path).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(measured.to_json(), indent=1) + "\n", "Topology")
     return measured
 
 

@@ -1,0 +1,380 @@
+"""JSON that is read with limits, and errors that name the place in it.
+
+Nouns
+  document  the text of a file, or values that a caller made of one
+  value     one part of a document, which has a place in it: `plan.ebc.user.tiling[0].ranks`
+
+A document is refused as a whole where it is too large, too deep, not UTF-8, has an object with one key twice, or a
+number that is not finite or not below 2^63. What a value must be is for the reader of each kind of file.
+
+    plan.json: plan.ebc.user.tiling[0].ranks: got null; expected ranks such as "0-7,12" or [0, 1, 2]. ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from tilerec.errors import ConfigError, FileError
+
+MOST_BYTES = 2**28
+"""Of a file. A plan of 100,000 tables has about 30 MB."""
+MOST_DEPTH = 64
+MOST_NUMBER = 2**63 - 1
+MOST_PIECES = 2**25
+"""Ranks and row ranges that the short forms of one document may expand to: about 2 GB."""
+_SHOWN = 80
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_MEND = "Mend the file, or write it anew."
+
+
+class _KeyTwice(dict[str, Any]):
+    """An object of the text in which one key occurs more than once."""
+
+    key: str
+
+
+class _Document:
+    """What all values of one document share."""
+
+    __slots__ = ("memory", "pieces", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.pieces = MOST_PIECES
+        self.memory: dict[Any, Any] = {}
+
+
+@final
+class JsonValue:
+    """A value of a document.
+
+    Attributes:
+        value: None, a bool, a number, a text, a list or an object, as `json` gives it.
+    """
+
+    __slots__ = ("_document", "_key", "_parent", "value")
+
+    def __init__(
+        self, value: Any, document: _Document, parent: JsonValue | None = None, key: str | int = ""
+    ) -> None:
+        self.value = value
+        self._document = document
+        self._parent = parent
+        self._key = key
+
+    @staticmethod
+    def of(data: Any, what: str) -> JsonValue:
+        """Values that a caller made, as a document; a `JsonValue` is returned as it is.
+
+        Args:
+            what: begins the message of an error.
+
+        Raises:
+            ConfigError: a limit of documents does not hold.
+        """
+        if isinstance(data, JsonValue):
+            return data
+        value = JsonValue(data, _Document(what))
+        _check(value)
+        return value
+
+    # Places ------------------------------------------------------------------------------------------------------
+
+    @property
+    def where(self) -> str:
+        """The document, and the place in it."""
+        keys: list[str | int] = []
+        value = self
+        while value._parent is not None:
+            keys.append(value._key)
+            value = value._parent
+        return ": ".join(filter(None, (self._document.what, _path(reversed(keys)))))
+
+    def error(self, expected: str, move: str = _MEND) -> ConfigError:
+        """The error of a value that is not as expected."""
+        return ConfigError(f"{self.where}: got {shown(self.value)}; expected {expected}. {move}")
+
+    def refused(self, why: Exception) -> ConfigError:
+        """The error of a value that is right by itself, and that a reader refuses for another reason."""
+        return ConfigError(f"{self.where}: {why}")
+
+    # Kinds -------------------------------------------------------------------------------------------------------
+
+    def members(self, expected: str = "an object") -> dict[str, JsonValue]:
+        """The members of an object, by key."""
+        value = self.value
+        if not isinstance(value, Mapping):
+            raise self.error(expected)
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{self.where}: got key {shown(key)}; expected texts as keys. {_MEND}")
+        return {key: JsonValue(item, self._document, self, key) for key, item in value.items()}
+
+    def record(
+        self, known: Sequence[str], required: Sequence[str] = (), move: str = _MEND
+    ) -> dict[str, JsonValue]:
+        """The members of an object with known keys."""
+        members = self.members(f"an object with {_some(required or known)}")
+        unknown = [key for key in members if key not in known]
+        missing = [key for key in required if key not in members]
+        if unknown or missing:
+            got = f"unknown {_some(unknown)}" if unknown else f"an object without {_some(missing)}"
+            raise ConfigError(f"{self.where}: got {got}; expected {_some(known, 40)}. {move}")
+        return members
+
+    def items(self, expected: str = "a list") -> list[JsonValue]:
+        """The items of a list."""
+        value = self.value
+        if not isinstance(value, (list, tuple)):
+            raise self.error(expected)
+        return [JsonValue(item, self._document, self, place) for place, item in enumerate(value)]
+
+    def whole(self, least: int = 0, most: int = MOST_NUMBER) -> int:
+        """A whole number in [least, most]."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            end = "" if most == MOST_NUMBER else f" to {most:,}"
+            raise self.error(f"a whole number from {least}{end}")
+        return value
+
+    def wholes(self) -> list[Any]:
+        """Whole numbers from 0, in lists of any depth."""
+        level: list[Any] = [self.value]
+        if isinstance(self.value, (list, tuple)):
+            while level:
+                for item in level:
+                    if type(item) is not int and not isinstance(item, (list, tuple)):
+                        raise self.error(f"whole numbers from 0, and not {shown(item)} among them")
+                    if type(item) is int and item < 0:
+                        raise self.error(f"whole numbers from 0, and not {item} among them")
+                level = [x for item in level if isinstance(item, (list, tuple)) for x in item]
+            return list(self.value)
+        raise self.error("a list of whole numbers from 0")
+
+    def number(self, least: float = -math.inf, most: float = math.inf) -> float:
+        """A finite number in [least, most], as it is: whole numbers stay whole."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            start = "" if least == -math.inf else f" from {least:g}"
+            raise self.error(f"a number{start}" + ("" if most == math.inf else f" to {most:g}"))
+        if not math.isfinite(value):
+            raise self.error("a finite number")
+        return value
+
+    def text(self, expected: str = "a text") -> str:
+        """A text."""
+        if not isinstance(self.value, str):
+            raise self.error(expected)
+        return self.value
+
+    def texts(self, expected: str = "a list of texts") -> tuple[str, ...]:
+        """A list of texts."""
+        return tuple(item.text() for item in self.items(expected))
+
+    def flag(self) -> bool:
+        """true or false."""
+        if not isinstance(self.value, bool):
+            raise self.error("true or false")
+        return self.value
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> dict[Any, Any]:
+        """What readers keep while one document is read: texts that occur thousands of times are expanded once."""
+        return self._document.memory
+
+    def spend(self, pieces: int) -> None:
+        """Count what a short form expands to, before it is expanded."""
+        self._document.pieces -= pieces
+        if self._document.pieces < 0:
+            raise self.error(
+                f"a document whose ranks and row ranges are at most {MOST_PIECES:,} in all",
+                "Name fewer ranks or tables.",
+            )
+
+
+def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> JsonValue:
+    """The document of a file.
+
+    Args:
+        what: of this kind of file, for messages.
+
+    Raises:
+        FileError: it cannot be read. ConfigError: it is not JSON, or a limit of documents does not hold.
+    """
+    text = read_text(path, what, most_bytes)
+    origin = f"{what}: {path}"
+    try:
+        data = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise _too_deep(origin) from None
+    except ValueError as error:
+        # A number of more digits than Python converts is a ValueError, too.
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number of thousands of digits"
+        raise ConfigError(f"{origin} is not JSON: got {reason}; expected one JSON value. {_MEND}") from error
+    return JsonValue.of(data, origin)
+
+
+def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a file of bounded size.
+
+    Raises:
+        FileError: it cannot be read. ConfigError: it is too large, or not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise FileError(
+            f"{what}: {path} cannot be read: got '{error.strerror or error}'; expected a file. Check the path.",
+            error.errno,
+        ) from error
+    if len(data) > most_bytes:
+        raise ConfigError(f"{what}: {path}: got more than {most_bytes:,} bytes; expected fewer. {_MEND}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what}: {path} is not JSON: got byte 0x{data[error.start]:02x} at {error.start}; expected UTF-8 text. "
+            f"{_MEND}"
+        ) from error
+
+
+def shown(value: Any) -> str:
+    """A value as JSON writes it, cut to what fits a message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of about {value.bit_length() * 3 // 10:,} digits"
+    if isinstance(value, str):
+        return json.dumps(
+            value if len(value) <= _SHOWN else value[:_SHOWN] + "…", ensure_ascii=not value.isprintable()
+        )
+    if isinstance(value, (list, tuple)):
+        if len(value) <= 4 and all(x is None or isinstance(x, (bool, int, float, str)) for x in value):
+            return f"[{', '.join(map(shown, value))}]"
+        return f"a list of {len(value):,}"
+    if isinstance(value, Mapping):
+        return f"an object with {_some(list(value)[:5])}" if value else "{}"
+    return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+
+
+def _some(names: Sequence[Any], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(shown, names[:most])) + more
+
+
+def _path(keys: Iterator[str | int]) -> str:
+    path = ""
+    for key in keys:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        elif _PLAIN_KEY.fullmatch(key) and len(key) <= _SHOWN:
+            path += f".{key}" if path else key
+        else:
+            path += f"[{shown(key)}]"
+    return path
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    twice = _KeyTwice(found)
+    keys: set[str] = set()
+    for key, _ in pairs:
+        if key in keys:
+            twice.key = key
+        keys.add(key)
+    return twice
+
+
+def _check(root: JsonValue) -> None:
+    """Refuse what no document may have. Level by level: no recursion, whatever the depth."""
+    level: list[Any] = [root.value]
+    for _ in range(MOST_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is str:
+                # Half of a surrogate pair can be written as an escape, and cannot be printed or encoded.
+                if not item.isascii() and _is_broken(item):
+                    raise _fault(root)
+            elif kind is int:
+                if not -MOST_NUMBER <= item <= MOST_NUMBER:
+                    raise _fault(root)
+            elif kind is float:
+                if not math.isfinite(item):
+                    raise _fault(root)
+            elif kind is dict:
+                below += item.values()
+                if any(not key.isascii() and _is_broken(key) for key in item if type(key) is str):
+                    raise _fault(root)
+            elif kind is _KeyTwice:
+                raise _fault(root)
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif isinstance(item, Mapping):
+                below += item.values()
+        if not below:
+            return
+        level = below
+    raise _too_deep(root._document.what)
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _fault(root: JsonValue) -> ConfigError:
+    """The error of the first value that no document may have."""
+    level = [root]
+    while level:
+        below: list[JsonValue] = []
+        for value in level:
+            item = value.value
+            if isinstance(item, str) and _is_broken(item):
+                return value.error("text without half of a surrogate pair")
+            if isinstance(item, int) and not -MOST_NUMBER <= item <= MOST_NUMBER:
+                return value.error("a number below 2^63")
+            if isinstance(item, float) and not math.isfinite(item):
+                return value.error("a finite number")
+            if isinstance(item, _KeyTwice):
+                return ConfigError(
+                    f"{value.where}: got {shown(item.key)} more than once; expected each key once. {_MEND}"
+                )
+            if isinstance(item, Mapping):
+                if any(isinstance(key, str) and _is_broken(key) for key in item):
+                    return value.error("keys without half of a surrogate pair")
+                below += [JsonValue(x, value._document, value, key) for key, x in item.items()]
+            elif isinstance(item, (list, tuple)):
+                below += [JsonValue(x, value._document, value, place) for place, x in enumerate(item)]
+        level = below
+    raise AssertionError("a fault was found before")
+
+
+def _too_deep(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: got lists and objects nested more than {MOST_DEPTH} deep; expected fewer levels. {_MEND}"
+    )
+
+
+def check_version(found: Mapping[str, JsonValue], version: int, move: str) -> None:
+    """Refuse a document of another version; one that names none is of this one.
+
+    Raises:
+        ConfigError: the version is another one.
+    """
+    given = found.get("version")
+    if given is not None and (given.value != version or isinstance(given.value, bool)):
+        raise given.error(f"{version}, the version that this release reads", move)

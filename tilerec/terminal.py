@@ -1,0 +1,52 @@
+"""Consoles of the command line: names out of files and data cannot steer the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import final
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+"""Control characters but tab and newline, and marks that reverse the direction of text."""
+
+
+def printable(text: str) -> str:
+    """The text with characters that steer a terminal written as escapes: ESC is `\\x1b`."""
+    return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+@final
+class SafeConsole(Console):
+    """A console that shows steering characters of what it prints, wherever they come from.
+
+    Colours and cursor moves that rich itself writes are not part of a text, and stay.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def print_error(text: str) -> None:
+    """Print `error: ...` to stderr."""
+    _print_marked("error: ", "bold red", text)
+
+
+def print_warning(text: str) -> None:
+    """Print `warning: ...` to stderr."""
+    _print_marked("warning: ", "bold yellow", text)
+
+
+def _print_marked(mark: str, style: str, text: str) -> None:
+    SafeConsole(stderr=True).print(Text.assemble((mark, style), printable(text)), soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Print text as it is, without markup."""
+    SafeConsole().print(Text(printable(text)), soft_wrap=True)
