@@ -121,6 +121,10 @@ bool resolve(tr_route& call, std::vector<Route>& routes) {
     wire += parts;
   }
   if (cuts != last_cut || wire != last_wire) return refuse(call, -1, 0, TR_ROUTE_BAD_LISTS);
+  if (call.routes > 0 && (call.offsets[0] != 0 || call.offsets[bags_there] != call.id_count)) {
+    const int64_t at = call.offsets[0] != 0 ? 0 : bags_there;  // ids that lie in no bag
+    return call.report = {TR_BAD_OFFSETS, -1, at, call.offsets[at]}, false;
+  }
   return true;
 }
 

@@ -104,10 +104,14 @@ class Table(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
+        """Apply as `nn.Module` does. Memory that `to_empty` makes gets the initial values: nothing trains on garbage."""
+        empties = self.weight.is_meta or empties_memory(fn)
         self.rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
             super()._apply(fn, recurse)
         self._bind()
+        if empties:
+            self.reset_parameters()
         return self
 
     def _move_cache(self, fn: Any) -> bool:
@@ -151,6 +155,11 @@ class Table(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}"
+
+
+def empties_memory(fn: Any) -> bool:
+    """Return True for the function that `nn.Module.to_empty` applies: it makes memory and copies nothing."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 class Tables(nn.Module):
