@@ -393,6 +393,18 @@ class TableCollection(nn.Module):
             raise InputError(
                 f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
             )
+        parts = features._parts
+        given = (
+            ("lengths", parts.segments.given_lengths),
+            ("offsets", parts.segments.given_offsets),
+            ("weights", parts.weights),
+        )
+        for name, tensor in given:
+            if tensor is not None and tensor.device != ids.device:
+                raise InputError(
+                    f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. Move the "
+                    "batch with .to()."
+                )
 
     def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """Clamped ids. Tables of different sizes may read a feature: first for its smallest, and so on."""

@@ -139,10 +139,23 @@ class Table(nn.Module):
         self.settle()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        value = state_dict.get(f"{prefix}weight")
+        if hasattr(value, "full_tensor"):
+            error_msgs.append(
+                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, whose parts lie on several "
+                "ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or shard this "
+                "module first."
+            )
+            return
         self.settle()
         self.rows.about_to_write()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
 
     def __getstate__(self) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def raise_other_device(op: str, given: Mapping[str, Any], call: Mapping[str, Any
     anchor = next((entry for entry in tensors if entry[0] in ("ids", "ids_N")), tensors[0])
     if anchor[1].is_meta:  # one tensor of a call left on meta is likelier than all but one
         anchor = next((entry for entry in tensors if not entry[1].is_meta), anchor)
-    elif anchor[0] == "ids" and "weights" in given and "tables" in call:
-        check_devices(given["weights"], anchor[1], call["tables"], call.get("names", ""))
+    elif "weights" in given and "names" in call:  # a lookup, which has names for its tables
+        check_devices(given["weights"], anchor[1], call["tables"], call["names"])
     name, tensor = next(entry for entry in tensors if entry[1].device != anchor[1].device)
     raise InputError(
         f"{op}: got {name} on {tensor.device}; expected {anchor[1].device}, where {anchor[0]} is. Move one of them "

@@ -59,6 +59,11 @@ def check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> 
             f"A lookup's sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; wanted one "
             "weight per id: check how weights and values were put together."
         )
+    if sample_weights is not None and sample_weights.is_complex():
+        raise InputError(
+            f"A lookup's sample_weights have type {sample_weights.dtype}; expected real numbers, as rows are multiplied by "
+            "them. Pass weights.real or weights.abs()."
+        )
     if ids.dim() == 1 and offsets.dim() == 1 and ids.dtype in INDEX_TYPES and offsets.dtype in INDEX_TYPES:
         return
     for name, values in (("ids", ids), ("offsets", offsets)):
@@ -132,7 +137,7 @@ def _labels(names: str, feature: int, tables: Sequence[int]) -> tuple[str, str]:
 
 def raise_uncovered(position: int, value: int, ids: int) -> NoReturn:
     """Raise the `InputError` for ids that lie in no bag: `offsets[position]`, the first or the last, is `value`."""
-    if position == 0:
+    if position == 0 and value:
         raise InputError(
             f"KeyedJaggedTensor: the first offset is {value}; expected 0, since values before it belong to no bag. Pass "
             "values[offsets[0]:] and offsets - offsets[0]."

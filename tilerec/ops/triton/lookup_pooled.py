@@ -137,7 +137,8 @@ def pooled_kernel(
                     begin + wave * GROUP + tl.arange(0, GROUP), first, count, place, stride, distance, rows, dim,
                     columns, inside, TILE, VEC, OUT_VEC, STEPS, WEIGHTED, SPLIT,
                 )  # fmt: skip
-    if (last >= 0) & (tl.program_id(0) + 1 == tl.num_programs(0)) & (tl.program_id(1) + 1 == tl.num_programs(1)):
+    is_last = (tl.num_programs(0) - tl.program_id(0) == 1) & (tl.num_programs(1) - tl.program_id(1) == 1)
+    if (last >= 0) & is_last:
         tell_uncovered(report, offsets, last, id_count)
 
 
