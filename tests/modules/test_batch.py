@@ -103,9 +103,11 @@ def test_a_sample_that_uses_no_bag_of_its_feature_is_refused(bag: int) -> None:
         ["f"], IDS[:2], lengths=torch.tensor([2]), stride_per_key_per_rank=[[1]],
         inverse_indices=(["f"], torch.tensor([[0, bag]])),
     )  # fmt: skip
-    refused(pooled, features, rf"Feature 'f': inverse_indices of sample 1 is bag {bag}; expected one of \[0, 1\)")
+    refused(
+        pooled, features, rf"Feature 'f': inverse_indices of sample 1 is bag {bag}; expected one of \[0, 1\)"
+    )
 
 
 def test_complex_weights_are_refused() -> None:
-    with pytest.raises(InputError, match="weights have dtype torch.complex64; expected real numbers"):
+    with pytest.raises(InputError, match=r"weights have dtype torch\.complex64; expected real numbers"):
         KeyedJaggedTensor(["f"], IDS, torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.int64))

@@ -402,8 +402,8 @@ class TableCollection(nn.Module):
         for name, tensor in given:
             if tensor is not None and tensor.device != ids.device:
                 raise InputError(
-                    f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. Move the "
-                    "batch with .to()."
+                    f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. "
+                    "Move the batch with .to()."
                 )
 
     def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:

@@ -31,15 +31,15 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     inverse = features.inverse_indices_or_none()
     if inverse is None:
         raise InputError(
-            f"{who}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no inverse_indices, so its "
-            "features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
+            f"{who}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no inverse_indices, "
+            "so its features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
         )
     keys, index_FB = inverse
     missing = [feature for feature in wanted if feature not in keys]
     if missing:
         raise InputError(
-            f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}; give "
-            "indices for every feature that the tables read."
+            f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}; "
+            "give indices for every feature that the tables read."
         )
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     if traced or index_FB.is_meta or not index_FB.numel():

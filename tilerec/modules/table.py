@@ -104,7 +104,7 @@ class Table(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
-        """Apply as `nn.Module` does. Memory that `to_empty` makes gets the initial values: nothing trains on garbage."""
+        """Apply as `nn.Module` does; memory that `to_empty` makes gets the initial values."""
         empties = self.weight.is_meta or empties_memory(fn)
         self.rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
@@ -146,9 +146,9 @@ class Table(nn.Module):
         value = state_dict.get(f"{prefix}weight")
         if hasattr(value, "full_tensor"):
             error_msgs.append(
-                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, whose parts lie on several "
-                "ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or shard this "
-                "module first."
+                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, whose parts lie on "
+                "several ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or "
+                "shard this module first."
             )
             return
         self.settle()

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 
-_device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_device_of = torch._C.TensorBase.device.__get__
 
 ANYWHERE = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
 """Tensor arguments that may be on another device: numbers that the host reads, and rows that a cache reads from host
 memory."""
+
 
 def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
     """Raise an `InputError` for a table that is not where the ids are; `names` as in `raise_bad_id`."""
@@ -30,7 +31,7 @@ def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int],
             name, _, table = label.rpartition("@")
             fix = "move one of them with .to()"
             if here.type == "meta":
-                fix = "give it memory and its initial values with to_empty(device=...), then load_state_dict() if need be"
+                fix = "give it memory and its initial values with to_empty(device=...)"
             raise InputError(
                 f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' "
                 f"on {device}; {fix}."
@@ -45,7 +46,8 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         schema: of the op (`torch.FunctionSchema`).
     """
     names = [argument.name for argument in schema.arguments]
-    single, lists = [], []
+    single: list[int] = []
+    lists: list[int] = []
     for at, argument in enumerate(schema.arguments):
         if "Tensor" in str(argument.type) and argument.name not in ANYWHERE:
             (lists if "List" in str(argument.type) else single).append(at)

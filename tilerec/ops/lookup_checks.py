@@ -61,8 +61,8 @@ def check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> 
         )
     if sample_weights is not None and sample_weights.is_complex():
         raise InputError(
-            f"A lookup's sample_weights have type {sample_weights.dtype}; expected real numbers, as rows are multiplied by "
-            "them. Pass weights.real or weights.abs()."
+            f"A lookup's sample_weights have type {sample_weights.dtype}; expected real numbers, as rows are "
+            "multiplied by them. Pass weights.real or weights.abs()."
         )
     if ids.dim() == 1 and offsets.dim() == 1 and ids.dtype in INDEX_TYPES and offsets.dtype in INDEX_TYPES:
         return
@@ -139,8 +139,8 @@ def raise_uncovered(position: int, value: int, ids: int) -> NoReturn:
     """Raise the `InputError` for ids that lie in no bag: `offsets[position]`, the first or the last, is `value`."""
     if position == 0 and value:
         raise InputError(
-            f"KeyedJaggedTensor: the first offset is {value}; expected 0, since values before it belong to no bag. Pass "
-            "values[offsets[0]:] and offsets - offsets[0]."
+            f"KeyedJaggedTensor: the first offset is {value}; expected 0, since values before it belong to no bag. "
+            "Pass values[offsets[0]:] and offsets - offsets[0]."
         )
     raise InputError(
         f"KeyedJaggedTensor: the lengths sum to {value}, but there are {ids} values; expected as many. "

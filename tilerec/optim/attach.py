@@ -46,8 +46,8 @@ def apply_optimizer_in_backward(
         replace: a table that has an optimizer already gets the new one, with fresh state; by default that is refused.
 
     Raises:
-        ConfigError: a table that has an optimizer already (nothing is attached then); an argument that has no meaning for a fused update (amsgrad, maximize, …), or `params` that are
-            no parameters.
+        ConfigError: a table that has an optimizer already (none is attached then); an argument that has no meaning
+            for a fused update (amsgrad, maximize, …); `params` that are no parameters.
     """
     params = _parameters("apply_optimizer_in_backward", params)
     kwargs = dict(optimizer_kwargs or {})

@@ -34,7 +34,9 @@ def _watch() -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer.__dict__.get("_tilerec_attachments") == _attachments or isinstance(optimizer, KeyedOptimizer):
+    if optimizer.__dict__.get("_tilerec_attachments") == _attachments or isinstance(
+        optimizer, KeyedOptimizer
+    ):
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = [(p, rows) for p in params if (rows := rows_of(p)) is not None and rows.spec is not None]
@@ -43,8 +45,8 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     names = ", ".join(f"'{rows.name}'" for _, rows in found[:8])
     if found and len(found) == len(params):
         raise ConfigError(
-            f"{kind}: got tables {names} alone, which have optimizers attached; expected parameters that no backward pass "
-            f"updates, as step() leaves these as they are. {fix}."
+            f"{kind}: got tables {names} alone, which have optimizers attached; expected parameters that no backward "
+            f"pass updates, as step() leaves these as they are. {fix}."
         )
     # A table whose gradient another part of the loss fills has a .grad to step.
     idle = [rows for p, rows in found if p.grad is None and not rows.named_idle]
@@ -52,8 +54,8 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for rows in idle:
             rows.named_idle = True
         warnings.warn(
-            f"{kind}: got tables {names} among its parameters, which have optimizers attached: the backward pass updates "
-            f"them, and step() leaves them as they are. {fix}.",
+            f"{kind}: got tables {names} among its parameters, which have optimizers attached: the backward pass "
+            f"updates them, and step() leaves them as they are. {fix}.",
             stacklevel=4,
         )
     optimizer.__dict__["_tilerec_attachments"] = _attachments

@@ -107,15 +107,15 @@ def dense_tables(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> li
 
 
 def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
-    """Take the optimizers off tables that the plan has as `dense`, as TorchRec does, with one warning that names them."""
+    """Take the optimizers off tables that the plan has as `dense`, with one warning that names them."""
     found = dense_tables(plan, ties)
     if not found:
         return
     listed = _listed([name for names in found for name in names])
     warnings.warn(
         f"shard: the plan says compute_kernel 'dense' of table {listed}, so the optimizer attached there is taken off: "
-        "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) yields "
-        "them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say 'fused'.",
+        "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) "
+        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say 'fused'.",
         stacklevel=6,
     )
     for names in found:
@@ -127,8 +127,8 @@ def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> No
     for names in dense_tables(plan, ties):
         kind = type(next(iter(names.values())).rows.spec).__name__
         raise ConfigError(
-            f"reshard: the plan says compute_kernel 'dense' of table {_listed(names)}, but {kind} is attached to it and "
-            "updates it in the backward pass; leave compute_kernel out of the plan, or say 'fused'."
+            f"reshard: the plan says compute_kernel 'dense' of table {_listed(names)}, but {kind} is attached to it "
+            "and updates it in the backward pass; leave compute_kernel out of the plan, or say 'fused'."
         )
 
 

@@ -102,8 +102,9 @@ def shard(
 
     Raises:
         ConfigError: the plan is not for this model or this world, forgets a table, contradicts itself (a tiling that
-            its sharding type and ranks do not give), or differs between ranks; a collection is sharded already; tied tables have different tilings; `env` and `mesh` are
-            both given; this machine has no such device. The model is then as it was.
+            its sharding type and ranks do not give), or differs between ranks; a collection is sharded already; tied
+            tables have different tilings; `env` and `mesh` are both given; this machine has no such device. The model
+            is then as it was.
     """
     if not collections_of(module):
         warnings.warn(

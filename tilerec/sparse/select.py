@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from tilerec.errors import InputError

@@ -162,8 +162,8 @@ class _TableConfig:
                 )
         if self.num_embeddings * self.embedding_dim > _MOST:
             raise ConfigError(
-                f"{what}: got num_embeddings={self.num_embeddings} rows of {self.embedding_dim}; expected at most {_MOST} "
-                "numbers in all, which 64 bits address. Map ids into fewer rows."
+                f"{what}: got num_embeddings={self.num_embeddings} rows of {self.embedding_dim}; expected at most "
+                f"{_MOST} numbers in all, which 64 bits address. Map ids into fewer rows."
             )
         data_type = _data_type(self.data_type, f"{what}: data_type")
         if dtype is not None:

@@ -111,7 +111,7 @@ class HyperGroup(dict[str, Any]):
                 raise ConfigError(
                     f"{self['optimizer']}: the numbers written to its param_groups change its state from "
                     f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
-                    "attach it anew instead."
+                    "attach it anew with replace=True instead."
                 )
             self._made = (values, made)
         return self._made[1]

@@ -22,7 +22,9 @@ def check_scale(table: str, group: HyperGroup) -> None:
     Looked for once per group, at its first update. An instance holds a reference to its class, so a process without
     scalers is known by the class's count of references, and nothing is searched.
     """
-    scales = [scaler.get_scale() for scaler in _scalers() if scaler.is_enabled() and scaler._scale is not None]
+    scales = [
+        scaler.get_scale() for scaler in _scalers() if scaler.is_enabled() and scaler._scale is not None
+    ]
     foreign = next((scale for scale in scales if scale != group["grad_scale"]), None)
     if foreign is not None:
         raise ConfigError(
@@ -41,9 +43,17 @@ def _scalers() -> list[GradScaler]:
     counts = tuple(map(sys.getrefcount, classes))
     if counts == _idle[0]:
         return []
-    found = [thing for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
+    found = _living(classes)
+    if found:
+        found.clear()
+        gc.collect()  # those that wait for the collector do not count
+        found = _living(classes)
     _idle[0] = () if found else counts
     return found
+
+
+def _living(classes: list[type]) -> list[GradScaler]:
+    return [thing for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
 
 
 _idle: list[tuple[int, ...]] = [()]
