@@ -31,7 +31,7 @@ from tilerec.parallel.sharders import (
 )
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.optimizer import SGD, Adam
+from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
@@ -152,13 +152,19 @@ def test_dense_takes_an_attached_optimizer_off_with_a_warning_and_gradients_are_
 
 
 def test_an_optimizer_that_dense_took_off_is_back_if_sharding_is_refused() -> None:
-    model = Model()
-    apply_optimizer_in_backward(Adam(lr=0.1), model.parameters())
-    said = plan("dense", None)
-    said["ebc"]["b"] = ParameterSharding("row_wise", ranks=[7])
-    with pytest.warns(UserWarning, match="is taken off"), pytest.raises(ConfigError):
-        alone(model, plan=said)
-    assert set(model.ebc.fused_optimizer.params) == {f"embedding_bags.{n}.weight" for n in NAMES}
+    crossed = Tiling.of("b", 6, 4, [(0, 3, 0, 2, 0), (3, 6, 0, 2, 1), (0, 2, 2, 4, 1), (2, 6, 2, 4, 0)])
+
+    def run(group: Group) -> list[str]:
+        model = Model()
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), model.parameters())
+        said = {"ebc": {"a": ParameterSharding("row_wise", "dense"), "b": crossed}}
+        with pytest.raises(ConfigError, match="'b'"):
+            shard(model, said, group)
+        return list(model.ebc.fused_optimizer.params)
+
+    with pytest.warns(UserWarning, match="is taken off"):
+        results = run_virtual_ranks(2, run)
+    assert results == [[f"embedding_bags.{n}.weight" for n in NAMES]] * 2
 
 
 def test_fused_without_any_optimizer_is_warned_about_by_table() -> None:

@@ -32,7 +32,7 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     if inverse is None:
         raise InputError(
             f"{who}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no inverse_indices, "
-            "so its features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
+            "so its features have no common batch size; pass inverse_indices=(keys, indices) with the batch."
         )
     keys, index_FB = inverse
     missing = [feature for feature in wanted if feature not in keys]

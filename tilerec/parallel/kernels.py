@@ -115,7 +115,8 @@ def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> No
     warnings.warn(
         f"shard: the plan says compute_kernel 'dense' of table {listed}, so the optimizer attached there is taken off: "
         "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) "
-        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say 'fused'.",
+        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say "
+        "'fused'.",
         stacklevel=6,
     )
     for names in found:
