@@ -292,6 +292,12 @@ TR_API int64_t tr_route_finish(tr_route* call) {
     RouteState& state = *static_cast<RouteState*>(call->state);
     if (!run(*call, state, TILEREC_CALL(write_chunk), true)) return;
     std::copy(state.counts.begin(), state.counts.end(), call->counts);
+    // Every id lies in a bag, of some key. Checked last: a fault of a route's own offsets names its feature.
+    const int64_t last = call->offset_count - 1;
+    if (call->routes > 0 && (call->offsets[0] != 0 || call->offsets[last] != call->id_count)) {
+      const int64_t at = call->offsets[0] != 0 ? 0 : last;
+      call->report = {TR_BAD_OFFSETS, -1, at, call->offsets[at]};
+    }
   });
 }
 

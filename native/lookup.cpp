@@ -119,6 +119,17 @@ void expect_large(void* out, int64_t bytes) {
   if (bytes >= kHugeBytes) tr_advise_huge_pages(out, bytes);
 }
 
+// Whether every id lies in a bag, of some key: the offsets begin at 0 and end at the number of ids. Checked last: a fault
+// of a feature's own offsets names the feature.
+void check_covered(tr_lookup& call) {
+  const int64_t last = call.offset_count - 1;
+  if (call.report.status != TR_OK || call.features == 0) return;
+  if (call.offsets[0] != 0)
+    call.report = {TR_BAD_OFFSETS, -1, 0, call.offsets[0]};
+  else if (call.offsets[last] != call.id_count)
+    call.report = {TR_BAD_OFFSETS, -1, last, call.offsets[last]};
+}
+
 int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   call.report = {TR_OK, 0, 0, 0};
   std::vector<LookupFeature> features(static_cast<size_t>(call.features));
@@ -158,6 +169,7 @@ int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   run(call, features, pieces, threads, one_key_at_a_time ? widest : 0, false, kernel);
   if (call.report.status == TR_BAD_OFFSETS)
     call.report.position += features[static_cast<size_t>(call.report.feature)].offsets - call.offsets;
+  if (!one_key_at_a_time) check_covered(call);
   return call.report.status;
 }
 

@@ -27,7 +27,8 @@ enum { TR_I32 = 0, TR_I64 = 1 };
 enum {
   TR_OK = 0,
   TR_BAD_ID = 1,       // an id outside [0, rows): feature, position, value = id
-  TR_BAD_OFFSETS = 2,  // offsets fall, or leave [0, ids]: feature, position = bag number, value = the offset
+  TR_BAD_OFFSETS = 2,  // offsets fall, or leave [0, ids]: feature, position = bag number, value = the offset;
+                       // feature -1: the batch's do not begin at 0 (position 0) or do not end at the number of ids
   TR_BAD_ARGUMENT = 3, // the caller's mistake: value says which
   TR_NO_MEMORY = 4
 };

@@ -14,7 +14,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad, unattached_on_error
 from tilerec.optim.fused import FusedOptimizer, attached_rows
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.optimizer import Adam, RowWiseAdagrad
+from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
 
 
@@ -55,7 +55,7 @@ def test_tables_attached_together_share_a_group_others_have_their_own() -> None:
     groups = model.ebc.fused_optimizer.param_groups
     assert [g["lr"] for g in groups] == [0.1, 0.2]
     assert groups[0]["params"][0] is a
-    apply_optimizer_in_backward(torch.optim.SGD, [a, b], {"lr": 0.3})
+    apply_optimizer_in_backward(torch.optim.SGD, [a, b], {"lr": 0.3}, replace=True)
     groups = model.ebc.fused_optimizer.param_groups
     assert len(groups) == 1
     assert len(groups[0]["params"]) == 2
@@ -71,11 +71,23 @@ def test_a_copy_keeps_the_sharing_of_groups(copier) -> None:
     assert all(p is q for p, q in zip(groups[0]["params"], twin.ebc.parameters(), strict=True))
 
 
-def test_attaching_again_starts_with_fresh_state() -> None:
+def test_a_second_optimizer_for_a_table_is_refused_and_the_first_goes_on() -> None:
+    model = Model()
+    a, b = model.ebc.parameters()
+    apply_optimizer_in_backward(Adam(lr=0.1), [a])
+    with pytest.raises(
+        ConfigError, match=r"Table 'a': got SGD, but Adam is attached already.* pass replace=True"
+    ):
+        apply_optimizer_in_backward(SGD(lr=0.1), [b, a])
+    assert list(model.ebc.fused_optimizer.params) == ["embedding_bags.a.weight"]
+
+
+def test_replacing_an_optimizer_starts_with_fresh_state() -> None:
     model = Model()
     apply_optimizer_in_backward(Adam(lr=0.1), model.ebc.parameters())
     model(batch()).backward()
-    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.5), model.ebc.parameters())
+    other = RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.5)
+    apply_optimizer_in_backward(other, model.ebc.parameters(), replace=True)
     state = model.ebc.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]
     assert set(state) == {"sum", "step"}
     assert torch.equal(state["sum"], torch.full((6,), 0.5))
@@ -249,5 +261,5 @@ def test_what_a_block_attaches_is_taken_off_again_if_it_raises_and_stays_if_it_d
     assert b.grad is not None
     assert b.grad.is_sparse
     with unattached_on_error(model.parameters()):
-        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.2), [a, b])
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.2), [a, b], replace=True)
     assert len(model.ebc.fused_optimizer.param_groups) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -31,6 +33,7 @@ def test_scaled_training_equals_plain_and_goes_on_after_an_overflow() -> None:
     optimizers = [torch.optim.SGD(model.over.parameters(), lr=0.1) for model in (scaled, plain)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     groups = scaled.tables.fused_optimizer.param_groups
+    plain.tables.fused_optimizer.param_groups[0]["grad_scale"] = 1.0  # the scaler is the other model's
     table = scaled.tables.embedding_bags["t"]
     scales = []
     for step in range(6):
@@ -55,3 +58,28 @@ def test_scaled_training_equals_plain_and_goes_on_after_an_overflow() -> None:
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0]
     assert table.rows.skipped_rows == 2
     assert table.weight.grad is None
+
+
+def test_a_scale_that_was_not_written_is_refused_and_no_row_moves() -> None:
+    model = Model()
+    before = model.tables.embedding_bags["t"].weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match=r"Table 't': got grad_scale=1.0, but a GradScaler .* by 65536.0"):
+        scaler.scale(model()).backward()
+    assert torch.equal(model.tables.embedding_bags["t"].weight, before)
+    for group in model.tables.fused_optimizer.param_groups:
+        group["grad_scale"] = scaler.get_scale()
+    scaler.scale(model()).backward()
+    assert not torch.equal(model.tables.embedding_bags["t"].weight, before)
+
+
+@pytest.mark.parametrize("idle", ["disabled", "unused", "gone"])
+def test_a_scaler_that_scales_nothing_is_no_obstacle(idle: str) -> None:
+    model = Model()
+    scaler = torch.amp.GradScaler("cpu", enabled=idle != "disabled")
+    loss = model()
+    if idle != "unused":
+        scaler.scale(model().detach())
+    if idle == "gone":
+        del scaler
+    loss.backward()  # raises nothing

@@ -302,6 +302,28 @@ def dtensors(size: int) -> None:
         dmp.load_state_dict(state)
 
 
+def into_unsharded() -> None:
+    """Weights and optimizer state in parts: named, with the next move, and nothing is written."""
+    dmp, plain = wrapped(0, 0), model(0)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    state = dmp.state_dict()
+    parts = [name for name, value in state.items() if hasattr(value, "full_tensor")]
+    with pytest.raises(RuntimeError, match=r"whose parts lie on several ranks.*full_state_dict") as caught:
+        plain.load_state_dict(state)
+    assert all(
+        f"got {name.rpartition('.')[2]}" in str(caught.value).replace(name, "weight") for name in parts
+    )
+    assert all(torch.equal(plain.state_dict()[name], before[name]) for name in parts)
+    fused = plain.ebc.fused_optimizer  # type: ignore[union-attr]
+    if fused.params:
+        with pytest.raises(ConfigError, match="whose parts lie on several ranks"):
+            fused.load_state_dict(dmp.module.ebc.fused_optimizer.state_dict())  # type: ignore[union-attr]
+
+
+def test_sharded_state_is_refused_by_an_unsharded_module(pool: Pool) -> None:
+    pool(2).run(into_unsharded)
+
+
 def test_dtensors_of_any_placement_load_into_any_tiling(pool: Pool) -> None:
     for size in (2, 4):
         pool(size).run(dtensors, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.optim.in_backward import in_backward_optimizer_filter
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
@@ -29,7 +31,7 @@ from tilerec.parallel.sharders import (
 )
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.optimizer import SGD, Adam
+from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
@@ -119,20 +121,50 @@ def test_an_attached_optimizer_stays_whatever_a_sharder_gives() -> None:
     assert sorted(kinds) == ["Adam", "SGD"]
 
 
-def test_dense_for_a_table_with_an_attached_optimizer_is_refused_on_every_rank_before_anything_changes() -> (
-    None
-):
-    def run(group: Group) -> str:
-        model = Model()
-        apply_optimizer_in_backward(Adam(lr=0.1), [model.ebc.embedding_bags["a"].weight])
-        with pytest.raises(ConfigError) as caught:
-            shard(model, plan=plan("dense", None), mesh=group)
-        assert type(model.ebc) is EmbeddingBagCollection
-        return str(caught.value)
+@pytest.mark.parametrize("kind", ["data_parallel", "row_wise"])
+def test_dense_takes_an_attached_optimizer_off_with_a_warning_and_gradients_are_those_of_ddp(
+    kind: str,
+) -> None:
+    kernels, base = {"a": "dense", "b": None}, Model()
 
-    for message in run_virtual_ranks(2, run):
-        assert "'dense' of table 'a' of module 'ebc', but Adam is attached to it" in message
-        assert "leave compute_kernel out" in message
+    def run(group: Group) -> None:
+        model, plain = copy.deepcopy(base), copy.deepcopy(base)
+        apply_optimizer_in_backward(SGD(lr=0.1), model.parameters())
+        said = {"ebc": {n: ParameterSharding(kind, kernel) for n, kernel in kernels.items()}}
+        shard(model, plan=said, mesh=group)
+        assert kernels_of(model) == kernels | {"b": "fused"}
+        left = dict(in_backward_optimizer_filter(model.named_parameters()))
+        assert {name.split(".")[2] for name in left} == {"a"}
+        for rank in range(group.size):
+            (plain(batch(rank)) / group.size).backward()
+        model(batch(group.rank)).backward()
+        want, shards = plain.ebc.embedding_bags["a"].weight.grad, model.ebc.embedding_bags["a"]
+        assert want is not None
+        for leaf, tile in zip(shards.leaves(), shards.tiles, strict=True):  # type: ignore[operator, arg-type]
+            torch.testing.assert_close(leaf.grad, want[tile.r0 : tile.r1, tile.c0 : tile.c1])
+        assert model.ebc.embedding_bags["b"].weight.grad is None
+
+    with pytest.warns(
+        UserWarning, match="of table 'a' of module 'ebc', so the optimizer attached there is"
+    ) as seen:
+        run_virtual_ranks(2, run)
+    assert len(seen) == 2  # one on each rank
+
+
+def test_an_optimizer_that_dense_took_off_is_back_if_sharding_is_refused() -> None:
+    crossed = Tiling.of("b", 6, 4, [(0, 3, 0, 2, 0), (3, 6, 0, 2, 1), (0, 2, 2, 4, 1), (2, 6, 2, 4, 0)])
+
+    def run(group: Group) -> list[str]:
+        model = Model()
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), model.parameters())
+        said = {"ebc": {"a": ParameterSharding("row_wise", "dense"), "b": crossed}}
+        with pytest.raises(ConfigError, match="'b'"):
+            shard(model, said, group)
+        return list(model.ebc.fused_optimizer.params)
+
+    with pytest.warns(UserWarning, match="is taken off"):
+        results = run_virtual_ranks(2, run)
+    assert results == [[f"embedding_bags.{n}.weight" for n in NAMES]] * 2
 
 
 def test_fused_without_any_optimizer_is_warned_about_by_table() -> None:
@@ -199,8 +231,9 @@ def test_the_file_of_a_sharded_models_plan_shards_it_again_as_it_was(tmp_path: P
     assert kernels_of(again) == {"a": "dense", "b": "fused"}
     model = Model()
     apply_optimizer_in_backward(SGD(lr=0.1), list(model.parameters()))
-    with pytest.raises(ConfigError, match="leave compute_kernel out of the plan"):
-        alone(model, plan=tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match="the optimizer attached there is taken off"):
+        attached = alone(model, plan=tmp_path / "plan.json")
+    assert kernels_of(attached) == {"a": "dense", "b": "fused"}
 
 
 # ----------------------------------------------------------------------------------------------------------- sharders

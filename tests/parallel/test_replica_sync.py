@@ -441,7 +441,7 @@ def test_another_optimizer_keeps_in_mind_what_was_touched() -> None:
     def run(group: Group) -> Tensor:
         module, two = in_2d(group, base, 2)
         step(module, group, 0, 1.0)
-        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(module.parameters()))
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(module.parameters()), replace=True)
         two.sync()
         return full_state_dict(module)["embedding_bags.a.weight"]
 

@@ -588,7 +588,7 @@ def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
         if differ == "hook" and odd:
             two.set_hook(lambda tensors: None)
         if differ == "rule" and odd:
-            apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
+            apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()), replace=True)
         before = [p.detach().clone() for p in module.parameters()]
         try:
             two.sync(include_optimizer_state=not (differ == "state" and odd))

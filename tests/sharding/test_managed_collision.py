@@ -468,7 +468,8 @@ def test_ids_of_rank_0_count_where_ranks_were_given_others() -> None:
 # -------------------------------------------------------------------------------------------------------- stages
 
 
-def test_a_batch_may_be_routed_while_the_one_before_goes_backward() -> None:
+@pytest.mark.parametrize("ahead", ["route", "prefetch"])
+def test_a_batch_may_be_routed_while_the_one_before_goes_backward(ahead: str) -> None:
     """Rows that the next batch takes are reset when it is looked up, after the gradients of the old ids."""
     policy = "lru and lfu, shared rows"
 
@@ -476,12 +477,13 @@ def test_a_batch_may_be_routed_while_the_one_before_goes_backward() -> None:
         module = build(policy)
         shard(module, row_wise(), group, exact=True)
         sizes, first = sizes_of(2), sum(sizes_of(2)[: group.rank])
-        routed = module.route(local_batch(0, group, sizes))
+        begin = getattr(module, ahead)
+        routed = begin(local_batch(0, group, sizes))
         for step in range(STEPS):
             looked = module.lookup(routed.wait())
             out, _ = module.combine(looked)
             if step + 1 < STEPS:
-                routed = module.route(local_batch(step + 1, group, sizes))
+                routed = begin(local_batch(step + 1, group, sizes))
             grads = upstream(step, SAMPLES, COLUMNS)[first : first + sizes[group.rank]]
             (out.values() * grads * group.size).sum().backward()
         return full_state_dict(module)

@@ -128,3 +128,11 @@ def test_a_virtual_table_is_refused_with_what_to_do_instead() -> None:
             ConfigError, match=r"Table 't': use_virtual_table=True .*set num_embeddings to the rows"
         ):
             kind(2**60, 2, "t", use_virtual_table=True)
+
+
+@pytest.mark.parametrize("rows", [2**62, 2**64])
+def test_a_table_of_more_numbers_than_memory_addresses_is_refused(rows: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"Table 't': got num_embeddings={rows} rows of 4; expected at most"
+    ):
+        EmbeddingBagConfig(rows, 4, "t")

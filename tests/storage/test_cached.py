@@ -395,7 +395,7 @@ def test_two_lookups_of_one_table_in_a_step_update_it_once() -> None:
 def test_tables_shared_by_two_collections_share_their_cache() -> None:
     modules = []
     for wants_cache in (False, True):
-        bags, rows = ebc(Adam(0.1)), ec(None)
+        bags, rows = ebc(None), ec(None)
         rows.embeddings["a"] = bags.embedding_bags["a"]
         both = nn.ModuleList([bags, rows])
         apply_optimizer_in_backward(Adam(0.1), both.parameters())
@@ -652,7 +652,7 @@ def test_another_type_takes_the_newest_rows_along() -> None:
 def test_another_optimizer_starts_with_fresh_state() -> None:
     plain, other, rng = _trained()
     for module in (plain, other):
-        apply_optimizer_in_backward(RowWiseAdagrad(0.1), module.parameters())
+        apply_optimizer_in_backward(RowWiseAdagrad(0.1), module.parameters(), replace=True)
     _goes_on_alike(plain, other, rng)
 
 

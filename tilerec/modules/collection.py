@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
+from tilerec.modules.data_parallel import refuse_data_parallel
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
 from tilerec.ops.graph_break import graph_break
@@ -253,6 +254,8 @@ class TableCollection(nn.Module):
             )
         else:
             attached = (False,) * len(leaves)
+        if any(attached) and not torch.compiler.is_compiling():
+            refuse_data_parallel(rows, attached)
         if [r.handle for r in rows] != self._handles:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
@@ -388,6 +391,18 @@ class TableCollection(nn.Module):
             raise InputError(
                 f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
             )
+        parts = features._parts
+        given = (
+            ("lengths", parts.segments.given_lengths),
+            ("offsets", parts.segments.given_offsets),
+            ("weights", parts.weights),
+        )
+        for name, tensor in given:
+            if tensor is not None and tensor.device != ids.device:
+                raise InputError(
+                    f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. "
+                    "Move the batch with .to()."
+                )
 
     def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """Clamped ids. Tables of different sizes may read a feature: first for its smallest, and so on."""

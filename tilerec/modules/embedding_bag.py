@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError
 from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
+from tilerec.modules.samples import bags_of_samples, check_samples
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient import GradientRecord, bag_starts, order_ahead, pooled_blocks
 from tilerec.ops.lookup import pooled_lookup
@@ -138,23 +138,16 @@ class EmbeddingBagCollection(TableCollection):
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]
     ) -> list[Tensor]:
         """Pooled blocks `[B, dim]` of a variable batch, each read through its feature's inverse indices."""
-        inverse = features.inverse_indices_or_none()
-        if inverse is None:
-            raise InputError(
-                f"{type(self).__name__}: the batch has {sorted(set(batches))} samples per key and no "
-                "inverse_indices, so its "
-                "features have no common batch size; pass inverse_indices=(keys, indices) with the KeyedJaggedTensor."
-            )
-        inverse_keys, inverse_FB = inverse
-        row = {key: i for i, key in enumerate(inverse_keys)}
+        check_samples(type(self).__name__, [self._slots[s].feature for s in lookup.slots], features)
+        bag_of = bags_of_samples(features)
         if len(batches) == 1:  # of one key: the op saw a batch like any other
             return [
-                part[inverse_FB[row[self._slots[s].feature]]]
+                part[bag_of[self._slots[s].feature]]
                 for part, s in zip(out.split(dims, dim=1), lookup.slots, strict=True)
             ]
         parts = out.split([batches[k] * dim for k, dim in zip(lookup.keys, dims, strict=True)])
         return [
-            part.view(batches[k], dim)[inverse_FB[row[self._slots[s].feature]]]
+            part.view(batches[k], dim)[bag_of[self._slots[s].feature]]
             for part, k, dim, s in zip(parts, lookup.keys, dims, lookup.slots, strict=True)
         ]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.samples import check_samples
 from tilerec.ops.lookup import raise_bad_id
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -38,7 +39,7 @@ def check_batch(tables: TableCollection, managed: Collection[str], features: Key
     if getattr(tables, "_is_weighted", False):
         features.weights()
     if features.variable_stride_per_key() and isinstance(tables, EmbeddingBagCollection):
-        _check_inverse(tables, features)
+        check_samples(who, [slot.feature for slot in tables._slots], features)
     own = {config.name: config.num_embeddings for config in tables._configs if config.name not in managed}
     if own and tables._on_bad_id == "error" and features.values().device.type == "cpu":
         starts = dict(zip(keys, features.offset_per_key(), strict=False))
@@ -48,22 +49,6 @@ def check_batch(tables: TableCollection, managed: Collection[str], features: Key
                 start = starts[slot.feature]
                 ids_N = features.values()[start : start + sizes[slot.feature]]
                 _check_rows(ids_N, start, own[slot.table], f"{slot.feature}@{slot.table}")
-
-
-def _check_inverse(tables: TableCollection, features: KeyedJaggedTensor) -> None:
-    inverse = features.inverse_indices_or_none()
-    if inverse is None:
-        raise InputError(
-            f"{type(tables).__name__}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no "
-            "inverse_indices, so its features have no common batch size; pass inverse_indices=(keys, indices) with "
-            "the KeyedJaggedTensor."
-        )
-    for slot in tables._slots:
-        if slot.feature not in inverse[0]:
-            raise InputError(
-                f"{type(tables).__name__}: feature '{slot.feature}' is not among the keys of the batch's "
-                f"inverse_indices, {list(inverse[0])[:20]}; give indices for every feature that the tables read."
-            )
 
 
 def _check_rows(ids_N: Tensor, start: int, rows: int, name: str) -> None:

@@ -104,10 +104,14 @@ class Table(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
+        """Apply as `nn.Module` does; memory that `to_empty` makes gets the initial values."""
+        empties = self.weight.is_meta or empties_memory(fn)
         self.rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
             super()._apply(fn, recurse)
         self._bind()
+        if empties:
+            self.reset_parameters()
         return self
 
     def _move_cache(self, fn: Any) -> bool:
@@ -135,10 +139,23 @@ class Table(nn.Module):
         self.settle()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        value = state_dict.get(f"{prefix}weight")
+        if hasattr(value, "full_tensor"):
+            error_msgs.append(
+                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, whose parts lie on "
+                "several ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or "
+                "shard this module first."
+            )
+            return
         self.settle()
         self.rows.about_to_write()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,6 +168,11 @@ class Table(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}"
+
+
+def empties_memory(fn: Any) -> bool:
+    """Return True for the function that `nn.Module.to_empty` applies: it makes memory and copies nothing."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 class Tables(nn.Module):

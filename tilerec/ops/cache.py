@@ -434,7 +434,7 @@ LIBRARY.impl("cache_seat_", cache_seat_reference_, "CompositeExplicitAutograd")
 LIBRARY.impl("cache_lines_", cache_lines_reference_, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::cache_ask_", lib=LIBRARY)
+@LIBRARY.fake("cache_ask_")
 def _fake_ask(
     ids: Any, begins: Any, ends: Any, tables: Any, books: Any, sets: Any, ways: Any, clock: Any, names: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -446,7 +446,7 @@ def _fake_ask(
     )
 
 
-@torch.library.register_fake("tilerec::cache_plan", lib=LIBRARY)
+@LIBRARY.fake("cache_plan")
 def _fake_plan(
     ids: Any, begins: Any, ends: Any, tables: Any, books: Any, sets: Any, ways: Any, clock: Any, header: Any,
     keys: Any, order: Any,
@@ -455,15 +455,15 @@ def _fake_plan(
     return made
 
 
-@torch.library.register_fake("tilerec::cache_move_", lib=LIBRARY)
+@LIBRARY.fake("cache_move_")
 def _fake_move(plan: Any, header: Any, lines: Any, host: Any, tables: Any, ids: Any, comes: Any) -> None: ...
 
 
-@torch.library.register_fake("tilerec::cache_seat_", lib=LIBRARY)
+@LIBRARY.fake("cache_seat_")
 def _fake_seat(plan: Any, header: Any, books: Any, clock: Any, ids: Any) -> None: ...
 
 
-@torch.library.register_fake("tilerec::cache_lines_", lib=LIBRARY)
+@LIBRARY.fake("cache_lines_")
 def _fake_lines(
     ids: Any, begins: Any, ends: Any, tables: Any, line_of: Any, dirty: Any, strangers: Any
 ) -> Tensor:

@@ -25,6 +25,7 @@ from tilerec.errors import InputError
 from tilerec.ops.gradient import bag_starts
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import raise_bad_id
+from tilerec.ops.lookup_checks import check_covered, raise_uncovered
 
 LIBRARY.define(
     "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
@@ -49,7 +50,12 @@ def _feature(names: str, route: int) -> str:
 
 
 def raise_bad_offsets(names: str, route: int, position: int, offset: int, ids: int) -> NoReturn:
-    """Raise the `InputError` for an offset that falls, or that leaves `[0, ids]`; `names` as in `raise_bad_id`."""
+    """Raise the `InputError` for an offset that falls, or that leaves `[0, ids]`; `names` as in `raise_bad_id`.
+
+    A negative route: the offsets of the whole batch leave values out.
+    """
+    if route < 0:
+        raise_uncovered(position, offset, ids)
     raise InputError(
         f"Feature '{_feature(names, route) or route}': offsets[{position}] is {offset}; offsets must not fall and must "
         f"lie in [0, {ids}] (the number of values); check how lengths and values were put together."
@@ -80,6 +86,7 @@ def raise_fault(
     if of_id:
         rows = cuts[sum(ranges[: route + 1]) + route]
         raise_bad_id(names, route, position, int(ids[position]), rows)
+    route = -1 if route == len(ranges) else route  # behind the last: of the whole batch
     raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
 
 
@@ -177,6 +184,7 @@ def _route_ids_reference(
     if not pieces:
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
         return nothing.new_zeros(1).long(), nothing, nothing.to(dtype), nothing.clone(), nothing.long()
+    check_covered(offsets, ids)
     linear_N, bag_N, position_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
     lower_K = torch.tensor(lower, device=device)
     part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
@@ -319,7 +327,7 @@ LIBRARY.impl("place_rows_", _place_rows_reference_, "CompositeExplicitAutograd")
 LIBRARY.impl("pick_rows", _pick_rows_reference, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::route_ids", lib=LIBRARY)
+@LIBRARY.fake("route_ids")
 def _fake_route_ids(
     ids: Any, offsets: Any, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: Any, dtype: Any,
     names: Any,
@@ -335,12 +343,12 @@ def _fake_route_ids(
     )
 
 
-@torch.library.register_fake("tilerec::pick_rows_", lib=LIBRARY)
-@torch.library.register_fake("tilerec::place_rows_", lib=LIBRARY)
+@LIBRARY.fake("pick_rows_")
+@LIBRARY.fake("place_rows_")
 def _fake_place_rows(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("tilerec::pick_rows", lib=LIBRARY)
+@LIBRARY.fake("pick_rows")
 def _fake_pick_rows(source: Any, slots: Any, counts: Any, widths: Any, *rest: Any) -> Tensor:
     return source.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)))

@@ -445,12 +445,12 @@ LIBRARY.impl("submit_pooled_", submit_pooled, "CompositeExplicitAutograd")
 LIBRARY.impl("submit_sequence_", submit_sequence, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::submit_pooled_", lib=LIBRARY)
+@LIBRARY.fake("submit_pooled_")
 def _fake_submit_pooled(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("tilerec::submit_sequence_", lib=LIBRARY)
+@LIBRARY.fake("submit_sequence_")
 def _fake_submit_sequence(*args: Any) -> None:
     return None
 

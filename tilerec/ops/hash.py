@@ -63,7 +63,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 
 for _name, (_, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilerec::{_name}", checked(_name, _fake), lib=LIBRARY)
+    LIBRARY.fake(_name)(checked(_name, _fake))
 # A backend that has `zch_assign_` has this too.
 LIBRARY.impl("zch_assign_each_", each_by(_OPS.zch_assign_.default), "CPU")
 

@@ -288,7 +288,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {name: kernels[0] for name, kernels i
 
 for _name, (_reference, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, checked(_name, _reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilerec::{_name}", _fake, lib=LIBRARY)
+    LIBRARY.fake(_name)(_fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------

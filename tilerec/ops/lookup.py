@@ -3,7 +3,8 @@
 Nouns
   table    `weights[t]`, a leaf `[rows, dim]`; dims and dtypes may differ
   feature  f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
-  bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample
+  bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample; every id is in
+           a bag: offsets begin at 0 and end at N
   sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient.py`), -1 for nobody;
            or int64 [0]: gradients become ordinary `.grad`s
   ticket   one pair of numbers per lookup; spent by its backward, so that a second backward cannot update twice
@@ -39,6 +40,7 @@ from tilerec.ops.gradient import (
     submit_sequence,
 )
 from tilerec.ops.library import LIBRARY
+from tilerec.ops.lookup_checks import check_covered
 from tilerec.ops.reader import Reader, copied, id_segments, let_go, places_in_copies
 from tilerec.ops.watchers import unwatched
 
@@ -66,25 +68,6 @@ def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -
     )
 
 
-def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
-    """Raise an `InputError` for a table that is not where the ids are; `names` as in `raise_bad_id`."""
-    device = ids.device
-    for feature, t in enumerate(tables):
-        if weights[t].device != device:
-            label = names.split(",")[feature] if names else ""
-            name, _, table = label.rpartition("@")
-            here = weights[t].device
-            fix = (
-                "give it memory with to_empty(device=...)"
-                if here.type == "meta"
-                else "move one of them with .to()"
-            )
-            raise InputError(
-                f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' "
-                f"on {device}; {fix}."
-            )
-
-
 def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
     bad = (ids < 0) | (ids >= rows)
     if bool(bad.any()):
@@ -105,7 +88,6 @@ def _pooled_lookup_reference(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
-    check_devices(weights, ids, tables, names)
     starts, bags = bag_starts(keys, batches)
     pooled = []
     for feature, table in enumerate(tables):
@@ -126,6 +108,8 @@ def _pooled_lookup_reference(
         if means[feature]:
             sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
         pooled.append(sums_BD.to(dtype))
+    if tables:
+        check_covered(offsets, ids)
     if len(batches) == 1:
         out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
     else:
@@ -144,7 +128,6 @@ def _sequence_lookup_reference(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
-    check_devices(weights, ids, tables, names)
     bounds = starts.tolist()
     rows = []
     for feature, table in enumerate(tables):
@@ -195,12 +178,11 @@ LIBRARY.impl("sequence_lookup", _sequence_lookup_reference, "CompositeExplicitAu
 LIBRARY.impl("sample_weight_grad", _sample_weight_grad_reference, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::pooled_lookup", lib=LIBRARY)
+@LIBRARY.fake("pooled_lookup")
 def _fake_pooled_lookup(
     weights: Any, sinks: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, keys: Any, means: Any,
     batches: Any, dtype: Any, names: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_devices(weights, ids, tables, names)
     dims = [weights[t].shape[1] for t in tables]
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     if len(batches) == 1:
@@ -208,16 +190,15 @@ def _fake_pooled_lookup(
     return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
 
 
-@torch.library.register_fake("tilerec::sequence_lookup", lib=LIBRARY)
+@LIBRARY.fake("sequence_lookup")
 def _fake_sequence_lookup(
     weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
 ) -> tuple[Tensor, Tensor]:
-    check_devices(weights, ids, tables, names)
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
     return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
 
 
-@torch.library.register_fake("tilerec::sample_weight_grad", lib=LIBRARY)
+@LIBRARY.fake("sample_weight_grad")
 def _fake_sample_weight_grad(
     weights: Any, ids: Any, offsets: Any, grad: Any, tables: Any, keys: Any, means: Any, batches: Any
 ) -> Tensor:
@@ -470,7 +451,7 @@ def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest
 
 
 LIBRARY.define(
-    "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor offsets, "
+    "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor bounds, "
     f"Tensor? sample_weights, {_LAYOUT}) -> Tensor[]"
 )
 
@@ -481,7 +462,7 @@ def _dense_weight_grads(
     chosen: Sequence[int],
     grad: Tensor,
     ids: Tensor,
-    offsets: Tensor,
+    bounds: Tensor,
     sample_weights: Tensor | None,
     tables: Sequence[int],
     keys: Sequence[int],
@@ -490,22 +471,22 @@ def _dense_weight_grads(
 ) -> list[Tensor]:
     """Dense gradients `[rows, dim]` of the chosen tables.
 
-    Without `batches`: those of a sequence lookup, whose `offsets` are its starts.
+    `bounds` are the offsets, or without `batches` the starts of a sequence lookup.
     """
     out = [torch.zeros_like(w) for w in weights]
     if batches:
         starts, bags = bag_starts(keys, batches)
         places, strides = pooled_blocks([dims[t] for t in tables], bags, len(batches) == 1)
     else:
-        bounds = offsets.tolist()
-        starts, bags = bounds[:-1], [end - begin for begin, end in itertools.pairwise(bounds)]
+        edges = bounds.tolist()
+        starts, bags = edges[:-1], [end - begin for begin, end in itertools.pairwise(edges)]
         strides = [dims[t] for t in tables]
         places = [begin * dim for begin, dim in zip(starts, strides, strict=True)]
     position = {t: i for i, t in enumerate(chosen)}
     features = [f for f, t in enumerate(tables) if t in position]
     zeros = [0] * len(out)
     torch.ops.tilerec.update_rows_(
-        out, [], grad, ids, offsets if batches else None, sample_weights, [position[tables[f]] for f in features],
+        out, [], grad, ids, bounds if batches else None, sample_weights, [position[tables[f]] for f in features],
         *([values[f] for f in features] for values in (starts, bags, places, strides, means)),
         "store", [], zeros, zeros + zeros, zeros, zeros,
     )  # fmt: skip
@@ -515,6 +496,6 @@ def _dense_weight_grads(
 LIBRARY.impl("dense_weight_grads", _dense_weight_grads, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::dense_weight_grads", lib=LIBRARY)
+@LIBRARY.fake("dense_weight_grads")
 def _fake_dense_weight_grads(weights: Any, *rest: Any) -> list[Tensor]:
     return [torch.empty_like(w) for w in weights]

@@ -59,6 +59,11 @@ def check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> 
             f"A lookup's sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; wanted one "
             "weight per id: check how weights and values were put together."
         )
+    if sample_weights is not None and sample_weights.is_complex():
+        raise InputError(
+            f"A lookup's sample_weights have type {sample_weights.dtype}; expected real numbers, as rows are "
+            "multiplied by them. Pass weights.real or weights.abs()."
+        )
     if ids.dim() == 1 and offsets.dim() == 1 and ids.dtype in INDEX_TYPES and offsets.dtype in INDEX_TYPES:
         return
     for name, values in (("ids", ids), ("offsets", offsets)):
@@ -130,10 +135,37 @@ def _labels(names: str, feature: int, tables: Sequence[int]) -> tuple[str, str]:
     return name or str(feature), table or str(tables[feature])
 
 
+def raise_uncovered(position: int, value: int, ids: int) -> NoReturn:
+    """Raise the `InputError` for ids that lie in no bag: `offsets[position]`, the first or the last, is `value`."""
+    if position == 0 and value:
+        raise InputError(
+            f"KeyedJaggedTensor: the first offset is {value}; expected 0, since values before it belong to no bag. "
+            "Pass values[offsets[0]:] and offsets - offsets[0]."
+        )
+    raise InputError(
+        f"KeyedJaggedTensor: the lengths sum to {value}, but there are {ids} values; expected as many. "
+        "validate_keyed_jagged_tensor() names the feature and the bag."
+    )
+
+
+def check_covered(offsets: Tensor, ids: Tensor) -> None:
+    """Raise an `InputError` unless the offsets begin at 0 and end at the number of ids. Waits for their device."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise_uncovered(0, first, ids.numel())
+    if last != ids.numel():
+        raise_uncovered(offsets.numel() - 1, last, ids.numel())
+
+
 def raise_bad_offsets(
     names: str, tables: Sequence[int], feature: int, position: int, value: int, ids: int, pooled: bool = True
 ) -> NoReturn:
-    """Raise the `InputError` for `offsets[position]`, which is `value`; `ids` is the number of the batch's values."""
+    """Raise the `InputError` for `offsets[position]`, which is `value`; `ids` is the number of the batch's values.
+
+    A negative feature: the offsets of the whole batch leave values out.
+    """
+    if feature < 0:
+        raise_uncovered(position, value, ids)
     name, _ = _labels(names, feature, tables)
     wanted = f"lie in [0, {ids}] (the number of values)"
     if not pooled:

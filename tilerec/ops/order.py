@@ -146,7 +146,7 @@ def order_rows_reference(
 LIBRARY.impl("order_rows", order_rows_reference, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::order_rows", lib=LIBRARY)
+@LIBRARY.fake("order_rows")
 def _fake_order_rows(
     weights: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, starts: Any, bags: Any, grad_starts: Any,
     grad_strides: Any, means: Any,

@@ -130,13 +130,13 @@ LIBRARY.impl("pack_segments", _pack_segments_reference, "CompositeExplicitAutogr
 LIBRARY.impl("unpack_segments", _unpack_segments_reference, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::pack_segments", lib=LIBRARY)
+@LIBRARY.fake("pack_segments")
 def _fake_pack(flat: Any, counts: Any, widths: Any, format: str) -> Tensor:
     size = sum(c * (w + SCALE_BYTES) for c, w in zip(counts, widths, strict=True))
     return flat.new_empty(size, dtype=PACKED_TYPE[format])
 
 
-@torch.library.register_fake("tilerec::unpack_segments", lib=LIBRARY)
+@LIBRARY.fake("unpack_segments")
 def _fake_unpack(packed: Any, counts: Any, widths: Any, format: str, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)), dtype=dtype)
 

@@ -181,14 +181,14 @@ LIBRARY.impl("random_rows_", random_rows_reference_, "CompositeExplicitAutograd"
 LIBRARY.impl("random_fill_", random_fill_reference_, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::random_fill_", lib=LIBRARY)
+@LIBRARY.fake("random_fill_")
 def _fake_random_fill(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
 ) -> None:
     return None
 
 
-@torch.library.register_fake("tilerec::random_rows_", lib=LIBRARY)
+@LIBRARY.fake("random_rows_")
 def _fake_random_rows(
     out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
 ) -> None:

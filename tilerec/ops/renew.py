@@ -108,7 +108,7 @@ def _indexed(tensor: Tensor) -> Tensor:
 LIBRARY.impl("renew_rows_", renew_rows_reference_, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::renew_rows_", lib=LIBRARY)
+@LIBRARY.fake("renew_rows_")
 def _fake_renew_rows(
     rows_N: Tensor,
     tile: Tensor | None,

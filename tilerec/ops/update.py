@@ -581,12 +581,12 @@ for _name, _kernel in {
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilerec::update_rows_", lib=LIBRARY)
+@LIBRARY.fake("update_rows_")
 def _fake_update_rows(weights: Any, slots: Any, grad: Any, ids: Any, *rest: Any) -> Tensor:
     return ids.new_empty(3, dtype=torch.int64)
 
 
-@torch.library.register_fake("tilerec::sum_row_gradients", lib=LIBRARY)
+@LIBRARY.fake("sum_row_gradients")
 def _fake_sum_row_gradients(
     grad: Any, ids: Any, offsets: Any, sample_weights: Any, rows: Any, dim: Any, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -596,7 +596,7 @@ def _fake_sum_row_gradients(
     )
 
 
-@torch.library.register_fake("tilerec::sum_row_gradients_of_tables", lib=LIBRARY)
+@LIBRARY.fake("sum_row_gradients_of_tables")
 def _fake_sum_row_gradients_of_tables(
     grad: Any, ids: Any, offsets: Any, sample_weights: Any, rows: Any, dims: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -608,7 +608,7 @@ def _fake_sum_row_gradients_of_tables(
     )
 
 
-@torch.library.register_fake("tilerec::rule_partials_of_tables", lib=LIBRARY)
+@LIBRARY.fake("rule_partials_of_tables")
 def _fake_rule_partials_of_tables(
     weights: Any, slots: Any, rows: Any, grads: Any, scalars: Any, phase: Any, dims: Any, exact: Any, finite: Any,
     column_offsets: Any, rule: Any, hyper: Any, steps: Any, counts: Any = None, lr: Any = None,
@@ -621,12 +621,12 @@ def _fake_rule_partials_of_tables(
     return grads[0].new_empty(size, dtype=_wide(weights[0].dtype))
 
 
-@torch.library.register_fake("tilerec::rule_apply_to_tables_", lib=LIBRARY)
+@LIBRARY.fake("rule_apply_to_tables_")
 def _fake_rule_apply_to_tables(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("tilerec::rule_partials", lib=LIBRARY)
+@LIBRARY.fake("rule_partials")
 def _fake_rule_partials(
     weight: Any, slots: Any, rows: Any, grads: Any, scalars: Any, phase: Any, dim: Any, exact: Any, column_offset: Any,
     rule: Any, hyper: Any, step: Any,
@@ -637,6 +637,6 @@ def _fake_rule_partials(
     )
 
 
-@torch.library.register_fake("tilerec::rule_apply_", lib=LIBRARY)
+@LIBRARY.fake("rule_apply_")
 def _fake_rule_apply(*args: Any) -> None:
     return None

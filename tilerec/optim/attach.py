@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
+from tilerec.optim.idle import watch_optimizers
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
 from tilerec.storage.hyper_group import HyperGroup
@@ -22,11 +23,13 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
     register_hook: bool = True,
+    *,
+    replace: bool = False,
 ) -> None:
     """Attach an optimizer to parameters: from now on every backward pass updates them.
 
     Works on meta and real parameters, before or after sharding, and stays through `.to()`, `to_empty`, `deepcopy` and
-    pickling. A table that has an optimizer already gets the new one with fresh state. Tables attached by one
+    pickling. Tables attached by one
     call share their numbers (`module.fused_optimizer.param_groups`).
 
     Args:
@@ -40,10 +43,11 @@ def apply_optimizer_in_backward(
         register_hook: of torch's function of this name: with False, parameters of no table keep their optimizer
             (`_in_backward_optimizers`) and are not stepped by the backward. Tables are updated all the same, with a
             warning.
+        replace: a table that has an optimizer already gets the new one, with fresh state; by default that is refused.
 
     Raises:
-        ConfigError: an argument that has no meaning for a fused update (amsgrad, maximize, …), or `params` that are
-            no parameters.
+        ConfigError: a table that has an optimizer already (none is attached then); an argument that has no meaning
+            for a fused update (amsgrad, maximize, …); `params` that are no parameters.
     """
     params = _parameters("apply_optimizer_in_backward", params)
     kwargs = dict(optimizer_kwargs or {})
@@ -72,13 +76,27 @@ def apply_optimizer_in_backward(
                 stacklevel=2,
             )
         spec = _spec(optimizer_class, kwargs)
+        if not replace:
+            _refuse_attached(tables.values(), spec)
         group = HyperGroup.of(spec, kwargs.get("lr", kwargs.get("learning_rate")))
         for rows in tables.values():
             rows.attach(spec, group)
+        watch_optimizers()
     if dense:
         from torch.distributed.optim import _apply_optimizer_in_backward
 
         _apply_optimizer_in_backward(optimizer_class, dense, kwargs, register_hook)
+
+
+def _refuse_attached(tables: Iterable[TableRows], spec: OptimizerSpec) -> None:
+    """Raise a `ConfigError` for a table that has an optimizer: two cannot both apply, and its state would be lost."""
+    for rows in tables:
+        if rows.spec is not None:
+            raise ConfigError(
+                f"Table '{rows.name}': got {type(spec).__name__}, but {type(rows.spec).__name__} is attached already; "
+                "expected a table without an optimizer. Leave the table out of params, or pass replace=True, which "
+                "drops the state it has."
+            )
 
 
 @contextmanager

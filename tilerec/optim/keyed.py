@@ -426,6 +426,11 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
             return
         if isinstance(loaded, Tensor) and current.dim() and loaded.shape == (*current.shape, 1):
             loaded = loaded.squeeze(-1)  # state per row kept as a column, as TorchRec's row-wise Adagrad does
+        if hasattr(loaded, "full_tensor"):
+            raise ConfigError(
+                f"{where}: got a {type(loaded).__name__}, whose parts lie on several ranks; expected a whole tensor. "
+                "Gather it with .full_tensor() on all ranks, or shard this model first."
+            )
         if not isinstance(loaded, Tensor) or loaded.shape != current.shape:
             got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
             raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {tuple(current.shape)}.")

@@ -1,7 +1,8 @@
 """Which tables the backward pass updates: what the user attached, what sharders give, what the plan says.
 
-attached     its optimizer stays, whatever sharders give; a plan that says `dense` contradicts it
-`dense`      no optimizer: gradients go to `.grad`, for an optimizer of the user's
+attached     its optimizer stays, whatever sharders give
+`dense`      no optimizer: gradients go to `.grad`, for an optimizer of the user's; an attached one is taken off, with a
+             warning, when the model is sharded
 `fused_uvm…` as `fused`, with rows in host memory: behind a cache, or (`fused_uvm`, on a GPU) on the device only while
              a batch is in flight
 otherwise    the optimizer of the collection's sharder, if it gives one
@@ -48,14 +49,14 @@ def gifts_of(
     ties: Sequence[Mapping[Name, Table]],
     sharders: Sequence[ModuleSharder],
 ) -> Gifts:
-    """What sharders give to which tables; changes nothing.
+    """What sharders give to which tables that have no optimizer; changes nothing.
 
     Args:
         ties: the distinct tables, each under all its names.
 
     Raises:
-        ConfigError: the plan says `dense` of a table with an attached optimizer, or two things of one table, as that it
-            lies in different memories; two sharders give two optimizers to one table.
+        ConfigError: the plan says two things of one table, as that it lies in different memories; two sharders give two
+            optimizers to one table.
     """
     members: dict[int, list[nn.Parameter]] = {}
     for names in ties:
@@ -74,12 +75,6 @@ def gifts_of(
             )
         dense, table = any(said.values()), next(iter(names.values()))
         if table.rows.spec is not None:
-            if dense:
-                raise ConfigError(
-                    f"shard: the plan says compute_kernel 'dense' of table {_listed(names)}, but "
-                    f"{type(table.rows.spec).__name__} is attached to it and updates it in the backward pass; leave "
-                    "compute_kernel out of the plan (or say 'fused'), or attach no optimizer."
-                )
             continue
         givers: dict[int, ModuleSharder] = {}
         for path, _ in names:
@@ -99,6 +94,43 @@ def gifts_of(
             members.setdefault(id(other), [])  # it gives what the first gives
         members.setdefault(id(first), []).append(table.weight)
     return [(sharder, members[id(sharder)]) for sharder in sharders if id(sharder) in members]
+
+
+def dense_tables(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> list[Mapping[Name, Table]]:
+    """Tables, under their names, that the plan has as `dense` and that have an optimizer attached."""
+    return [
+        names
+        for names in ties
+        if next(iter(names.values())).rows.spec is not None
+        and any(plan.plan[path][name].kernel is DENSE for path, name in names)
+    ]
+
+
+def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
+    """Take the optimizers off tables that the plan has as `dense`, with one warning that names them."""
+    found = dense_tables(plan, ties)
+    if not found:
+        return
+    listed = _listed([name for names in found for name in names])
+    warnings.warn(
+        f"shard: the plan says compute_kernel 'dense' of table {listed}, so the optimizer attached there is taken off: "
+        "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) "
+        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say "
+        "'fused'.",
+        stacklevel=6,
+    )
+    for names in found:
+        next(iter(names.values())).rows.detach()
+
+
+def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
+    """Raise a `ConfigError` for a move of a table to `dense`: its optimizer stays where its rows go."""
+    for names in dense_tables(plan, ties):
+        kind = type(next(iter(names.values())).rows.spec).__name__
+        raise ConfigError(
+            f"reshard: the plan says compute_kernel 'dense' of table {_listed(names)}, but {kind} is attached to it "
+            "and updates it in the backward pass; leave compute_kernel out of the plan, or say 'fused'."
+        )
 
 
 def attach(gifts: Gifts) -> None:

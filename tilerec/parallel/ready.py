@@ -16,7 +16,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.cuts import without_cuts
-from tilerec.parallel.kernels import as_it_is, check_storage, gifts_of, with_kernels
+from tilerec.parallel.kernels import as_it_is, check_storage, gifts_of, refuse_dense, with_kernels
 from tilerec.parallel.move_progress import ProgressOption, check_progress
 from tilerec.parallel.mover import Ready, joined, said_of
 from tilerec.parallel.plan_of import kept_plans
@@ -128,6 +128,7 @@ def ready_to_move(
     ties = ties_of(cast("dict[str, TableCollection]", collections))
     tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
     _check_ties(ties, tilings)
+    refuse_dense(whole, ties)
     gifts_of(whole, cast("dict[str, TableCollection]", collections), ties, [])
     moving: list[tuple[list[Name], ShardedTable, Tiling]] = []
     for names in ties:

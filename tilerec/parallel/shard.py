@@ -26,6 +26,7 @@ from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.kernels import (
     attach,
     caches_of,
+    detach_dense,
     gifts_of,
     keep_caches,
     warn_of_idle,
@@ -92,15 +93,18 @@ def shard(
             or a list with at most one per kind of collection.
         exact: the same bits under every plan, at the price of bytes on the wire.
 
+    A table that the plan has as `dense` keeps no attached optimizer: it is taken off with a warning, and gradients go
+    to `.grad`, summed over the ranks as `DistributedDataParallel` would.
+
     Returns:
         The module, with the whole plan at `.plan` (printable; `tilerec.parallel.plan_of(module)` where the model has
         something of its own called `plan`).
 
     Raises:
         ConfigError: the plan is not for this model or this world, forgets a table, contradicts itself (a tiling that
-            its sharding type and ranks do not give), says `dense` of a table with an attached optimizer, or differs
-            between ranks; a collection is sharded already; tied tables have different tilings; `env` and `mesh` are
-            both given; this machine has no such device. The model is then as it was.
+            its sharding type and ranks do not give), or differs between ranks; a collection is sharded already; tied
+            tables have different tilings; `env` and `mesh` are both given; this machine has no such device. The model
+            is then as it was.
     """
     if not collections_of(module):
         warnings.warn(
@@ -300,6 +304,7 @@ def prepare(
     cut.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}
     _check_ties(ties, tilings)
+    detach_dense(cut, ties)
     gifts = gifts_of(cut, collections, ties, given_sharders)
     attach(gifts)
     warn_of_idle(gifts, cut, collections, given_sharders)

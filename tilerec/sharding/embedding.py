@@ -27,6 +27,7 @@ from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.initial import fill_initial
+from tilerec.modules.samples import bags_of_samples, check_samples
 from tilerec.modules.table import Table
 from tilerec.ops.gradient import GradientRecord
 from tilerec.ops.graph_break import graph_break
@@ -238,7 +239,7 @@ class ShardedCollection(TableCollection):
         own = [position[slot.feature] for slot in self._slots]
         variable = features.variable_stride_per_key()
         if variable and isinstance(self, EmbeddingBagCollection):
-            self._check_inverse(features)
+            check_samples(type(self).__name__, [slot.feature for slot in self._slots], features)
         batches = features.stride_per_key() if variable else [features.stride()]
         weights = features.weights() if getattr(self, "_is_weighted", False) else None
         if self.exchange.each_id or self.exchange.exact:
@@ -270,22 +271,6 @@ class ShardedCollection(TableCollection):
                 for leaf, table in zip(self._first_leaves(), self._sharded_tables, strict=True)
             ]
         )
-
-    def _check_inverse(self, features: KeyedJaggedTensor) -> None:
-        """Refuse, before anything travels, a variable batch that could not be expanded at the end."""
-        inverse = features.inverse_indices_or_none()
-        if inverse is None:
-            raise InputError(
-                f"{type(self).__name__}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no "
-                "inverse_indices, so its features have no common batch size; pass inverse_indices=(keys, indices) with "
-                "the KeyedJaggedTensor."
-            )
-        missing = [slot.feature for slot in self._slots if slot.feature not in inverse[0]]
-        if missing:
-            raise InputError(
-                f"{type(self).__name__}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, "
-                f"{list(inverse[0])[:20]}; give indices for every feature that the tables read."
-            )
 
     def _fits(self, routed: RoutedFeatures) -> bool:
         """Whether the tables are cut, and summed, as they were when this batch was routed."""
@@ -482,12 +467,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if not variable:
             size = features.stride()
             return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
-        inverse = features.inverse_indices_or_none()
-        assert inverse is not None, "checked before the batch was routed"
-        row = {key: i for i, key in enumerate(inverse[0])}
+        bag_of = bags_of_samples(features)  # checked before the batch was routed
         parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
         blocks = [
-            part.view(count, dim)[inverse[1][row[slot.feature]]]
+            part.view(count, dim)[bag_of[slot.feature]]
             for part, count, dim, slot in zip(parts, bags, self._dims, self._slots, strict=True)
         ]
         return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))

@@ -164,6 +164,20 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         looked = cast(ShardedCollection, self._embedding_module).lookup(routed.routed)
         return LookedUpManaged(routed.remapped, looked)
 
+    @_eager
+    def prefetch(self, features: KeyedJaggedTensor | RoutedManaged) -> RoutedManaged:
+        """Map a batch's ids, send the rows on their way and have their holders make ready what rows decide.
+
+        All ranks call it, once per batch, in the order of the batches; see `ShardedCollection.prefetch`. Rows that the
+        batch takes from other ids stay theirs until its lookup.
+
+        Returns:
+            The routed batch, to be given to the forward.
+        """
+        routed = features if isinstance(features, RoutedManaged) else self.route(features)
+        tables = cast(ShardedCollection, self._embedding_module)
+        return replace(routed, routed=tables.prefetch(routed.routed))
+
     def resize(
         self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
     ) -> Resized:

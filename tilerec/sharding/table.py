@@ -21,7 +21,7 @@ from tilerec.comms.agree import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.initial import fill_initial
-from tilerec.modules.table import Table
+from tilerec.modules.table import Table, empties_memory
 from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.layout import reader, rectangles
 from tilerec.sharding.logical import Cover, Logical, Piece
@@ -116,6 +116,8 @@ class ShardedTable(Table, TiledTable):
         if not self._move_cache(fn):
             nn.Module._apply(self, fn, recurse)
         self._bind()
+        if empties_memory(fn):
+            self.reset_parameters()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -42,6 +42,11 @@ def check_items(owner: str, values: Any, weights: Any) -> None:
     if weights is None:
         return
     check_tensor(owner, "weights", weights)
+    if weights.is_complex():
+        raise InputError(
+            f"{owner}: weights have dtype {weights.dtype}; expected real numbers, as rows are multiplied by them. Pass "
+            "weights.real or weights.abs()."
+        )
     if weights.dim() != 1:
         raise InputError(
             f"{owner}: weights have shape {list(weights.shape)}; wanted one number per value, "

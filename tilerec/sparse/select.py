@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
@@ -68,8 +67,6 @@ def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None)
     if parts.key_offsets is not None:
         key_lengths = [end - start for start, end in pairwise(parts.key_offsets)]
         key_offsets = list(accumulate([key_lengths[index] for index in indices], initial=0))
-    elif not _is_bijective(parts, indices):
-        key_offsets = target_P1.tolist()
     total = parts.values.shape[0] if key_offsets is None else key_offsets[-1]
     weights = parts.weights
     if weights is not None:
@@ -87,20 +84,16 @@ def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None)
 
 
 def permute_waits(parts: Parts, indices: Sequence[int]) -> bool:
-    """Whether a permutation takes key offsets that have to be fetched: its number of ids is not the batch's."""
-    if parts.key_offsets is not None or _is_bijective(parts, indices):
-        return False
-    return not _on_host(parts.values) or torch.compiler.is_compiling()
+    """Whether a permutation takes key offsets that have to be fetched: its number of ids is not the batch's.
+
+    They are checked then, too: ids that lie in no bag would be left out.
+    """
+    return parts.key_offsets is None and not _is_bijective(parts, indices)
 
 
 def _is_bijective(parts: Parts, indices: Sequence[int]) -> bool:
     """Every feature once."""
     return sorted(indices) == list(range(len(parts.keys)))
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Whether its values can be read without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 def _permute_lengths(parts: Parts, indices: Sequence[int], order_P: Tensor) -> tuple[Tensor, Strides | None]:

@@ -92,6 +92,9 @@ _WITHOUT_EFFECT = {
 }
 """Arguments of TorchRec's configs, and why they say nothing here."""
 
+_MOST = (1 << 60) - 1
+"""Numbers of a table, at most: their bytes, up to 8 each, are counted in 63 bits."""
+
 _TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16, DataType.FP8)
 _E = TypeVar("_E", bound=Enum)
 
@@ -157,6 +160,11 @@ class _TableConfig:
                 raise ConfigError(
                     f"{what}: {field_name} is {value!r}; it must be a whole number of at least 1."
                 )
+        if self.num_embeddings * self.embedding_dim > _MOST:
+            raise ConfigError(
+                f"{what}: got num_embeddings={self.num_embeddings} rows of {self.embedding_dim}; expected at most "
+                f"{_MOST} numbers in all, which 64 bits address. Map ids into fewer rows."
+            )
         data_type = _data_type(self.data_type, f"{what}: data_type")
         if dtype is not None:
             if data_type not in (DataType.FP32, _data_type(dtype, f"{what}: dtype")):

@@ -50,6 +50,8 @@ class HyperGroup(dict[str, Any]):
         self._alike: tuple[int, int] | None = None  # until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
         self._copied: float | None = None  # what they hold
+        # The loss scale was given or written, or no GradScaler was found when it was looked for.
+        self.scale_known = values.get("grad_scale", 1.0) != 1.0
         self._frozen = False  # a graph has captured an update by these numbers
 
     @staticmethod
@@ -66,6 +68,7 @@ class HyperGroup(dict[str, Any]):
             value = _checked(value, self) if self.get("capturable") else float(value)
         before = self.get(name)
         self._current = self._alike = None
+        self.scale_known |= name == "grad_scale"
         super().__setitem__(name, value)
         if name == "lr" and not isinstance(value, Tensor) and not isinstance(before, Tensor):
             self._copy_rate()
@@ -108,7 +111,7 @@ class HyperGroup(dict[str, Any]):
                 raise ConfigError(
                     f"{self['optimizer']}: the numbers written to its param_groups change its state from "
                     f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
-                    "attach it anew instead."
+                    "attach it anew with replace=True instead."
                 )
             self._made = (values, made)
         return self._made[1]

@@ -38,6 +38,7 @@ from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cached import RowCache, alone
 from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.order_ahead import OrdersAhead
 from tilerec.storage.placed import Refuse, per_table, place
 
@@ -79,6 +80,7 @@ class TableRows(GradientSink):
         self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
         self._counter = "step"  # name of the update count in `state`
         self._warned = False
+        self.named_idle = False  # a warning has named an optimizer whose steps leave these rows as they are
         self.cache: RowCache | None = None  # None: rows are read and updated where they are
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
         self.orders = OrdersAhead()  # of batches to come, for the group of which this table is the first
@@ -119,6 +121,13 @@ class TableRows(GradientSink):
         self._counter = "updates" if "step" in self.state else "step"
         self.state[self._counter] = torch.zeros((), dtype=torch.int64, device="cpu")
         self.bind(leaf)
+
+    def detach(self) -> None:
+        """Take the optimizer off, with its state: gradients become a dense `.grad` again."""
+        self.settle()
+        if self.cache is not None:
+            self.cache.drop()
+        self.spec, self.group, self.state, self.takes_gradients = None, None, {}, False
 
     @property
     def divisor(self) -> float:
@@ -388,8 +397,12 @@ def counting(
     """What an update of these tables gets as `steps`, `counts` and `lr`: numbers, or tensors on its device.
 
     Raises:
-        ConfigError: it is being captured, and would get numbers, which every replay would repeat.
+        ConfigError: it is being captured, and would get numbers, which every replay would repeat; a `GradScaler` scales
+            losses, and nothing says by what these gradients are divided.
     """
+    for table in tables:
+        if table.group is not None and not table.group.scale_known:
+            check_scale(table.name, table.group)
     if spec.capturable:
         if capturing():
             for table in tables:

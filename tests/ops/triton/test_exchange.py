@@ -134,12 +134,12 @@ def test_routing_of_nothing_gives_nothing(batch: Batch) -> None:
 
 
 def test_bags_and_parts_reach_over_tiles() -> None:
-    """A bag of 700 ids, one id 1,000 times, 300 parts (keys of two bytes), in a batch that begins in the middle."""
+    """A bag of 700 ids, one id 1,000 times, 300 parts (keys of two bytes), in a batch of one short bag before them."""
     generator = torch.Generator().manual_seed(4)
-    lengths = [0, 700, 3, 0, 1000, 1, 2, 0]
-    ids = torch.randint(0, 900, (5 + sum(lengths),), generator=generator)
+    lengths = [5, 700, 3, 0, 1000, 1, 2, 0]
+    ids = torch.randint(0, 900, (sum(lengths),), generator=generator)
     ids[708:1708] = 11
-    offsets = torch.tensor([5, *lengths]).cumsum(0)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
     wire = torch.randperm(301, generator=generator).tolist()
     routed_alike(
         Batch(ids, offsets, [1, 0], [4], [*range(0, 900, 3), 900, 0, 900], [300, 1], wire, names="a@t,b@t")
@@ -182,6 +182,14 @@ def test_routing_refuses_offsets_that_fall_or_leave_the_ids(offsets: list[int], 
     assert "must not fall" in refused_alike(
         Batch(torch.tensor([0, 1, 2]), torch.tensor(offsets), each_id=each_id)
     )
+
+
+@pytest.mark.parametrize("each_id", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 1, 2], [1, 2, 3], [0, 0, 0]])
+def test_routing_refuses_ids_in_no_bag(offsets: list[int], each_id: bool) -> None:
+    batch = Batch(torch.tensor([0, 1, 2]), torch.tensor(offsets), each_id=each_id)
+    first = f"the first offset is {offsets[0]}"
+    assert (first if offsets[0] else f"lengths sum to {offsets[-1]}, but there are 3") in refused_alike(batch)
 
 
 def test_the_first_fault_is_told_whichever_program_finds_it() -> None:

@@ -496,6 +496,20 @@ def test_keys_that_hold_the_same_ids_are_told() -> None:
         case.run()
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(2, "the lengths sum to 6, but there are 8 values"), (0, "the first offset is 1; expected 0")],
+)
+def test_ids_in_no_bag_are_refused(more: int, message: str) -> None:
+    case = a_batch()
+    offsets = case.offsets.clone()
+    if not more:
+        offsets[0] = 1
+    ids = torch.cat((case.ids, torch.zeros(more, dtype=case.ids.dtype)))
+    with pytest.raises(InputError, match=message):
+        replace(case, ids=ids, offsets=offsets).run()
+
+
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
     "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
@@ -560,7 +574,7 @@ def test_modules_and_torchs_checks_of_operators_pass_when_the_kernels_serve_them
 
 def test_batch_sizes_and_id_counts_are_not_compiled_into_kernels() -> None:
     for kernel, sizes in (
-        (lookup_pooled.pooled_kernel, {"id_count", "bags", "slots"}),
+        (lookup_pooled.pooled_kernel, {"id_count", "bags", "slots", "last"}),
         (lookup_pooled.chunk_kernel, {"id_count", "bags", "slots", "part_count"}),
         (lookup_sequence.sequence_kernel, {"id_count", "feature_count"}),
         (lookup_sample_weights.sample_weight_kernel, {"id_count", "bags"}),
@@ -598,7 +612,7 @@ def pooled_gate(name: str, row: str, dim: int, out: str, weighted: bool = False,
         **_BATCH,
     }
     constants = {"WEIGHTED": weighted, "VARIABLE": False, "SPLIT": True, "WAVES": waves}
-    sizes = dict.fromkeys(["id_count", "bags", "slots"], "i32")
+    sizes = dict.fromkeys(["id_count", "bags", "slots", "last"], "i32")
     return Gate(
         name,
         f"{lookup_pooled.__name__}:pooled_kernel",

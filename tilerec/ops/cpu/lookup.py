@@ -21,13 +21,13 @@ from torch import Tensor
 from tilerec.ops.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.cpu.memory import reused_empty
 from tilerec.ops.cpu.records import Lookup, Report
+from tilerec.ops.devices import check_devices
 from tilerec.ops.gradient import new_ticket
 from tilerec.ops.library import LIBRARY
 from tilerec.ops.lookup import (
     _pooled_lookup_reference,
     _sample_weight_grad_reference,
     _sequence_lookup_reference,
-    check_devices,
     raise_bad_id,
 )
 from tilerec.ops.lookup_checks import (

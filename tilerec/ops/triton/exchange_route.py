@@ -90,6 +90,14 @@ def deal_items(
         bad = owned & ((there < here) | (there < 0) | (there > count))
         if tl.sum(bad.to(tl.int32), 0) > 0:
             tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+    if (program == 0) & (layer == 0):
+        # Every id is in a bag: offsets begin at 0 and end at `count`. The code is of a route behind the last, so that a
+        # route's own fault is reported before this one.
+        edge = tl.arange(0, 2).to(tl.int64)
+        code = ((edge * 0 + width) << _ROUTE_BITS) + edge * bags
+        bad = tl.load(offsets + edge * bags) != edge * count
+        if tl.sum(bad.to(tl.int32), 0) > 0:
+            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
     if program == 0:
         for begin in range(first_entry, last_entry + 1, TILE):
             entry = begin + tl.arange(0, TILE)

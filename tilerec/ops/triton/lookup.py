@@ -64,6 +64,7 @@ from tilerec.ops.lookup_checks import (
     pooled_shape,
     raise_bad_offsets,
     raise_other_dim,
+    raise_uncovered,
 )
 from tilerec.ops.triton.addresses import constants, kept, upload
 from tilerec.ops.triton.launch import GRID_Y, launch
@@ -207,13 +208,16 @@ def pooled_lookup(
     )
     out = torch.empty(_shape_of(layout, keys, batches, offsets, names), dtype=dtype, device=device)
     if out.numel() == 0:
+        if offsets.shape[0] == 1 and ids.shape[0] and tables:
+            raise_uncovered(1, 0, ids.shape[0])
         return out, new_ticket()
     batch = _batch_of(layout, ids, offsets, keys, batches)
     if sample_weights is not None:
         sample_weights = _flat(sample_weights, (torch.float32,))
     report = new_report(device)
     for family in layout.families:
-        _sum_family(family, weights[family.table], out, batch, sample_weights, report)
+        last = offsets.shape[0] - 1 if family is layout.families[-1] else -1
+        _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
     post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
     return out, new_ticket()
 
@@ -224,8 +228,10 @@ def _chunk_steps(family: Family) -> int:
 
 
 def _sum_family(
-    family: Family, base: Tensor, out: Tensor, batch: _Batch, sample_weights: Tensor | None, report: Tensor
-) -> None:
+    family: Family, base: Tensor, out: Tensor, batch: _Batch, sample_weights: Tensor | None, report: Tensor,
+    last: int,
+) -> None:  # fmt: skip
+    """Sum a family's rows; `last` as in `pooled_kernel`."""
     ids, offsets, count, bags, most_bags, runs, slots, few, split = batch
     weighted, variable = sample_weights is not None, runs is not None
     # Arguments that a kernel does not read must still be pointers.
@@ -243,7 +249,7 @@ def _sum_family(
     group, waves = family.group, _WAVES if few else 1
     for parts, part_count in launches_of(family):
         launch(pooled_kernel, (-(-most_bags // (group * waves)), part_count),
-            base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots,
+            base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots, last,
             GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
             VARIABLE=variable, SPLIT=split, WAVES=waves, num_warps=1, enable_fp_fusion=False,
             **_bound(weighted + (base.element_size() == 1)),

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.ops.devices import check_devices
 from tilerec.ops.gradient import pooled_blocks
-from tilerec.ops.lookup import check_devices
 from tilerec.ops.lookup_checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.triton.addresses import constants, kept
 from tilerec.ops.triton.launch import GRID_Y

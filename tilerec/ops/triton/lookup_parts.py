@@ -77,6 +77,15 @@ def tell_bounds(report, offsets, bag_G, wrong_G, id_count, feature):
 
 
 @triton.jit
+def tell_uncovered(report, offsets, bags, id_count):
+    """Report ids that lie in no bag, feature -1: the batch's offsets do not begin at 0 or do not end at `id_count`."""
+    begin = tl.load(offsets)
+    end = tl.load(offsets + bags)
+    if (begin != 0) | (end != id_count):
+        tell(report, -2 + OFFSET, tl.where(begin != 0, 0, bags), tl.where(begin != 0, begin, end))
+
+
+@triton.jit
 def tell_id(report, ids, begin_G, end_G, rows, feature):
     """Report the first id outside [0, rows) at positions [begin, end) of a group; there is one."""
     found = tl.full((), NEVER, tl.int64)

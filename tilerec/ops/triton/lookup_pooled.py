@@ -28,6 +28,7 @@ from tilerec.ops.triton.lookup_parts import (
     some,
     tell_bounds,
     tell_id,
+    tell_uncovered,
 )
 from tilerec.ops.triton.rows import load_tiles, store_tiles, tile_columns
 
@@ -89,15 +90,16 @@ def _pool(
         tell_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + FEATURE))
 
 
-@triton.jit(do_not_specialize=["id_count", "bags", "slots"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=["id_count", "bags", "slots", "last"], do_not_specialize_on_alignment=ANYWHERE)
 def pooled_kernel(
-    base, out, ids, offsets, sample_weights, parts, runs, chunk_sums, report, id_count, bags, slots,
+    base, out, ids, offsets, sample_weights, parts, runs, chunk_sums, report, id_count, bags, slots, last,
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, STEPS: tl.constexpr,
     WEIGHTED: tl.constexpr, VARIABLE: tl.constexpr, SPLIT: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of WAVES groups of GROUP bags, of one part. Grid: (runs of WAVES * GROUP bags, parts).
 
-    bags: of every feature, if all have as many. slots: of a plane of `chunk_sums`.
+    bags: of every feature, if all have as many. slots: of a plane of `chunk_sums`. last: position of the last of the
+    batch's offsets, for the last family; for others -1.
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1], offsets [0, 2, 2, 3] -> [[4, 6], [0, 0], [3, 4]].
     """
     part = parts + tl.program_id(1) * FIELDS
@@ -135,6 +137,9 @@ def pooled_kernel(
                     begin + wave * GROUP + tl.arange(0, GROUP), first, count, place, stride, distance, rows, dim,
                     columns, inside, TILE, VEC, OUT_VEC, STEPS, WEIGHTED, SPLIT,
                 )  # fmt: skip
+    is_last = (tl.num_programs(0) - tl.program_id(0) == 1) & (tl.num_programs(1) - tl.program_id(1) == 1)
+    if (last >= 0) & is_last:
+        tell_uncovered(report, offsets, last, id_count)
 
 
 @triton.jit(

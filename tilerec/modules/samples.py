@@ -1,0 +1,87 @@
+"""Samples of a variable batch: which bag of a feature each of them uses, as its inverse indices say.
+
+    keys ["a", "b"], bags [2, 3], index [[0, 0, 1], [0, 1, 2]]   samples 0 and 1 share bag 0 of "a"
+
+On the CPU an index outside of the bags raises at once. On other devices the host does not wait: the index is moved into
+the bags, and the error comes with what later kernels report (`ops/later.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.later import use_arrived, when_arrived
+from tilerec.ops.upload import upload
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+
+def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) -> None:
+    """Raise an `InputError` for a variable batch whose samples cannot be found.
+
+    Args:
+        who: name of the module, for messages.
+        wanted: the features that it reads.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise InputError(
+            f"{who}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no inverse_indices, "
+            "so its features have no common batch size; pass inverse_indices=(keys, indices) with the batch."
+        )
+    keys, index_FB = inverse
+    missing = [feature for feature in wanted if feature not in keys]
+    if missing:
+        raise InputError(
+            f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}; "
+            "give indices for every feature that the tables read."
+        )
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if traced or index_FB.is_meta or not index_FB.numel():
+        return
+    bags = _bags(features, keys)
+    bags_F1 = upload(bags, index_FB.device)[:, None]
+    wrong_FB = (index_FB < 0) | (index_FB >= bags_F1)
+    tell = partial(_raise_wrong, keys, bags, index_FB.shape[1])
+    if index_FB.device.type == "cpu":
+        if bool(wrong_FB.any()):
+            at = wrong_FB.flatten().nonzero()[0, 0]
+            tell([1, int(at), int(index_FB.flatten()[at])])
+        return
+    at = wrong_FB.flatten().to(torch.uint8).argmax()
+    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), tell)
+    use_arrived(index_FB.device)
+
+
+def bags_of_samples(features: KeyedJaggedTensor) -> dict[str, Tensor]:
+    """The bag that every sample uses, int [B], by feature; inside of the feature's bags where the batch was checked."""
+    keys, index_FB = features.inverse_indices()
+    if index_FB.device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
+        last_F1 = upload([max(count - 1, 0) for count in _bags(features, keys)], index_FB.device)[:, None]
+        index_FB = torch.minimum(index_FB.clamp(min=0), last_F1.to(index_FB.dtype))
+    return dict(zip(keys, index_FB.unbind(0), strict=True))
+
+
+def _bags(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[int]:
+    """Bags of each of these keys; of one that the batch lacks as many as any index may name."""
+    own = dict(zip(features.keys(), features.stride_per_key(), strict=False))
+    return [own.get(key, torch.iinfo(torch.int64).max) for key in keys]
+
+
+def _raise_wrong(keys: Sequence[str], bags: Sequence[int], samples: int, numbers: Sequence[int]) -> None:
+    wrong, at, bag = numbers
+    if wrong:
+        raise_wrong_bag(keys[at // samples], at % samples, bag, bags[at // samples])
+
+
+def raise_wrong_bag(feature: str, sample: int, bag: int, bags: int) -> NoReturn:
+    """Raise the `InputError` for a sample that uses a bag outside `[0, bags)`."""
+    raise InputError(
+        f"Feature '{feature}': inverse_indices of sample {sample} is bag {bag}; expected one of [0, {bags}). Check how "
+        "the batch was deduplicated."
+    )

@@ -1,0 +1,61 @@
+"""Steps of torch optimizers over tables that the backward pass updates: such a step leaves the tables as they are.
+
+A hook on all optimizers of the process finds them, at the first step of each one and again once another table has got
+an optimizer. Later steps cost one look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tilerec.errors import ConfigError
+from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.storage.table_rows import rows_of
+
+_attachments = 0
+"""How often optimizers were attached to tables."""
+
+
+def watch_optimizers() -> None:
+    """Look at every optimizer's parameters at its next step: a table has got an optimizer attached."""
+    global _attachments
+    _attachments += 1
+    _watch()
+
+
+@functools.lru_cache(maxsize=1)
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if optimizer.__dict__.get("_tilerec_attachments") == _attachments or isinstance(
+        optimizer, KeyedOptimizer
+    ):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [(p, rows) for p in params if (rows := rows_of(p)) is not None and rows.spec is not None]
+    kind = type(optimizer).__name__
+    fix = "Leave them out: in_backward_optimizer_filter(model.named_parameters()) yields the others"
+    names = ", ".join(f"'{rows.name}'" for _, rows in found[:8])
+    if found and len(found) == len(params):
+        raise ConfigError(
+            f"{kind}: got tables {names} alone, which have optimizers attached; expected parameters that no backward "
+            f"pass updates, as step() leaves these as they are. {fix}."
+        )
+    # A table whose gradient another part of the loss fills has a .grad to step.
+    idle = [rows for p, rows in found if p.grad is None and not rows.named_idle]
+    if idle:
+        for rows in idle:
+            rows.named_idle = True
+        warnings.warn(
+            f"{kind}: got tables {names} among its parameters, which have optimizers attached: the backward pass "
+            f"updates them, and step() leaves them as they are. {fix}.",
+            stacklevel=4,
+        )
+    optimizer.__dict__["_tilerec_attachments"] = _attachments
