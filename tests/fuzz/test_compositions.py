@@ -69,7 +69,9 @@ def draw_part(draw: Draw, name: str, optimizer: str) -> Part:
 
 def draw_action(draw: Draw, made: dict[str, Part], hosts: Hosts) -> Action:
     # Any few, or every collection twice in one backward.
-    names = st.lists(st.sampled_from(sorted(made)), min_size=1, max_size=3).map(tuple) | st.just((*made, *made))
+    names = st.lists(st.sampled_from(sorted(made)), min_size=1, max_size=3).map(tuple) | st.just(
+        (*made, *made)
+    )
     kind = draw(
         st.sampled_from(["train"] * 5 + ["evaluate", "reshard", "reshard", "bad id", "failed backward"])
     )
