@@ -89,7 +89,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         own = self.exchange
         tables = {name: copy.deepcopy(table, memo) for name, table in own.tables.items()}
         twin.exchange = IdExchange(
-            own.group, twin.modules_by_table, twin._table_features, tables, own.member_of
+            own.group, twin.modules_by_table, twin._table_features, tables, own.member_of, own.facts.number
         )
         return twin
 
