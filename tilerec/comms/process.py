@@ -162,7 +162,7 @@ class ProcessGroupComms(Group):
     # -- calls -------------------------------------------------------------------------------------------------
 
     def _begin(self, operation: str) -> None:
-        """Over the store: ranks that make another call meanwhile, whose messages these would meet, are not disturbed."""
+        """Over the store: messages would pair with those of ranks that make another call."""
         self._raise_if_failed(operation)
         if self.size == 1:
             return
@@ -176,8 +176,8 @@ class ProcessGroupComms(Group):
             rank, _, other = first.partition(" ")
             if other != operation:
                 words = (
-                    f"rank {rank} is in {other} and rank {self.rank} in {operation}. Every rank makes the same calls in "
-                    "the same order."
+                    f"rank {rank} is in {other} and rank {self.rank} in {operation}. Every rank makes the same calls "
+                    "in the same order."
                 )
                 watch.speak(words)
                 raise CommsError(f"{operation} on rank {self.rank} of {self.size}: {words}")

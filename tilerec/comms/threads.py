@@ -10,8 +10,9 @@ Glossary
     rank 1:  all_to_all "ids"   all_to_all "rows"      <- call 1 differs: both ranks raise, naming both
 
 Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, ranks that
-wait for each other on several channels are found at once, and every wait ends at the time-out. Tensors are moved by the last to come, so an output is complete for everyone at the same
-time and the sum of an all-reduce is taken in the order of the ranks.
+wait for each other on several channels are found at once, and every wait ends at the time-out. Tensors are moved by the
+last to come, so an output is complete for everyone at the same time and the sum of an all-reduce is taken in the order
+of the ranks.
 
 Virtual ranks train with CPU tensors: autograd runs the backward of CPU tensors on the thread that called it, and that
 of GPU tensors on one thread per device, where a rank that waits would stop the others. Forward passes may use GPU
@@ -349,7 +350,11 @@ class _Letters:
     def wait(self) -> None:
         if not all(post.done for _, post in self._letters):
             self._world._wait(
-                self._rank, self._title, self._what, lambda: all(post.done for _, post in self._letters), self._missing
+                self._rank,
+                self._title,
+                self._what,
+                lambda: all(post.done for _, post in self._letters),
+                self._missing,
             )
         for _, post in self._letters:
             _await(post.moved)

@@ -123,8 +123,8 @@ class Exchange:
         name: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
         """Args:
-            name: of the collection, in errors.
-            number: of the collection among those that share `route_group`; None: a new one.
+        name: of the collection, in errors.
+        number: of the collection among those that share `route_group`; None: a new one.
         """
         room = room_of(route_group)
         self.name, self.number = name, room.number() if number is None else number
@@ -645,8 +645,8 @@ def shard_collection(
     for table_name, wire in (wires or {}).items():
         if exact and wire != Wire():
             raise ConfigError(
-                f"Table '{table_name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; leave "
-                "out one of them."
+                f"Table '{table_name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; "
+                "leave out one of them."
             )
     each_id = isinstance(module, EmbeddingCollection)
     # An id that is a bag of its own has one owner: there is nothing to add up inside a host.

@@ -57,7 +57,8 @@ class LookupFacts:
     def described(self) -> Described:
         """For other ranks, which compare it with theirs."""
         rules = {
-            name: {key: repr(value) for key, value in rule.numbers().items()} for name, rule in self.rules.items()
+            name: {key: repr(value) for key, value in rule.numbers().items()}
+            for name, rule in self.rules.items()
         }
         return self.collection, self.trains, self.training, rules
 
@@ -75,14 +76,14 @@ def raise_difference(group: Group, ranks: Sequence[int], own: LookupFacts) -> No
     if other[0] != first[0]:
         raise InputError(
             f"Lookups: rank {here} looks up {first[0]} and rank {there} {other[0]}; expected the same collection on "
-            "all ranks. Call collections in one order on all ranks (the order of a set differs from process to process)."
+            "all ranks. Call collections in one order on all ranks (a set's order differs from process to process)."
         )
     if other[2] != first[2]:
         t = next(t for t, (a, b) in enumerate(zip(first[2], other[2], strict=True)) if a != b)
         raise InputError(
             f"Table '{own.tables[t]}': it {_training(first[2][t])} on rank {here} and {_training(other[2][t])} on rank "
-            f"{there}, whose gradients would not meet; freeze tables (requires_grad_) and attach optimizers on all ranks "
-            "alike."
+            f"{there}, whose gradients would not meet; freeze tables (requires_grad_) and attach optimizers on all "
+            "ranks alike."
         )
     if other[1] != first[1]:
         modes = ["trains" if facts[1] else "evaluates (gradients are disabled)" for facts in (first, other)]

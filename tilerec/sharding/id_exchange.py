@@ -82,7 +82,8 @@ class IdExchange:
         word = f"the ids of {', '.join(map(repr, list(self.modules)[:3]))}{', …' if len(self.modules) > 3 else ''}"
         self.facts = LookupFacts(room.number() if number is None else number, word, tuple(self.modules))
         self._room, self._width = room, width
-        room.enter(self.facts.number, *[[2 * width] * group.size] * 2, unit=2)
+        words = [2 * width] * group.size
+        room.enter(self.facts.number, words, words, unit=2)
         self._indices: dict[tuple[int, torch.device, int], tuple[Tensor, Tensor]] = {}
         self._owned: dict[tuple[int, torch.device], tuple[tuple[int, ...], Tensor]] = {}
         self._tilings: list[Tiling | None] = []
@@ -176,7 +177,11 @@ class IdExchange:
         place_N = owner_N.to(torch.int64) * count + feature_N
         counts_WF = sums_at(place_N, None, group.size * count).view(group.size, count)
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
-        said = [self.facts.digest() << FLAG_BITS, writes % (1 << 62), *(batch.times[table] for table in self.modules)]
+        said = [
+            self.facts.digest() << FLAG_BITS,
+            writes % (1 << 62),
+            *(batch.times[table] for table in self.modules),
+        ]
         head = upload(said, ids_N.device).expand(group.size, len(said))
         width = self._width
         heard_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))

@@ -91,7 +91,7 @@ class Batch:
     weights: Tensor | None
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
-    facts: LookupFacts = LookupFacts()  # what all ranks' lookups have in common
+    facts: LookupFacts = field(default_factory=LookupFacts)  # what all ranks' lookups have in common
 
 
 @dataclass
