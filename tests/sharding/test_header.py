@@ -70,7 +70,9 @@ def processes() -> Iterator[Ranks]:
 SAID = "Lookups: rank 0 looks up 'a' and rank 1 'b'; expected the same collection on all ranks."
 
 
-@pytest.mark.parametrize("tables", [{"a": 1, "b": 1}, {"a": 1, "b": 5}], ids=["of one shape", "of several shapes"])
+@pytest.mark.parametrize(
+    "tables", [{"a": 1, "b": 1}, {"a": 1, "b": 5}], ids=["of one shape", "of several shapes"]
+)
 @pytest.mark.parametrize("moved", [False, True], ids=["as sharded", "resharded"])
 def test_collections_in_another_order_are_named_on_all_ranks(tables: dict[str, int], moved: bool) -> None:
     for said in run_virtual_ranks(2, in_another_order, tables, moved):
@@ -105,7 +107,10 @@ def test_ranks_may_differ_in_gradients_where_all_tables_are_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("number", "value", "text"),
-    [("lr", 0.7, "0.1 on ranks 0, 2, 0.7 on rank 1"), ("non_finite", "skip", "'error' on ranks 0, 2, 'skip' on rank 1")],
+    [
+        ("lr", 0.7, "0.1 on ranks 0, 2, 0.7 on rank 1"),
+        ("non_finite", "skip", "'error' on ranks 0, 2, 'skip' on rank 1"),
+    ],
 )
 def test_optimizer_numbers_that_differ_are_named_on_all_ranks(number: str, value: Any, text: str) -> None:
     def fn(group: Group) -> str:

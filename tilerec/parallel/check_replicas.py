@@ -56,7 +56,8 @@ def _digests(rows: TileRows) -> dict[_Tile, list[int]]:
     place = rows.place
     tensors = {"weight": rows.leaf.detach(), **rows.state}
     return {
-        (rows.name, place.row_offset, place.column_offset, name): _digest(tensor) for name, tensor in tensors.items()
+        (rows.name, place.row_offset, place.column_offset, name): _digest(tensor)
+        for name, tensor in tensors.items()
     }
 
 
@@ -78,7 +79,9 @@ def _compare(everyone: list[dict[_Tile, list[int]]]) -> None:
             by_tile.setdefault(tile, {}).setdefault(tuple(digest), []).append(rank)
     for (table, row, column, tensor), camps in by_tile.items():
         if len(camps) > 1:
-            told = " and ".join(f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in camps.values())
+            told = " and ".join(
+                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in camps.values()
+            )
             raise ConfigError(
                 f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {told}; expected "
                 "the same bits. A rank has changed its copy on its own: load a checkpoint on all ranks, and look for "

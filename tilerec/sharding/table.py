@@ -199,9 +199,9 @@ class ShardedTable(Table, TiledTable):
         return self._group
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """See `TiledTable`. float64: the dtype of a rank's own norms follows from the gradients that it holds."""
+        """See `TiledTable`."""
         group, count = self._group, values.numel()
-        sent = values.detach().to(group.device, torch.float64).repeat(group.size)
+        sent = values.detach().to(group.device).repeat(group.size)
         sizes = [count] * group.size
         heard = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
         return heard.to(values.device).view(group.size, count)
