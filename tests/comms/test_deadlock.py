@@ -63,7 +63,7 @@ def test_parts_of_the_ranks_form_a_cycle_by_their_numbers_in_the_whole() -> None
     for rank, call in calls.items():
         all_ranks[rank].look(call)
     assert all_ranks[0].look(calls[0]) == (
-        "rank 0 waits in call 0, which rank 1 has not called; rank 1 waits in call 1, which rank 3 has not called; rank 3 "
-        "waits in call 3, which rank 2 has not called; rank 2 waits in call 2, which rank 0 has not called. Every rank "
-        "makes the same calls in the same order."
+        "rank 0 waits in call 0, which rank 1 has not called; rank 1 waits in call 1, which rank 3 has not called; "
+        "rank 3 waits in call 3, which rank 2 has not called; rank 2 waits in call 2, which rank 0 has not called. "
+        "Every rank makes the same calls in the same order."
     )

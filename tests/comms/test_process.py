@@ -198,7 +198,7 @@ def test_ranks_that_begin_different_operations_raise(pool: Callable[[int], Ranks
 
 
 def test_operations_that_all_ranks_begin_alike_end(pool: Callable[[int], Ranks]) -> None:
-    ways = dict.fromkeys(range(3), ["reshard", "first", "second", "reshard", "load_of", "second"])
+    ways = {key: ["reshard", "first", "second", "reshard", "load_of", "second"] for key in range(3)}
     assert _said(pool, ways) == ["passed"] * 3
 
 

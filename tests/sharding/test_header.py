@@ -13,6 +13,9 @@ from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.evict import LFU_EvictionPolicy
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
@@ -68,6 +71,38 @@ def processes() -> Iterator[Ranks]:
 
 
 SAID = "Lookups: rank 0 looks up 'a' and rank 1 'b'; expected the same collection on all ranks."
+
+
+def managed(name: str, tables: int) -> ManagedCollisionCollection:
+    """Ids of so many tables, which no collection reads."""
+    configs = [
+        EmbeddingBagConfig(20, 4, f"{name}{t}", feature_names=[f"f{t}" if t else "f"]) for t in range(tables)
+    ]
+    modules = {
+        own.name: MCHManagedCollisionModule(20, torch.device("cpu"), LFU_EvictionPolicy(), 2)
+        for own in configs
+    }
+    return ManagedCollisionCollection(modules, configs)
+
+
+def ids_in_another_order(sizes: tuple[int, int]) -> str:
+    group = ProcessGroupComms()
+    own = nn.ModuleDict({name: managed(name, size) for name, size in zip("ab", sizes, strict=True)})
+    own["c"] = EmbeddingBagCollection([EmbeddingBagConfig(20, 4, "t", feature_names=["f"])])
+    shard(own, {"c": row_wise()}, group)
+    batch = random_batch(["f", "f1", "f2"], 20, 4, seed=group.rank)
+    for name in "abc":
+        own[name](batch)
+    other = "b" if sizes[0] == sizes[1] else "c"
+    return error_of(lambda: own["a" if group.rank == 0 else other](batch))
+
+
+@pytest.mark.parametrize(("sizes", "other"), [((2, 2), "the ids of 'b0', 'b1'"), ((3, 1), "'c'")])
+def test_ids_of_managed_collision_in_another_order_are_named_by_processes(
+    sizes: tuple[int, int], other: str, processes: Ranks
+) -> None:
+    for said in processes.run(ids_in_another_order, sizes):
+        assert f"and rank 1 {other}; expected the same collection on all ranks." in said
 
 
 @pytest.mark.parametrize(

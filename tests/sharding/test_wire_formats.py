@@ -90,8 +90,8 @@ def record(serial: int, sink: GradientSink, dtype: torch.dtype, weighted: bool) 
     """One id of a table with one column."""
     weights = torch.ones(1, dtype=dtype) if weighted else None
     return GradientRecord(
-        serial, torch.ones(1, dtype=dtype), torch.tensor([3]), torch.tensor([0, 1]), weights, (sink.handle,), (1,), (0,),
-        (1,), (0,), (1,), (0,),
+        serial, torch.ones(1, dtype=dtype), torch.tensor([3]), torch.tensor([0, 1]), weights, (sink.handle,), (1,),
+        (0,), (1,), (0,), (1,), (0,),
     )  # fmt: skip
 
 

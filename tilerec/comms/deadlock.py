@@ -19,7 +19,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 import torch.distributed as dist
 
@@ -61,8 +61,7 @@ def cycle_text(cycle: list[int], titles: Mapping[int, str]) -> str:
     return f"{'; '.join(waits)}. Every rank makes the same calls in the same order."
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective of a rank.
 
     Attributes:
@@ -153,8 +152,8 @@ class Watch:
             same = (theirs.channel, theirs.number) == (call.channel, call.number)
             if same and theirs.title != call.title:
                 return (
-                    f"rank {self._rank} is in {call.title} and rank {rank} in {theirs.title}. Every rank makes the same "
-                    "calls in the same order."
+                    f"rank {self._rank} is in {call.title} and rank {rank} in {theirs.title}. Every rank makes the "
+                    "same calls in the same order."
                 )
         records[self._rank] = _Record(call, self._begun)
 
