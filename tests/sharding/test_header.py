@@ -79,8 +79,7 @@ def managed(name: str, tables: int) -> ManagedCollisionCollection:
         EmbeddingBagConfig(20, 4, f"{name}{t}", feature_names=[f"f{t}" if t else "f"]) for t in range(tables)
     ]
     modules = {
-        own.name: MCHManagedCollisionModule(20, torch.device("cpu"), LFU_EvictionPolicy(), 2)
-        for own in configs
+        own.name: MCHManagedCollisionModule(20, "cpu", LFU_EvictionPolicy(), 2, buckets=2) for own in configs
     }
     return ManagedCollisionCollection(modules, configs)
 
