@@ -277,18 +277,19 @@ class ShardedCollection(TableCollection):
     def _facts(self) -> LookupFacts:
         """Facts that are the same on all ranks, or no rank routes."""
         self._follow_first_leaves()
-        enabled, exchange = torch.is_grad_enabled(), self.exchange
-        training = bytearray()
-        rules: dict[str, HyperGroup] = {}
-        for (name, table), leaf in zip(self._tables.items(), self._first_leaves(), strict=True):
-            attached = leaf.requires_grad and _attached(cast(ShardedTable, table), leaf)
-            training.append(TRAINED * leaf.requires_grad | ATTACHED * attached)
-            if enabled and attached and table.rows.group is not None:
-                rules[name] = table.rows.group
-        tables = tuple(self._tables)
-        return LookupFacts(
-            exchange.number, exchange.name, tables, enabled and any(training), bytes(training), rules
+        exchange, tables, leaves = self.exchange, self._sharded_tables, self._first_leaves()
+        training = bytes(
+            [
+                0 if not leaf.requires_grad else TRAINED | ATTACHED * _attached(table, leaf)
+                for leaf, table in zip(leaves, tables, strict=True)
+            ]
         )
+        names, trains = tuple(self._tables), torch.is_grad_enabled() and any(training)
+        rules: dict[str, HyperGroup] = {}
+        for name, table, word in zip(names, tables, training, strict=True) if trains else ():
+            if word & ATTACHED and table.rows.group is not None:
+                rules[name] = table.rows.group
+        return LookupFacts(exchange.number, exchange.name, names, trains, training, rules)
 
     def _check_inverse(self, features: KeyedJaggedTensor) -> None:
         """Refuse, before anything travels, a variable batch that could not be expanded at the end."""

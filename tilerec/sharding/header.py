@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
@@ -50,9 +51,8 @@ class LookupFacts:
 
     def digest(self) -> int:
         """29 bits, that stand above a header's flags in an int32."""
-        rules = b"".join([rule.digest().to_bytes(4, "little") for rule in self.rules.values()])
-        text = self.number.to_bytes(4, "little") + bytes([self.trains]) + self.training + rules
-        return zlib.crc32(text) & 0x1FFFFFFF
+        words = array("q", [self.number, self.trains, *[rule.digest() for rule in self.rules.values()]])
+        return zlib.crc32(words, zlib.crc32(self.training)) & 0x1FFFFFFF
 
     def described(self) -> Described:
         """For other ranks, which compare it with theirs."""
