@@ -33,7 +33,7 @@ from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing import Ranks, random_batch
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
-from tilerec.train.launch import RankFailed, cores, launch, under_torchrun
+from tilerec.train.launch import RankFailed, _local_store, cores, launch, under_torchrun
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
@@ -752,3 +752,17 @@ def test_a_terminal_can_be_closed_without_an_event() -> None:
 def test_json_has_null_where_a_number_is_not_finite() -> None:
     assert finite({"a": math.nan, "b": {"c": math.inf, "d": 1.5}}) == {"a": None, "b": {"c": None, "d": 1.5}}
     assert np.isnan(Scores.of(torch.zeros(0), torch.zeros(0)).auc)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the kernel's table of sockets")
+def test_the_launchers_store_listens_on_the_loopback_only() -> None:
+    store = _local_store()
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    sockets = [
+        line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]
+    ]
+    listening = "0A"
+    places = [local for _, local, _, state, *_ in sockets if state == listening]
+    assert [place for place in places if place.endswith(f":{store.port:04X}")] == [
+        f"0100007F:{store.port:04X}"
+    ]

@@ -132,12 +132,81 @@ def test_a_rank_that_gives_up_is_named_with_its_error(kind: str, pool: Callable[
         )
 
 
+def _said(pool: Callable[[int], Ranks], ways: dict[int, list[str]]) -> list[str]:
+    return [str(outcome) for outcome in pool(len(ways)).run(_several_channels, ways, return_exceptions=True)]
+
+
+def _several_channels(ways: dict[int, list[str]]) -> str:
+    """Each rank goes its way, of a first and a second channel and operations, until it ends or raises."""
+    groups = {"first": ProcessGroupComms()}
+    groups["second"] = groups["first"].split("second")
+    try:
+        for step in ways[groups["first"].rank]:
+            if step in groups:
+                call(groups[step], "all_to_all")
+            elif step == "all_reduce":
+                call(groups["first"], step)
+            else:
+                groups["first"].begin(step)
+    finally:
+        _until_all_are_here()
+    return "passed"
+
+
+def _until_all_are_here() -> None:
+    """A process that ends closes its connections, which its peers may not have read yet."""
+    store, size = dist.group.WORLD.get_group_store(), dist.get_world_size()
+    if store.add("ended", 1) == size:
+        store.set("all ended", "")
+    store.wait(["all ended"])
+
+
+CALL = "all_to_all 'ids'"
+
+
+@pytest.mark.parametrize(
+    ("ways", "waits"),
+    [
+        ({0: ["second"], 1: ["first"]}, {0: CALL, 1: CALL}),
+        ({0: ["reshard", "second"], 1: ["second"]}, {0: "reshard", 1: CALL}),
+        ({0: ["first", "first"], 1: ["first", "reshard"]}, {0: CALL, 1: "reshard"}),
+    ],
+    ids=["two channels", "an operation left out", "an operation too many"],
+)
+def test_ranks_that_wait_for_each_other_raise_on_all_of_them(
+    ways: dict[int, list[str]], waits: dict[int, str], pool: Callable[[int], Ranks]
+) -> None:
+    for rank, text in enumerate(_said(pool, ways)):
+        assert text.startswith(f"{waits[rank]} on rank {rank} of 2: rank ")
+        for one, other in ((0, 1), (1, 0)):
+            assert f"rank {one} waits in {waits[one]}, which rank {other} has not called" in text
+        assert text.endswith("Every rank makes the same calls in the same order.")
+
+
+def test_ranks_that_wait_in_different_calls_of_a_channel_raise(pool: Callable[[int], Ranks]) -> None:
+    ways = {0: ["first", "first"], 1: ["first", "all_reduce"]}
+    for text in _said(pool, ways):
+        assert f"is in {CALL} and rank" in text or "is in all_reduce 'sums' and rank" in text
+
+
+def test_ranks_that_begin_different_operations_raise(pool: Callable[[int], Ranks]) -> None:
+    ways = {0: ["reshard"], 1: ["full_state_dict"], 2: ["reshard"]}
+    for text in _said(pool, ways):
+        assert "rank 1" in text
+        assert "full_state_dict" in text
+        assert "reshard" in text
+
+
+def test_operations_that_all_ranks_begin_alike_end(pool: Callable[[int], Ranks]) -> None:
+    ways = {key: ["reshard", "first", "second", "reshard", "load_of", "second"] for key in range(3)}
+    assert _said(pool, ways) == ["passed"] * 3
+
+
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
         ("all_to_all", "is late"),
         ("exchange", "all_to_all"),
-        ("all_to_all", "all_reduce"),
     ],
 )
 def test_a_call_that_not_every_rank_makes_ends_at_the_time_out(kind: str, fault: str, short: Ranks) -> None:

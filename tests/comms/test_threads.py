@@ -213,3 +213,27 @@ def test_ranks_that_take_other_ways_through_a_sharded_step_are_told() -> None:
     for text in said(2, act):
         assert "all_to_all 'gradients'" in text
         assert "all_reduce 'loss'" in text
+
+
+def test_ranks_that_wait_for_each_other_on_several_channels_raise_at_once() -> None:
+    def act(group: Group) -> None:
+        other = group.split("other")
+        if group.rank:
+            other.begin("reshard")
+        else:
+            all_to_all(group, "ids")
+
+    for text in said(2, act, timeout_s=600.0):
+        assert "rank 0 waits in all_to_all 'ids', which rank 1 has not called" in text
+        assert "rank 1 waits in operation 'reshard', which rank 0 has not called" in text
+
+
+def test_an_operation_that_a_rank_leaves_out_is_named() -> None:
+    def act(group: Group) -> None:
+        if group.rank != 1:
+            group.begin("reshard")
+        all_to_all(group, "ids")
+
+    for text in said(3, act):
+        assert "operation 'reshard'" in text
+        assert "all_to_all 'ids'" in text

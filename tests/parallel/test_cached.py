@@ -37,7 +37,7 @@ from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
 from tilerec.storage import cached
-from tilerec.testing.batches import random_batch
+from tilerec.testing.batches import concat_batches, random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
 WORLD, KEYS, ROWS = 2, ["f", "g"], [150, 90]
@@ -443,3 +443,38 @@ def test_tied_tables_in_two_memories_are_refused() -> None:
     }
     with pytest.raises(ConfigError, match="in host memory, or behind a cache, under one"):
         DistributedModelParallel(both_parts, ShardingEnv.from_local(1, 0), plan=own)
+
+
+def test_a_cached_table_beside_one_without_an_optimizer_trains() -> None:
+    """One rank holds both, the other the cached one only."""
+
+    def build() -> EmbeddingBagCollection:
+        made = EmbeddingBagCollection(
+            [EmbeddingBagConfig(90, 8, n, feature_names=[n]) for n in ("cached", "plain")]
+        )
+        with torch.no_grad():
+            for parameter in made.parameters():  # ranks share torch's generator
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7)
+        apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), [made.embedding_bags["cached"].weight])
+        return made
+
+    def own_batch(rank: int) -> Any:
+        return random_batch(["cached", "plain"], 90, 4, seed=rank)
+
+    whole = build()
+    (whole(concat_batches([own_batch(rank) for rank in range(2)])).values().square().sum() / 2).backward()
+
+    def run(group: Group) -> tuple[Tensor, Tensor]:
+        rows = ParameterSharding("row_wise", "fused_uvm_caching", cache_params=CACHE)
+        module = shard(
+            build(), {"cached": rows, "plain": ParameterSharding("table_wise", "dense", ranks=[1])}, group
+        )
+        module(own_batch(group.rank)).values().square().sum().backward()
+        return full_state_dict(module)["embedding_bags.cached.weight"], module.embedding_bags[
+            "plain"
+        ].weight.grad
+
+    for rank, (cached_rows, grad) in enumerate(run_virtual_ranks(2, run)):
+        torch.testing.assert_close(cached_rows, whole.embedding_bags["cached"].weight.detach())
+        if rank == 1:
+            torch.testing.assert_close(grad, whole.embedding_bags["plain"].weight.grad)

@@ -589,6 +589,8 @@ def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
             two.set_hook(lambda tensors: None)
         if differ == "rule" and odd:
             apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()), replace=True)
+        if differ == "rate" and odd:
+            module.ebc.fused_optimizer.param_groups[0]["lr"] = 0.7
         before = [p.detach().clone() for p in module.parameters()]
         try:
             two.sync(include_optimizer_state=not (differ == "state" and odd))
@@ -599,7 +601,8 @@ def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
 
     for differ, word in (("state", "['include_optimizer_state'] is True on rank 0 and False on rank 1"),
                          ("hook", "['a hook averages'] is False on rank 0 and True on rank 1"),
-                         ("rule", "is 'RowWiseAdagrad' on rank 0 and 'SGD' on rank 1")):  # fmt: skip
+                         ("rule", "is 'RowWiseAdagrad' on rank 0 and 'SGD' on rank 1"),
+                         ("rate", "['lr'] is '0.1' on rank 0 and '0.7' on rank 1")):  # fmt: skip
         first, second, *others = run_virtual_ranks(4, run, differ)
         assert word in first[0], first
         assert first[0] == second[0]

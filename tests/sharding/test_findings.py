@@ -118,6 +118,7 @@ def test_any_failure_of_routing_stops_every_rank(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_learning_rate_written_on_one_rank_crosses_no_tables() -> None:
+    """Between a forward and its backward: the next lookup would refuse it."""
     base = whole()
     for parameter in base.parameters():
         apply_optimizer_in_backward(SGD(lr=0.5), [parameter])
@@ -125,9 +126,10 @@ def test_a_learning_rate_written_on_one_rank_crosses_no_tables() -> None:
 
     def fn(group: Group, differ: bool) -> Tensor:
         module = sharded(group, base, everyone)
+        loss = module(batch(group.rank)).values().square().sum()
         if differ and group.rank == 0:
             module.fused_optimizer.param_groups[0]["lr"] = 0.9
-        module(batch(group.rank)).values().square().sum().backward()
+        loss.backward()
         return module.embedding_bags["b"].weight.detach().clone()
 
     same, other = run_virtual_ranks(2, fn, False), run_virtual_ranks(2, fn, True)

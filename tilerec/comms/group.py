@@ -209,6 +209,15 @@ class Group(ABC):
         ones = [1] * self.size
         self._all_to_all("barrier", torch.zeros_like(here_W), here_W, ones, ones).wait().cpu()
 
+    @final
+    def begin(self, operation: str) -> None:
+        """Return when all ranks have begun this operation: one outside of the training step, by its name in errors.
+
+        Raises:
+            CommsError: on all ranks, where a rank has begun another operation, or waits for this one in another call.
+        """
+        self._begin(operation)
+
     @abstractmethod
     def abort(self, error: BaseException) -> None:
         """Give up: every other rank's pending and later calls raise, naming this rank and `error`. Never waits."""
@@ -216,6 +225,9 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back a channel that `split` or `partition` opened; a second call does nothing. Never waits."""
+
+    @abstractmethod
+    def _begin(self, operation: str) -> None: ...
 
     @abstractmethod
     def _all_to_all(

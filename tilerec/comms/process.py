@@ -8,6 +8,8 @@ When a rank fails
     calls `abort(error)`    leaves its last words in the group's store; the others look there whenever a collective
                             takes longer than `_GLANCE`, and when a call fails (gloo's messages, those of `exchange`,
                             cannot be looked up from: they fail when that rank's process ends)
+    calls something else    waits in another call than its peers: `deadlock.py` finds ranks that wait for each other
+                            within two glances of the last one's (not those that wait in an `exchange`)
     is late                 the process group's own time-out (`init_process_group(timeout=…)`) ends the wait
 Under NCCL `wait` orders streams and does not stop the host: a failure ends the process through NCCL's watchdog.
 """
@@ -15,6 +17,8 @@ Under NCCL `wait` orders streams and does not stop the host: a failure ends the 
 from __future__ import annotations
 
 import re
+import time
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -24,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilerec.comms.deadlock import Call, Watch
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
 
 # How long a wait goes on before it looks whether a peer has given up.
 _GLANCE = timedelta(seconds=0.25)
-_LAST_WORDS = "tilerec/last_words"
 # What gloo and NCCL both carry; other dtypes travel as bytes.
 _NATIVE = frozenset(
     (
@@ -45,6 +49,9 @@ _NATIVE = frozenset(
     )
 )
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
+_HALF_AN_HOUR = timedelta(minutes=30)
+# One for all groups over a process group and for the channels opened from them.
+_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -71,15 +78,18 @@ class ProcessGroupComms(Group):
                 f"members only."
             )
         size = dist.get_world_size(whole)
-        self._open(whole, rank, size, Traffic(rank, size), _LastWords(whole.get_group_store()), owned=False)
+        watch = _WATCHES.get(whole)
+        if watch is None:
+            watch = _WATCHES[whole] = Watch(whole.get_group_store(), rank, size)
+        self._open(whole, rank, tuple(range(size)), Traffic(rank, size), watch, owned=False)
 
     def _open(
         self,
         process_group: dist.ProcessGroup,
         rank: int,
-        size: int,
+        members: tuple[int, ...],
         traffic: Traffic,
-        last_words: _LastWords,
+        watch: Watch,
         *,
         owned: bool,
     ) -> None:
@@ -88,10 +98,13 @@ class ProcessGroupComms(Group):
         self._backends = dict(entry.split(":") for entry in self._config.split(","))
         on_cpu = "cpu" in self._backends
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        super().__init__(rank, size, traffic, device)
+        super().__init__(rank, len(members), traffic, device)
         self._process_group = process_group
         # Shared by all channels: a peer that has given up is missed on each of them.
-        self._last_words = last_words
+        self._watch = watch
+        # In the numbers of the group that all channels come from.
+        self._members = members
+        self._name = process_group.group_name
         self._owned = owned
         self._global = dist.get_process_group_ranks(process_group)
 
@@ -115,7 +128,8 @@ class ProcessGroupComms(Group):
         except RuntimeError as error:
             raise self._error(what, error) from error
         channel = object.__new__(ProcessGroupComms)
-        channel._open(process_group, place, len(parts[mine]), traffic, self._last_words, owned=True)
+        members = tuple(self._members[rank] for rank in parts[mine])
+        channel._open(process_group, place, members, traffic, self._watch, owned=True)
         return channel
 
     def _new_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -136,7 +150,7 @@ class ProcessGroupComms(Group):
         return own
 
     def abort(self, error: BaseException) -> None:
-        self._last_words.speak(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+        self._watch.speak(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
         if "nccl" in self._backends.values():
             self._process_group.abort()
 
@@ -146,6 +160,39 @@ class ProcessGroupComms(Group):
             dist.destroy_process_group(self._process_group)
 
     # -- calls -------------------------------------------------------------------------------------------------
+
+    def _begin(self, operation: str) -> None:
+        """Over the store: messages would pair with those of ranks that make another call."""
+        self._raise_if_failed(operation)
+        if self.size == 1:
+            return
+        watch, channel = self._watch, f"{self._name}, operations"
+        call = watch.begin(operation, channel, self._members)
+        key = f"tilerec/operations/{self._name}/{call.number}"
+        mine = f"{self.rank} {operation}"
+        deadline = time.monotonic() + (self._timeout() or _HALF_AN_HOUR).total_seconds()
+        try:
+            first = watch.store.compare_set(key, "", mine).decode()
+            rank, _, other = first.partition(" ")
+            if other != operation:
+                words = (
+                    f"rank {rank} is in {other} and rank {self.rank} in {operation}. Every rank makes the same calls "
+                    "in the same order."
+                )
+                watch.speak(words)
+                raise CommsError(f"{operation} on rank {self.rank} of {self.size}: {words}")
+            if watch.store.add(f"{key}/came", 1) == self.size:
+                watch.store.set(f"{key}/all", "")
+        except RuntimeError as error:
+            raise self._error(operation, error) from error
+        while True:
+            try:
+                watch.store.wait([f"{key}/all"], _GLANCE)
+                return
+            except RuntimeError as error:
+                self._look(call)
+                if time.monotonic() > deadline:
+                    raise self._error(operation, error) from error
 
     def _all_to_all(
         self,
@@ -159,7 +206,8 @@ class ProcessGroupComms(Group):
         self._raise_if_failed(what)
         if self.size == 1:
             output.detach().copy_(input.detach())
-            return _Works(self, what, [], output, ())
+            return _Works(self, what, [], output, (), None)
+        call = self._watch.begin(what, self._name, self._members)
         wires = _native(output), _native(input)
         if input.dtype not in _NATIVE:
             item = input.element_size()
@@ -176,13 +224,14 @@ class ProcessGroupComms(Group):
             work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], output, (input, *wires), back)
+        return _Works(self, what, [work], output, (input, *wires), call, back)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _Works:
         what = f"all_reduce '{name}'"
         self._raise_if_failed(what)
         if self.size == 1:
-            return _Works(self, what, [], tensor, ())
+            return _Works(self, what, [], tensor, (), None)
+        call = self._watch.begin(what, self._name, self._members)
         wire, back = _native(tensor), None
         if self._carrier(tensor) != tensor.device:
             wire = wire.to(self._carrier(tensor))
@@ -191,7 +240,7 @@ class ProcessGroupComms(Group):
             work = dist.all_reduce(wire, group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], tensor, (wire,), back)
+        return _Works(self, what, [work], tensor, (wire,), call, back)
 
     def _carrier(self, tensor: Tensor) -> torch.device:
         """Where a tensor has to be to travel: rows of cached tables lie in host memory, which NCCL does not send."""
@@ -229,20 +278,20 @@ class ProcessGroupComms(Group):
 
     # -- for the handles ---------------------------------------------------------------------------------------
 
-    def _finish(self, what: str, work: dist.Work, device: torch.device, *, glance: bool) -> None:
-        """Wait for a work; `glance`: look now and then whether a peer has given up."""
+    def _finish(self, what: str, work: dist.Work, device: torch.device, call: Call | None) -> None:
+        """Wait for a work; with `call`, look now and then whether a peer has given up, or waits for this rank."""
         if self._backends.get(device.type) == "nccl":
             work.wait()
             return
         try:
-            while glance:
+            while call is not None:
                 try:
                     work.wait(_GLANCE)
                     return
                 except RuntimeError:
                     if work.is_completed():
                         break
-                    self._raise_if_failed(what, look=True)
+                    self._look(call)
             # Completed in the meantime, or failed: this returns at once or tells the cause.
             work.wait()
         except CommsError:
@@ -250,15 +299,23 @@ class ProcessGroupComms(Group):
         except RuntimeError as error:
             raise self._error(what, error) from error
 
+    def _look(self, call: Call) -> None:
+        """Raise, on all ranks, where this one waits in vain."""
+        self._raise_if_failed(call.title, look=True)
+        words = self._watch.look(call)
+        if words:
+            self._watch.speak(words)
+            self._raise_if_failed(call.title)
+
     def _raise_if_failed(self, what: str, *, look: bool = False) -> None:
-        words = self._last_words.heard(look=look)
+        words = self._watch.heard(look=look)
         if words is not None:
             raise CommsError(f"{what} on rank {self.rank} of {self.size}: {words}")
 
     def _error(self, what: str, error: RuntimeError) -> CommsError:
         """Torch's error in words that say which call it was and where to look."""
         where = f"{what} on rank {self.rank} of {self.size}"
-        words = self._last_words.heard(look=True)
+        words = self._watch.heard(look=True)
         if words is not None:
             return CommsError(f"{where}: {words}")
         peers = ", ".join(str(rank) for rank in self._global[:16] if rank != self._global[self.rank])
@@ -281,28 +338,6 @@ class ProcessGroupComms(Group):
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-class _LastWords:
-    """What a rank that gave up left for its peers, in the store of the group that all channels come from."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._words: str | None = None
-
-    def speak(self, words: str) -> None:
-        self._words = self._words or words
-        self._store.set(_LAST_WORDS, words[:10_000])
-
-    def heard(self, *, look: bool) -> str | None:
-        if self._words is None and look:
-            try:
-                if self._store.check([_LAST_WORDS]):
-                    self._words = self._store.get(_LAST_WORDS).decode(errors="replace")
-            except RuntimeError:
-                # The store died with the rank that held it: there are no words.
-                return None
-        return self._words
-
-
 @final
 class _Works:
     """The handle of a collective."""
@@ -314,6 +349,7 @@ class _Works:
         works: Sequence[dist.Work],
         output: Tensor,
         alive: tuple[Tensor, ...],
+        call: Call | None,
         back: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._group = group
@@ -322,13 +358,14 @@ class _Works:
         self._output = output
         # Read until the call ends.
         self._alive = alive
+        self._call = call
         # The output's elements, and what they come in on another device.
         self._back = back
 
     def wait(self) -> Tensor:
         device = self._output.device if self._back is None else self._back[1].device
         for work in self._works:
-            self._group._finish(self._what, work, device, glance=True)
+            self._group._finish(self._what, work, device, self._call)
         if self._back is not None:
             self._back[0].detach().copy_(self._back[1])
         self._works, self._alive, self._back = (), (), None
@@ -358,7 +395,7 @@ class _Letters:
     def wait(self) -> None:
         for work in self._works:
             # gloo ends a connection whose message is not awaited to its end: no glances here.
-            self._group._finish(self._what, work, self._alive[0].device, glance=False)
+            self._group._finish(self._what, work, self._alive[0].device, None)
         for tensor, wire in self._staged:
             _bytes(tensor).copy_(wire)
         self._works, self._staged, self._alive = (), [], []

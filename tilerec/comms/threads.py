@@ -9,9 +9,10 @@ Glossary
     rank 0:  all_to_all "ids"   all_reduce "x"
     rank 1:  all_to_all "ids"   all_to_all "rows"      <- call 1 differs: both ranks raise, naming both
 
-Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, and every
-wait ends at the time-out. Tensors are moved by the last to come, so an output is complete for everyone at the same
-time and the sum of an all-reduce is taken in the order of the ranks.
+Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, ranks that
+wait for each other on several channels are found at once, and every wait ends at the time-out. Tensors are moved by the
+last to come, so an output is complete for everyone at the same time and the sum of an all-reduce is taken in the order
+of the ranks.
 
 Virtual ranks train with CPU tensors: autograd runs the backward of CPU tensors on the thread that called it, and that
 of GPU tensors on one thread per device, where a rank that waits would stop the others. Forward passes may use GPU
@@ -30,6 +31,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from tilerec.comms.deadlock import cycle_text, cycle_through
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
@@ -57,6 +59,8 @@ class ThreadWorld:
         # The failure that ended the world: the rank to blame (None: several), what to say, the original error.
         self._failure: tuple[str, BaseException | None] | None = None
         self._left: set[int] = set()
+        # Ranks that wait: in which call, and for which ranks.
+        self._waits: dict[int, tuple[str, Callable[[], list[int]]]] = {}
         # What each rank did last, for messages.
         self._last = ["nothing yet"] * size
         main = _Channel("main", tuple(range(size)))
@@ -84,29 +88,49 @@ class ThreadWorld:
             text, cause = self._failure
             raise CommsError(f"{what}: {text}") from cause
 
-    def _wait(self, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `done`; raise when the world has failed, a missing rank has left, or the time is over."""
+    def _waits_for(self, rank: int) -> list[int]:
+        return self._waits[rank][1]() if rank in self._waits else []
+
+    def _wait(
+        self, rank: int, title: str, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]
+    ) -> None:
+        """Return when `done`; raise when the world has failed, a missing rank has left or waits for this one, or the
+        time is over.
+        """
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
-            while not done():
-                self._raise_if_failed(what)
-                ranks = missing()
-                gone = [rank for rank in ranks if rank in self._left]
-                if gone:
-                    self._fail(
-                        f"rank {gone[0]} has returned without this call; its last was {self._last[gone[0]]}. Every "
-                        f"rank makes the same calls in the same order."
-                    )
-                    continue
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    late = "; ".join(f"rank {rank} was last in {self._last[rank]}" for rank in ranks[:8])
-                    self._fail(
-                        f"{len(ranks)} of {self.size} ranks did not come within {self.timeout_s:g} s: {late}. Every "
-                        f"rank makes the same calls in the same order; look what those ranks are doing."
-                    )
-                    continue
-                self._changed.wait(rest)
+            self._waits[rank] = title, missing
+            try:
+                self._wait_locked(rank, what, done, missing, deadline)
+            finally:
+                del self._waits[rank]
+
+    def _wait_locked(
+        self, own: int, what: str, done: Callable[[], bool], missing: Callable[[], list[int]], deadline: float
+    ) -> None:
+        while not done():
+            self._raise_if_failed(what)
+            ranks = missing()
+            gone = [rank for rank in ranks if rank in self._left]
+            if gone:
+                self._fail(
+                    f"rank {gone[0]} has returned without this call; its last was {self._last[gone[0]]}. Every "
+                    f"rank makes the same calls in the same order."
+                )
+                continue
+            cycle = cycle_through(own, self._waits_for)
+            if cycle:
+                self._fail(cycle_text(cycle, {rank: self._waits[rank][0] for rank in cycle}))
+                continue
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                late = "; ".join(f"rank {rank} was last in {self._last[rank]}" for rank in ranks[:8])
+                self._fail(
+                    f"{len(ranks)} of {self.size} ranks did not come within {self.timeout_s:g} s: {late}. Every "
+                    f"rank makes the same calls in the same order; look what those ranks are doing."
+                )
+                continue
+            self._changed.wait(rest)
 
 
 @final
@@ -122,7 +146,7 @@ class ThreadGroup(Group):
     def partition(self, name: str, parts: Sequence[Sequence[int]]) -> ThreadGroup:
         part, place = self._part_of_this_rank(name, parts)
         share = (name, tuple(map(tuple, parts)))
-        channels = self._begin("partition", name, share, _open_channels, None).result()
+        channels = self._call("partition", name, share, _open_channels, None).result()
         assert isinstance(channels, list)
         return ThreadGroup(self._world, channels[part], place, self.traffic.part(parts[part]))
 
@@ -143,10 +167,10 @@ class ThreadGroup(Group):
         input_splits: Sequence[int],
     ) -> _Outcome:
         share = (output, input, tuple(output_splits), tuple(input_splits))
-        return self._begin("all_to_all", name, share, _move_parts, output)
+        return self._call("all_to_all", name, share, _move_parts, output)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _Outcome:
-        return self._begin("all_reduce", name, tensor, _sum_in_place, tensor)
+        return self._call("all_reduce", name, tensor, _sum_in_place, tensor)
 
     def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
         world, channel = self._world, self._channel
@@ -160,9 +184,9 @@ class ThreadGroup(Group):
             for peer, tensor in receives.items():
                 letters.append(channel.post(world, name, peer, self.rank, "wants", tensor))
             world._raise_if_failed(what)
-        return _Letters(world, what, letters, channel.ranks)
+        return _Letters(world, f"exchange '{name}'", what, letters, channel.ranks, self.rank)
 
-    def _begin(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
+    def _call(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
         """Bring this rank's share to its next call; the last to come finishes it."""
         world, channel = self._world, self._channel
         title = f"{kind} '{name}'"
@@ -193,7 +217,10 @@ class ThreadGroup(Group):
                     world._raise_if_failed(what)
                 call.done = True
                 world._changed.notify_all()
-        return _Outcome(world, what, call, channel.ranks, output)
+        return _Outcome(world, title, what, call, channel.ranks, self.rank, output)
+
+    def _begin(self, operation: str) -> None:
+        self._call("operation", operation, None, _met, None).result()
 
     def _describe(self, title: str) -> str:
         return f"{title} on rank {self._channel.ranks[self.rank]}"
@@ -280,10 +307,12 @@ class _Outcome:
     """The handle of a call."""
 
     def __init__(
-        self, world: ThreadWorld, what: str, call: _Call, ranks: tuple[int, ...], output: Tensor | None
-    ) -> None:
+        self, world: ThreadWorld, title: str, what: str, call: _Call, ranks: tuple[int, ...], place: int,
+        output: Tensor | None,
+    ) -> None:  # fmt: skip
         self._world = world
-        self._what = what
+        self._title, self._what = title, what
+        self._rank = ranks[place]
         self._call = call
         self._ranks = ranks
         self._output = output
@@ -291,7 +320,7 @@ class _Outcome:
     def result(self) -> object:
         call = self._call
         if not call.done:
-            self._world._wait(self._what, lambda: call.done, self._missing)
+            self._world._wait(self._rank, self._title, self._what, lambda: call.done, self._missing)
         return call.result
 
     def wait(self) -> Tensor:
@@ -309,16 +338,24 @@ class _Letters:
     """The pending messages of one exchange."""
 
     def __init__(
-        self, world: ThreadWorld, what: str, letters: list[tuple[int, _Post]], ranks: tuple[int, ...]
-    ) -> None:
+        self, world: ThreadWorld, title: str, what: str, letters: list[tuple[int, _Post]], ranks: tuple[int, ...],
+        place: int,
+    ) -> None:  # fmt: skip
         self._world = world
-        self._what = what
+        self._title, self._what = title, what
+        self._rank = ranks[place]
         self._letters = letters
         self._ranks = ranks
 
     def wait(self) -> None:
         if not all(post.done for _, post in self._letters):
-            self._world._wait(self._what, lambda: all(post.done for _, post in self._letters), self._missing)
+            self._world._wait(
+                self._rank,
+                self._title,
+                self._what,
+                lambda: all(post.done for _, post in self._letters),
+                self._missing,
+            )
         for _, post in self._letters:
             _await(post.moved)
 
@@ -339,6 +376,11 @@ def _await(event: torch.cuda.Event | None) -> None:
     """Make the current stream wait for the event."""
     if event is not None:
         event.wait()
+
+
+def _met(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+    """begin: all ranks are here."""
+    return "", None
 
 
 def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:

@@ -250,8 +250,8 @@ def deliver(records: Sequence[GradientRecord]) -> None:
         for record in records:
             for sinks, own in _together(once if len(records) == 1 else _common(once, record), record):
                 take(sinks, own)
-        if len(once) < len(seen):
-            for sinks in _alike([handle for handle, count in seen.items() if count > 1]):
+        for handles in _mergeable([handle for handle, count in seen.items() if count > 1], records):
+            for sinks in _alike(handles):
                 take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
@@ -265,6 +265,21 @@ def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
         if sink is not None:
             groups.setdefault((sink.__class__, sink.batch_key()), []).append(sink)
     return list(groups.values())
+
+
+def _mergeable(handles: Sequence[int], records: Sequence[GradientRecord]) -> list[list[int]]:
+    """Handles in groups whose merged records have one dtype, and sample weights or none.
+
+    Both follow from the lookups of each table alone, so replicas of a tile send its gradients in one format, whatever
+    other tables their ranks hold. Groups come in one order on all ranks.
+    """
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for handle in handles:
+        own = [record for record in records if handle in record.sinks]
+        dtype = functools.reduce(torch.promote_types, [record.grad.dtype for record in own])
+        weighted = any(record.sample_weights is not None for record in own)
+        groups.setdefault((str(dtype), weighted), []).append(handle)
+    return [own for _, own in sorted(groups.items())]
 
 
 def _common(handles: Collection[int], record: GradientRecord) -> list[int]:

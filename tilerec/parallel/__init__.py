@@ -1,5 +1,6 @@
 """A model on many ranks: `shard` in place, or `DistributedModelParallel` around it."""
 
+from tilerec.parallel.check_replicas import check_replicas as check_replicas
 from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWrapper
 from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv as ShardingEnv

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilerec.comms.group import Group
 from tilerec.modules.managed_collision import ManagedCollisionModule
-from tilerec.sharding.buckets_view import full_state_of
+from tilerec.sharding.buckets_view import BucketsView, full_state_of
 from tilerec.sharding.table import ShardedTable
 
 
@@ -23,6 +24,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         module = module.module  # type: ignore[assignment]
     for before in module._state_dict_pre_hooks.values():
         before(module, "", False)
+    for group in _groups(module):
+        group.begin("full_state_dict")
     out: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -37,3 +40,14 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         else:
             part._save_to_state_dict(out, prefix, keep_vars=False)
     return out
+
+
+def _groups(module: nn.Module) -> list[Group]:
+    """The groups over which the tables below a module lie, in one order on all ranks."""
+    found: dict[int, Group] = {}
+    for part in module.modules():
+        if isinstance(part, ShardedTable):
+            found.setdefault(id(part.ranks), part.ranks)
+        elif isinstance(part, ManagedCollisionModule) and isinstance(part._view, BucketsView):
+            found.setdefault(id(part._view.group), part._view.group)
+    return list(found.values())

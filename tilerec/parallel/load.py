@@ -93,6 +93,7 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
     for group in groups.values():  # several only where parts have sharding groups of their own
         here = {path: part for path, part in collections.items() if part.exchange.group is group}
+        group.begin("load_of")
         own = {path: _counted(part, reset) for path, part in here.items()}
         everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
         for path, part in here.items():

@@ -294,6 +294,7 @@ class Mover:
                 rows.peers = own
         for path, part in self._collections.items():
             part.exchange = ending.exchanges[path]
+            part.exchange.enter()
             part._renew_sinks()
         self._ready.steppers.refresh()
         keep_plans(self._model, ending.plan)

@@ -140,6 +140,7 @@ def rebalance(
     two_d = vars(outer).get("_two_d")
     collections = sharded_collections(model, "rebalance", two_d=two_d is not None)
     group = next(iter(collections.values())).exchange.group if two_d is None else two_d.world
+    group.begin("rebalance")
     measured = load_of(model) if load is None else load
     outcome: tuple[str, Any]
     try:

@@ -103,8 +103,8 @@ class ReplicaSync:
                 written by anybody else.
 
         Raises:
-            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers: on all of them,
-                and no row has been written.
+            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers' numbers: on all
+                of them, and no row has been written.
         """
         self.settle()
         rows = self.rows()
@@ -155,7 +155,10 @@ class ReplicaSync:
         said = {
             "include_optimizer_state": bool(wanted & SLOTS),
             "a hook averages": self.hook is not None,
-            "tables": [[t.name, type(t.spec).__name__, *(slot.name for slot in _slots(t))] for t in rows],
+            "tables": {
+                f"{i}: {t.name}": [type(t.spec).__name__, [slot.name for slot in _slots(t)], _numbers(t)]
+                for i, t in enumerate(rows)
+            },
         }
         word = int.from_bytes(digest("what sync() averages", said)[:8], "little", signed=True)
         facts = [
@@ -258,6 +261,10 @@ def _touched(rows: TileRows) -> Any:
 def _agreed(rows: Sequence[TileRows], marks: int) -> None:
     for own in rows:
         _touched(own).agreed(marks)
+
+
+def _numbers(tile: TileRows) -> dict[str, str]:
+    return {} if tile.group is None else {name: repr(n) for name, n in tile.group.numbers().items()}
 
 
 def _slots(tile: TileRows) -> Sequence[Any]:

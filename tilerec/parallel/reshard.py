@@ -84,6 +84,7 @@ def reshard(
         collections = sharded_collections(model, "reshard")
         group = next(iter(collections.values())).exchange.group
         now = next(iter(collections.values())).exchange.topology
+        group.begin("reshard")
         with agreeing(group) as found:
             check_moment()
             check_options(budget_bytes, progress)

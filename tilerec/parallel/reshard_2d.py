@@ -56,6 +56,7 @@ def reshard_2d(
     wanted: list[ShardingPlan] = []
     movers: list[tuple[list[int], Mover]] = []
     done: list[TableMove] = []
+    world.begin("reshard")
     with agreeing(world) as found:
         check_moment()
         check_options(budget, progress)

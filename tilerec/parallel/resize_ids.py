@@ -71,6 +71,7 @@ def resize_ids(
     path = next(path for path, part in keeper.named_modules() if part is users.embedding_module)
     collection = cast(ShardedManagedCollisionCollection, users.managed_collision_collection)
     group = collection.exchange.group
+    group.begin("resize_ids")
     ready, failure = None, None
     try:
         ready = _checked(users, table, zch_size, total_num_buckets, plan_of(keeper), path, optimizers)

@@ -145,6 +145,7 @@ class ResizedTable:
         collection._sizes = collection._slot_sizes()
         collection._routes.clear()
         collection.exchange = self._exchange
+        collection.exchange.enter()
         collection._renew_sinks()
 
 

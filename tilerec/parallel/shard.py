@@ -253,6 +253,7 @@ def cut_all(world: Group, jobs: Sequence[Job]) -> None:
                     teams=job.teams,
                     memory=memory.pop(path, None),
                     caches=_caches(job, path),
+                    name=path,
                 )
     for job, made in zip(jobs, drawn, strict=True):
         shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)

@@ -35,10 +35,11 @@ from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
 from tilerec.sharding.dense import dense_grads
 from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts, room_of
 from tilerec.sharding.layout import Layout, SlotRead
 from tilerec.sharding.layout import ShardedTable as TableLayout
 from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
-from tilerec.sharding.route import ATTACHED, TRAINED, Batch, Routed, Router
+from tilerec.sharding.route import Batch, Routed, Router, header_sizes
 from tilerec.sharding.table import ShardedTable, shard_table
 from tilerec.sharding.teams import Teams
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -49,6 +50,7 @@ from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.cached import RowCache
 from tilerec.storage.flat import flat_memory
+from tilerec.storage.hyper_group import HyperGroup
 from tilerec.storage.made_ahead import Moment
 from tilerec.storage.table_rows import TableRows
 
@@ -120,7 +122,14 @@ class Exchange:
     def __init__(
         self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
         slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool, teams: Teams | None = None,
+        name: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
+        """Args:
+        name: of the collection, in errors.
+        number: of the collection among those that share `route_group`; None: a new one.
+        """
+        room = room_of(route_group)
+        self.name, self.number = name, room.number() if number is None else number
         self.group, self.route_group, self.topology = group, route_group, topology
         self.teams = teams
         self.layout = Layout(tables, slots, topology, group.rank, None if teams is None else teams.of)
@@ -141,8 +150,13 @@ class Exchange:
         """An exchange through the same groups, of tables that are cut anew."""
         return Exchange(
             self.group, self.route_group, topology, tables, self.layout.slots,
-            weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams,
+            weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams, name=self.name,
+            number=self.number,
         )  # fmt: skip
+
+    def enter(self) -> None:
+        """Have the channel's headers long enough for this exchange's. All ranks call it, when they begin to use it."""
+        room_of(self.route_group).enter(self.number, *header_sizes(self.layout))
 
     def all_stages(self) -> list[Stages]:
         """Those that have been used."""
@@ -260,17 +274,24 @@ class ShardedCollection(TableCollection):
                 key + self._sizes[route.slot] * len(keys)
                 for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
-        return Batch(ids, offsets, weights, batches, bags, self._training()), at
+        return Batch(ids, offsets, weights, batches, bags, self._facts()), at
 
-    def _training(self) -> bytes:
-        """Per table, how it is trained; the same on all ranks, or no rank routes."""
+    def _facts(self) -> LookupFacts:
+        """Facts that are the same on all ranks, or no rank routes."""
         self._follow_first_leaves()
-        return bytes(
+        exchange, tables, leaves = self.exchange, self._sharded_tables, self._first_leaves()
+        training = bytes(
             [
                 0 if not leaf.requires_grad else TRAINED | ATTACHED * _attached(table, leaf)
-                for leaf, table in zip(self._first_leaves(), self._sharded_tables, strict=True)
+                for leaf, table in zip(leaves, tables, strict=True)
             ]
         )
+        names, trains = tuple(self._tables), torch.is_grad_enabled() and any(training)
+        rules: dict[str, HyperGroup] = {}
+        for name, table, word in zip(names, tables, training, strict=True) if trains else ():
+            if word & ATTACHED and table.rows.group is not None:
+                rules[name] = table.rows.group
+        return LookupFacts(exchange.number, exchange.name, names, trains, training, rules)
 
     def _fits(self, routed: RoutedFeatures) -> bool:
         """Whether the tables are cut, and summed, as they were when this batch was routed."""
@@ -291,8 +312,10 @@ class ShardedCollection(TableCollection):
             for rows in self._rows():
                 rows.arrive()
         combiner, holders = routed.stages.combiner, self._holders()
-        if holders and torch.is_grad_enabled():
-            check_trained(self._rows(), range(len(holders)))
+        if torch.is_grad_enabled():
+            # Every rank checks the tables of all ranks, so that all of them raise.
+            cached = [table.rows for table in self._sharded_tables if table.rows.cache is not None]
+            check_trained(cached, range(len(cached)))
         reader = None
         if routed.routed.weights_need_grad:
             bare = [table.tile_rows[0] for table in self._sharded_tables if not table.tiles]
@@ -580,7 +603,7 @@ def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
     wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
-    memory: dict[str, list[Tensor]] | None = None, caches: Mapping[str, RowCache] | None = None,
+    memory: dict[str, list[Tensor]] | None = None, caches: Mapping[str, RowCache] | None = None, name: str = "",
 ) -> None:  # fmt: skip
     """Make a collection into this rank's part of a sharded one, in place.
 
@@ -595,48 +618,59 @@ def shard_collection(
         teams: where ranks are several teams, each of which holds every table; None: one.
         memory: as `drawn_memory` has made it.
         caches: of tables whose tiles lie in host memory, each behind a cache such as this.
+        name: the collection's place in the model, for errors; "": its tables name it.
+
+    Ranks shard the collections of one `route_group` in the same order.
 
     Raises:
         ConfigError: `exact` with a wire that rounds.
     """
     tables = module._tables
     names = list(tables)
-    for name, wire in (wires or {}).items():
+    for table_name, wire in (wires or {}).items():
         if exact and wire != Wire():
             raise ConfigError(
-                f"Table '{name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; leave "
-                "out one of them."
+                f"Table '{table_name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; "
+                "leave out one of them."
             )
     each_id = isinstance(module, EmbeddingCollection)
     # An id that is a bag of its own has one owner: there is nothing to add up inside a host.
     bags = {} if each_id or exact else dict(fan_in or {})
     likely = 1.0 if each_id or exact else 2.0
     layouts = [
-        TableLayout(name, tilings[name], bags.get(name, likely), (wires or {}).get(name, Wire()))
-        for name in names
+        TableLayout(own, tilings[own], bags.get(own, likely), (wires or {}).get(own, Wire())) for own in names
     ]
     exchange = Exchange(
         group, route_group, topology, layouts,
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
         weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
+        name=_collection_word(name, names),
     )  # fmt: skip
     caches = caches or {}
     places = _memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
-    for name, table in tables.items():
+    for own, table in tables.items():
         if not isinstance(table, ShardedTable):
             written = memory is not None and is_drawn(table)
-            shard_table(table, tilings[name], group, topology, places[name], exact, teams, written=written)
-            if name in caches:
+            shard_table(table, tilings[own], group, topology, places[own], exact, teams, written=written)
+            if own in caches:
                 for rows in cast(ShardedTable, table).tile_rows:
-                    rows.cache = copy.copy(caches[name])
-        elif table.tiling != tilings[name]:
+                    rows.cache = copy.copy(caches[own])
+        elif table.tiling != tilings[own]:
             raise ConfigError(
-                f"Table '{name}' is sharded already, with another collection that it is tied to, and another "
+                f"Table '{own}' is sharded already, with another collection that it is tied to, and another "
                 "tiling; give both the same."
             )
     module.__class__ = ShardedEmbeddingCollection if each_id else ShardedEmbeddingBagCollection
     cast(ShardedCollection, module).exchange = exchange
+    exchange.enter()
     module._renew_sinks()
+
+
+def _collection_word(name: str, tables: Sequence[str]) -> str:
+    """A collection in errors: by its name, or by its tables."""
+    if name:
+        return f"'{name}'"
+    return f"the collection of {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
 
 def is_drawn(table: Table) -> bool:

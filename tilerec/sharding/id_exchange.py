@@ -34,13 +34,14 @@ from tilerec.modules.managed_collection import TableIds
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
 from tilerec.ops.hash import zch_buckets
-from tilerec.ops.upload import upload
+from tilerec.ops.upload import current_stream, upload
+from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
 """Rows that a rank holds: ascending, apart from each other."""
 
-_FLAGS = 2
+_FLAGS = 2  # words: flags and the digest of `LookupFacts`, as in a lookup's header; which modules change their maps
 _REFUSED = 1
 _FAILED = -1
 
@@ -62,11 +63,12 @@ class IdExchange:
         features: of each table, in the order in which their ids take rows.
         tables: what holds the rows; their tilings say who is told of evictions, as they are at the time.
         member_of: of each rank of the group, its rank in these tilings.
+        number: among the collections that share the group; None: a new one.
     """
 
     def __init__(
         self, group: Group, modules: Mapping[str, ManagedCollisionModule], features: Mapping[str, Sequence[str]],
-        tables: Mapping[str, Table], member_of: Callable[[int], int],
+        tables: Mapping[str, Table], member_of: Callable[[int], int], number: int | None = None,
     ) -> None:  # fmt: skip
         self.group, self.modules, self.tables, self.member_of = group, dict(modules), dict(tables), member_of
         self.features = [(t, name) for t, table in enumerate(modules) for name in features[table]]
@@ -76,6 +78,13 @@ class IdExchange:
             self.spans.append((at, at + len(features[table])))
             at += len(features[table])
         self.cuts = [bucket_cuts(module.buckets(), group.size) for module in modules.values()]
+        room, width = room_of(group), _FLAGS + len(self.modules) + len(self.features)
+        word = f"the ids of {', '.join(map(repr, list(self.modules)[:3]))}{', …' if len(self.modules) > 3 else ''}"
+        self.facts = LookupFacts(room.number() if number is None else number, word, tuple(self.modules))
+        self._room, self._width = room, width
+        words = [2 * width] * group.size
+        room.enter(self.facts.number, words, words, unit=2)
+        self._indices: dict[tuple[int, torch.device, int], tuple[Tensor, Tensor]] = {}
         self._owned: dict[tuple[int, torch.device], tuple[tuple[int, ...], Tensor]] = {}
         self._tilings: list[Tiling | None] = []
         self._holders: list[list[Ranges]] = []
@@ -108,11 +117,30 @@ class IdExchange:
 
     def refuse(self, failure: Exception) -> NoReturn:
         """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
-        width = _FLAGS + len(self.modules) + len(self.features)
-        header = torch.zeros(self.group.size * width, dtype=torch.int64, device=self.group.device)
-        header[::width] = _REFUSED
-        self._all_to_all("id header", header, [width] * self.group.size, [width] * self.group.size)
+        header_WH = torch.zeros(self.group.size, self._width, dtype=torch.int64, device=self.group.device)
+        header_WH[:, 0] = _REFUSED
+        self._exchange_headers(header_WH)
         raise failure
+
+    def _exchange_headers(self, said_WH: Tensor) -> Tensor:
+        """Send row p to every rank p, and return the rows of all ranks; each as long as its channel's headers are."""
+        words = self._room.sizes([0] * self.group.size, [0] * self.group.size)
+        outs, ins = ([n // 2 for n in side] for side in words)
+        place, taken = self._places(outs, ins, said_WH.device)
+        heard = self._all_to_all("id header", said_WH.reshape(-1).index_select(0, place), ins, outs)
+        return heard.index_select(0, taken).view(self.group.size, self._width)
+
+    def _places(self, outs: list[int], ins: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each element sent stands among the rows (a header's first fills it up), and rows in those received."""
+        key = self._room.version, device, current_stream()
+        if key not in self._indices:
+            self._indices.clear()
+            width = self._width
+            place = [p * width + (i if i < width else 0) for p, size in enumerate(outs) for i in range(size)]
+            starts = itertools.accumulate(ins[:-1], initial=0)
+            taken = [start + i for start in starts for i in range(width)]
+            self._indices[key] = upload(place, device), upload(taken, device)
+        return self._indices[key]
 
     def __call__(self, batch: TableIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows by feature (-1: dropped), and by table the rows held here that lost their id.
@@ -149,13 +177,15 @@ class IdExchange:
         place_N = owner_N.to(torch.int64) * count + feature_N
         counts_WF = sums_at(place_N, None, group.size * count).view(group.size, count)
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
-        said = [0, writes % (1 << 62), *(batch.times[table] for table in self.modules)]
+        said = [
+            self.facts.digest() << FLAG_BITS,
+            writes % (1 << 62),
+            *(batch.times[table] for table in self.modules),
+        ]
         head = upload(said, ids_N.device).expand(group.size, len(said))
-        width = len(said) + count
-        heard_WH = self._all_to_all(
-            "id header", torch.cat([head, counts_WF], dim=1).view(-1), [width] * group.size, [width] * group.size
-        )  # fmt: skip
-        both = torch.cat([heard_WH.view(group.size, width), counts_WF], dim=1).tolist()
+        width = self._width
+        heard_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))
+        both = torch.cat([heard_WH, counts_WF], dim=1).tolist()
         heard, counts = [row[:width] for row in both], [row[width:] for row in both]
         self._check(heard)
         order_N = torch.sort(owner_N, stable=True).indices
@@ -172,6 +202,10 @@ class IdExchange:
                 f"Rank {refused[0]} refused its batch (its own error says why), so no rank maps this step; see the "
                 "error of that rank."
             )
+        own = self.facts.digest()
+        # The low half of the first element is the first word of a lookup's header.
+        if any((header[0] & 0xFFFFFFFF) >> FLAG_BITS != own for header in heard):
+            raise_difference(self.group, range(self.group.size), self.facts)
         modes = [header[1] for header in heard]
         if len(set(modes)) > 1:
             rank = next(rank for rank, mode in enumerate(modes) if mode != modes[0])

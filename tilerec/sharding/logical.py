@@ -197,6 +197,7 @@ class Logical:
 
     def _take_over(self, source: Logical) -> None:
         me = self.group.rank
+        self.group.begin("a load of state")
         theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
         written = [(t, source.cover.tiles[t]) for t in source.cover.written]
         sends: dict[int, list[Tensor]] = {}

@@ -55,6 +55,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
 
     def stats(self) -> dict[str, IdStats]:
         own = {table: module.summary() for table, module in self.modules_by_table.items()}
+        self.exchange.group.begin("stats")
         heard = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
         return {
             table: module.stats_of([parts[table] for parts in heard])
@@ -63,6 +64,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
 
     def inspect(self, feature: str, id_: int) -> IdPlace:
         group, failure, place = self.exchange.group, None, None
+        group.begin("inspect")
         try:
             module = self.modules_by_table[self.table_of(feature)]
             if module.holds(id_):
@@ -89,7 +91,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         own = self.exchange
         tables = {name: copy.deepcopy(table, memo) for name, table in own.tables.items()}
         twin.exchange = IdExchange(
-            own.group, twin.modules_by_table, twin._table_features, tables, own.member_of
+            own.group, twin.modules_by_table, twin._table_features, tables, own.member_of, own.facts.number
         )
         return twin
 

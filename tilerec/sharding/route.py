@@ -16,10 +16,9 @@ items: what P and N cannot pass (the batch's ids, for each route of the key that
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,14 +28,13 @@ from tilerec.errors import InputError
 from tilerec.ops.exchange import raise_fault
 from tilerec.ops.gradient import bag_starts
 from tilerec.ops.upload import current_stream, kept, upload
+from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.made_ahead import Moment
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
-"""Flags of a header; above them stands a digest of how its rank trains the tables."""
-TRAINING = 2
-"""Bits below the digest."""
+"""Flags of a header; above them stands the digest of its rank's `LookupFacts`."""
 
 
 @dataclass
@@ -84,10 +82,6 @@ class Routed:
         return self
 
 
-TRAINED, ATTACHED = 1, 2
-"""A table's weight requires a gradient; and takes it in the backward pass."""
-
-
 @dataclass(frozen=True)
 class Batch:
     """What routing reads of a jagged batch: `keys[r]` and the other per-route facts are in the router."""
@@ -97,7 +91,7 @@ class Batch:
     weights: Tensor | None
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
-    training: bytes = b""  # per table, how this rank trains it (`TRAINED`, `ATTACHED`)
+    facts: LookupFacts = field(default_factory=LookupFacts)  # what all ranks' lookups have in common
 
 
 @dataclass
@@ -148,29 +142,31 @@ class Router:
         for m, merge in enumerate(layout.own_merges):
             for p in merge.parts:
                 self._merge_of[layout.wire[p]] = m
-        self._header_index = self._index_header()
+        self._room = room_of(group)
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
         # One rank that has all rows of each table in one range: its batches lie as its lookups read them.
         self._at_home = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
-        self._header_out = [
-            1 + 2 * len(parts) + sum(1 + len(layout.own_merges[m].parts) for m in merges)
-            for parts, merges in zip(layout.sent, self._merges_to, strict=True)
-        ]
-        self._header_in = [
-            1 + 2 * len(parts) + sum(1 + len(merge.parts) for merge in merges)
-            for parts, merges in zip(layout.received, layout.merging, strict=True)
-        ]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Lay out the headers, each as long as its channel's longest."""
+        self._version = self._room.version
+        self._header_out, self._header_in = self._room.sizes(*header_sizes(self.layout))
+        self._header_index = self._index_header()
+        self._indices.clear()
 
     def _index_header(self) -> list[int]:
         """Where each word of my headers stands among [flags, (P, N) of each part in wire order, U of each merge]."""
-        layout, index, wire = self.layout, [], 0
-        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
+        layout, index, wire, end = self.layout, list[int](), 0, 0
+        for size, merges, room in zip(self._sent_sizes, self._merges_to, self._header_out, strict=True):
             index.append(0)
             index.extend(range(1 + 2 * wire, 1 + 2 * (wire + size)))
             wire += size
             for m in merges:
                 index.append(1 + 2 * len(layout.parts) + m)
                 index.extend(1 + 2 * layout.wire[p] for p in layout.own_merges[m].parts)
+            end += room
+            index.extend([0] * (end - len(index)))  # not read
         return index
 
     def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
@@ -202,13 +198,13 @@ class Router:
             self.refuse(error, self.group.device)
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
-        flags |= (zlib.crc32(batch.training) & 0x1FFFFFFF) << TRAINING
+        flags |= batch.facts.digest() << FLAG_BITS
         counts_K2 = told[1:].view(-1, 2)
         marks = self._mark(slots, counts_K2, batch.bags)
         headers = self._exchange_headers(flags, told, marks.sizes_M)
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
-        self._check(headers, flags, batch.training)
+        self._check(headers, flags, batch.facts)
         self.reads.add(counts_K2, keys, batch.batches)
         # Now the host knows how much of each there is.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
@@ -255,7 +251,7 @@ class Router:
             sample_weights=wide, in_place=tuple([(tensor, tensor._version) for tensor in read]),
         )  # fmt: skip
 
-    def _check(self, headers: _Headers, flags: int, training: bytes) -> None:
+    def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:
         """Raise on all ranks alike where one of them cannot go on."""
         refused = [home for home, header in enumerate(headers.heard) if header[0] & REFUSED]
         if refused:
@@ -270,20 +266,8 @@ class Router:
             raise InputError(
                 f"{who} batch in another sharding group (the error there says why), so no rank routes this step."
             )
-        if any(header[0] >> TRAINING != flags >> TRAINING for header in headers.heard):
-            self._refuse_training(training)
-
-    def _refuse_training(self, own: bytes) -> NoReturn:
-        """Some ranks would send gradients that others do not wait for; every rank knows, so every rank says so."""
-        said = cast("list[bytes]", self.group.all_gather_object(own))
-        rank = next(r for r, words in enumerate(said) if words != said[0])
-        t = next(t for t, (a, b) in enumerate(zip(said[0], said[rank], strict=True)) if a != b)
-        one, other = self._ranks[0], self._ranks[rank]
-        raise InputError(
-            f"Table '{self.layout.tables[t].name}': it {_training(said[0][t])} on rank {one} and "
-            f"{_training(said[rank][t])} on rank {other}, whose gradients would not meet; freeze tables "
-            "(requires_grad_) and attach optimizers on all ranks alike."
-        )
+        if any(header[0] >> FLAG_BITS != flags >> FLAG_BITS for header in headers.heard):
+            raise_difference(self.group, self._ranks, facts)
 
     # ------------------------------------------------------------------------------------------------ home
 
@@ -331,6 +315,8 @@ class Router:
             told: as `route_ids` gives it: the fault, which is a flag to the others, and the counts.
         """
         device, parts = told.device, len(self.layout.parts)
+        if self._room.version != self._version:
+            self._make_room()
         fault = None
         if device.type == "cpu":  # faults were raised there
             said = told.clone()
@@ -513,6 +499,18 @@ def _held(part: Tensor) -> Tensor:
     return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
 
 
+def header_sizes(layout: Layout) -> tuple[list[int], list[int]]:
+    """Words of the headers to and from each rank, [W]."""
+    out = [1 + 2 * len(parts) for parts in layout.sent]
+    for merge in layout.own_merges:
+        out[merge.proxy] += 1 + len(merge.parts)
+    into = [
+        1 + 2 * len(parts) + sum(1 + len(merge.parts) for merge in merges)
+        for parts, merges in zip(layout.received, layout.merging, strict=True)
+    ]
+    return out, into
+
+
 @dataclass(frozen=True)
 class _Headers:
     """What a step's one copy to the host says."""
@@ -541,12 +539,6 @@ class _Marks:
     edges: Tensor  # where each merge begins in `mark`, and the end
     ranks_P: Tensor  # per present bag of all parts, its place in the union of its merge
     sizes_M: Tensor  # U of each merge
-
-
-def _training(word: int) -> str:
-    if not word & TRAINED:
-        return "is frozen"
-    return "trains with an attached optimizer" if word & ATTACHED else "trains without an attached optimizer"
 
 
 _ONES = -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, cast
 
@@ -196,7 +196,7 @@ class ShardedTable(Table, TiledTable):
         return self.place_of(leaf).owners[:1] == (self._group.rank,)
 
     @property
-    def ranks(self) -> Hashable:
+    def ranks(self) -> Group:
         """See `TiledTable`."""
         return self._group
 

@@ -83,6 +83,7 @@ class TiledTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, on every rank; all ranks call it. It carries no gradient."""
+        self.logical.group.begin("full_tensor")
         return self.logical.full()
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ class HyperGroup(dict[str, Any]):
         self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
         self._current: OptimizerSpec | None = None  # until the next write
         self._alike: tuple[int, int] | None = None  # until the next write
+        self._digest: int | None = None  # until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
         self._copied: float | None = None  # what they hold
         # The loss scale was given or written, or no GradScaler was found when it was looked for.
@@ -67,7 +69,7 @@ class HyperGroup(dict[str, Any]):
         if name == "lr" and isinstance(value, Tensor):
             value = _checked(value, self) if self.get("capturable") else float(value)
         before = self.get(name)
-        self._current = self._alike = None
+        self._current = self._alike = self._digest = None
         self.scale_known |= name == "grad_scale"
         super().__setitem__(name, value)
         if name == "lr" and not isinstance(value, Tensor) and not isinstance(before, Tensor):
@@ -85,7 +87,7 @@ class HyperGroup(dict[str, Any]):
         return self._current
 
     def __delitem__(self, name: str) -> None:
-        self._current = self._alike = None
+        self._current = self._alike = self._digest = None
         super().__delitem__(name)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -148,6 +150,18 @@ class HyperGroup(dict[str, Any]):
         if self._alike is None:
             self._alike = (id(self.spec()), self.mark())
         return self._alike
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by name, for ranks to compare. Values of tensors are not among them: reading one may wait."""
+        found = {name: self.get(name) for name in self._numbers}
+        plain = {name: n for name, n in found.items() if not isinstance(n, Tensor)}
+        return {name: float(n) if isinstance(n, float) else n for name, n in plain.items()}
+
+    def digest(self) -> int:
+        """32 bits that are equal on ranks where `numbers` are."""
+        if self._digest is None:
+            self._digest = zlib.crc32(repr(self.numbers()).encode())
+        return self._digest
 
     def freeze(self) -> None:
         """An update by these numbers is being captured."""

@@ -7,7 +7,7 @@ A rank that fails ends its process. Its peers notice, by its last words (`Group.
 end too; whoever does not is killed. What is told is the failure that came first, not those it caused.
 
 How ranks meet: the launching process holds the store, on a port that the system picks, so nothing is fixed, and the
-last words of a rank outlive it.
+last words of a rank outlive it. It listens on the loopback interface: whoever reaches a store can end the run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
 
+_LOOPBACK = "127.0.0.1"
 # After the first failure: how long the other ranks have to notice.
 _GRACE_S = 10.0
 # Torch's words for "a peer is gone", in calls that are not ours.
@@ -99,7 +101,7 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
     """
     if count < 1:
         raise ConfigError(f"launch: {count} ranks; wanted at least 1.")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     work = pickle.dumps((function, args))
     context = _context()
     processes: list[BaseProcess] = []
@@ -165,6 +167,20 @@ def _environment(rank: int, count: int) -> dict[str, str]:
     return {**interface, **os.environ, **{name: str(number) for name, number in numbers.items()}}
 
 
+def _local_store() -> dist.TCPStore:
+    """A store that other machines cannot reach: torch's own socket would listen on all interfaces."""
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        # The store closes its descriptor itself.
+        return dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+
+
 def _context() -> Any:
     """Processes forked from a server that has torch imported and no threads; `spawn` where there is no fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -189,7 +205,7 @@ def _live(place: _Place, work: bytes, pipe: Connection) -> None:
     failure: _Failure | None = None
     try:
         function, args = pickle.loads(work)
-        store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
+        store = dist.TCPStore(_LOOPBACK, place.port, is_master=False)
         with joined(place.device, store) as group:
             function(group, *args)
     except BaseException as error:
