@@ -100,7 +100,7 @@ def test_a_policy_may_be_given_by_its_value() -> None:
     [
         ({"policy": "cubic"}, "policy is 'cubic', wanted one of"),
         ({"max_iters": 0}, "max_iters is 0, wanted at least 1"),
-        ({"decay_iters": 0}, "decay_iters is 0"),
+        ({"policy": P.POLY, "max_iters": 5, "decay_iters": 4}, "got decay_iters=4 for POLY; expected at least"),
         ({"sgdr_period": 0}, "sgdr_period is 0"),
         (
             {"policy": P.INTERPOLATE, "end_value": 1.0},
