@@ -6,8 +6,8 @@ Glossary
     param group    a dict: "params" (the parameters) and their settings (lr, ...)
     state dict     {"state": {name: state}, "param_groups": [{"params": sorted names, ...settings}]}; the second key
                    only after `save_param_groups(True)`. Plain dicts of tensors and numbers: `torch.save` and
-                   `torch.distributed.checkpoint` take it as it is. An object in the state that has a `state_dict()` and a
-                   `load_state_dict()` is there as its own state dict.
+                   `torch.distributed.checkpoint` take it as it is. An object in the state that has a `state_dict()` and
+                   a `load_state_dict()` is shown as its own state dict.
 
 Loading is in place: tensors keep their storage, so whoever else holds them (a table's rows, a captured graph) sees the
 loaded values. It is all or nothing: everything is checked before the first value is written.
