@@ -538,10 +538,17 @@ def test_bad_input_is_named() -> None:
         ebc(floats)
     with pytest.raises(ConfigError, match="two tables are called 'a'"):
         EmbeddingBagCollection([EmbeddingBagConfig(2, 2, "a"), EmbeddingBagConfig(2, 2, "a")])
-    with pytest.raises(ConfigError, match="tables is empty"):
-        EmbeddingBagCollection([])
     with pytest.raises(ConfigError, match="num_embeddings is 0"):
         EmbeddingBagConfig(0, 4, "t")
+
+
+def test_a_collection_may_have_no_tables() -> None:
+    ebc = EmbeddingBagCollection(tables=[])
+    batch = KeyedJaggedTensor.from_lengths_sync(["item"], torch.tensor([1]), torch.tensor([1, 0]))
+    pooled = ebc(batch)
+    assert (pooled.keys(), pooled.values().shape, ebc.device) == ([], (2, 0), torch.device("cpu"))
+    assert (list(ebc.parameters()), ebc.state_dict(), ebc.embedding_bag_configs()) == ([], {}, [])
+    assert EmbeddingCollection(tables=[])(batch) == {}
 
 
 def test_clamping_counts_and_warns() -> None:

@@ -96,6 +96,36 @@ def test_the_closures_gradients_are_clipped() -> None:
     assert p.item() == pytest.approx(0.9)
 
 
+def test_each_evaluation_of_the_closure_is_clipped() -> None:
+    p = nn.Parameter(torch.ones(1))
+    opt = GradientClippingOptimizer(
+        KeyedOptimizerWrapper({"p": p}, lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3)),
+        GradientClipping.VALUE,
+        1.0,
+    )
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = (100.0 * p * p).sum()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    assert opt.step(closure).item() == 100.0
+    assert len(losses) > 1
+    assert p.grad is not None
+    assert p.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("clipping", ["norm", "value"])
+def test_a_largest_gradient_of_zero_makes_all_gradients_zero(clipping: str) -> None:
+    params = _params()
+    _clipping(params, clipping=clipping, max_gradient=0).step()
+    assert [p.grad.abs().max().item() for p in params.values() if p.grad is not None] == [0.0, 0.0]
+    assert all(bool((p == 1).all()) for p in params.values())
+
+
 def test_without_gradients_nothing_happens() -> None:
     opt = _clipping({"p": nn.Parameter(torch.ones(1))}, clipping=GradientClipping.NORM)
     opt.step()
@@ -114,8 +144,8 @@ def test_a_nan_gradient_shows_in_the_norm() -> None:
     ("kwargs", "message"),
     [
         ({"clipping": "sometimes"}, "clipping is 'sometimes', wanted one of"),
-        ({"max_gradient": 0.0}, "max_gradient is 0.0, wanted > 0"),
-        ({"max_gradient": float("nan")}, "max_gradient is nan"),
+        ({"max_gradient": -0.5}, "got max_gradient=-0.5; expected a number from 0"),
+        ({"max_gradient": float("nan")}, "got max_gradient=nan"),
         ({"norm_type": 0.0}, "norm_type is 0.0, wanted a number > 0"),
         ({"norm_type": "two"}, "norm_type is 'two'"),
         (

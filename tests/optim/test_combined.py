@@ -153,6 +153,30 @@ def test_the_closure_runs_once() -> None:
     assert opt.step(closure).item() == 10.0
     assert calls == [1]
     assert all(p.max().item() < 1 for p in opt.params.values())
+
+
+def test_an_optimizer_may_evaluate_the_closure_again() -> None:
+    opt = CombinedOptimizer([("x", _keyed(torch.optim.LBFGS, max_iter=3)), ("y", _keyed(torch.optim.SGD))])
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = torch.stack([(p * p).sum() for p in opt.params.values()]).sum()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    assert opt.step(closure).item() == losses[0] == 10.0
+    assert len(losses) > 1
+    assert losses[-1] < losses[0]
+    assert all(p.max().item() < 1 for p in opt.params.values())
+
+
+def test_gradients_are_none_after_zero_grad_unless_zeros_are_asked_for() -> None:
+    opt = _pair()
+    _step(opt)
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in opt.params.values())
     opt.zero_grad()
     assert all(p.grad is None for p in opt.params.values())
 

@@ -45,6 +45,34 @@ def test_state_dict_is_keyed_by_name_in_plain_containers() -> None:
     assert opt.state[opt.params["a"]]["nested"]["x"] is not None
 
 
+class _Quantised:
+    """State that saves and loads itself."""
+
+    def __init__(self, codes: list[float]) -> None:
+        self.codes = torch.tensor(codes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"codes": self.codes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.codes.copy_(state_dict["codes"])
+
+
+def test_objects_in_the_state_are_saved_and_loaded_by_their_own_state_dict() -> None:
+    opt = _keyed()
+    held = _Quantised([1.0, 2.0])
+    opt.state[opt.params["a"]]["nested"]["object"] = held
+    shown = opt.state_dict()
+    assert shown["state"]["a"]["nested"]["object"] == {"codes": held.codes}
+    shown["state"]["a"]["nested"]["object"] = {"codes": torch.tensor([3.0, 4.0])}
+    opt.load_state_dict(shown)
+    assert opt.state[opt.params["a"]]["nested"]["object"] is held
+    assert held.codes.tolist() == [3.0, 4.0]
+    shown["state"]["a"]["nested"]["object"] = 5
+    with pytest.raises(ConfigError, match="'object': got int; expected the state dict of a _Quantised"):
+        opt.load_state_dict(shown)
+
+
 def test_param_groups_are_saved_on_request_with_sorted_names() -> None:
     opt = _keyed()
     opt.save_param_groups(True)

@@ -279,3 +279,13 @@ def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
     assert [gradient_layout(p) for p in (attached, frozen, sparse, plain)] == [
         torch.strided, torch.strided, torch.sparse_coo, torch.strided
     ]  # fmt: skip
+
+
+def test_objects_beside_tiles_are_refused() -> None:
+    def run(group: Group) -> None:
+        own = table(sharded(group), "rows")
+        beside = [torch.optim.SGD([leaf], lr=0.1) for leaf in own.leaves()]
+        with pytest.raises(ConfigError, match="state of 't': got a SGD beside each tile"):
+            shown_parts(own, beside, "state of 't'")
+
+    run_virtual_ranks(WORLD, run)

@@ -47,6 +47,9 @@ def _rates(stages: list[WarmupStage], steps: int, lr: float = 1.0) -> list[float
             [0.1, 0.325, 0.55, 0.775, 1.0, 0.85, 0.9, 0.95, 1.0, 1.0],
         ),
         ([WarmupStage(P.POLY, 5, 2.0)], [1.0, 0.64, 0.36, 0.16, 0.04, 0.0, 1.0]),
+        ([WarmupStage(P.POLY, 2, 2.0, decay_iters=4)], [1.0, 0.5625, 0.25, 1.0]),
+        ([WarmupStage(P.POLY, 2, 1.0, decay_iters=0)], [1.0, 0.5, 0.0, 1.0]),
+        ([WarmupStage(P.STEP, 2, 0.5, decay_iters=0)], [1.0, 0.5, 0.25, 1.0]),
         ([WarmupStage(P.STEP, 5, 0.5, decay_iters=2)], [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 1.0]),
         ([WarmupStage(P.STEP, 3, 0.5)], [1.0, 0.5, 0.25, 0.125, 1.0]),
         (
@@ -100,7 +103,10 @@ def test_a_policy_may_be_given_by_its_value() -> None:
     [
         ({"policy": "cubic"}, "policy is 'cubic', wanted one of"),
         ({"max_iters": 0}, "max_iters is 0, wanted at least 1"),
-        ({"decay_iters": 0}, "decay_iters is 0"),
+        (
+            {"policy": P.POLY, "max_iters": 5, "decay_iters": 4},
+            "got decay_iters=4 for POLY; expected at least",
+        ),
         ({"sgdr_period": 0}, "sgdr_period is 0"),
         (
             {"policy": P.INTERPOLATE, "end_value": 1.0},

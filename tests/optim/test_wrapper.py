@@ -13,6 +13,7 @@ from torch import nn
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
+from tilerec.optim.warmup import WarmupOptimizer
 from tilerec.optim.wrapper import KeyedOptimizerWrapper, OptimizerWrapper
 
 FACTORIES: dict[str, Any] = {
@@ -275,3 +276,20 @@ def test_a_deepcopied_wrapper_steps_its_own_parameters() -> None:
     torch.testing.assert_close(params["w"].detach(), before, rtol=0, atol=0)
     assert not torch.equal(twin.params["w"], before)
     assert twin.state_dict()["state"].keys() == {"w", "bias"}
+
+
+@pytest.mark.parametrize("wrap", [OptimizerWrapper, lambda inner: WarmupOptimizer(inner, [])])
+def test_the_closure_reaches_the_optimizer_inside(wrap: Any) -> None:
+    p = nn.Parameter(torch.ones(1))
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        p.grad = None
+        loss = (p * p).sum()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    keyed = KeyedOptimizerWrapper({"p": p}, lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3))
+    assert wrap(keyed).step(closure=closure).item() == losses[0] == 1.0
+    assert len(losses) > 1

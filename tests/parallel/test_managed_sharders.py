@@ -17,6 +17,7 @@ from tilerec.parallel import (
     ManagedCollisionCollectionSharder,
     ManagedCollisionEmbeddingBagCollectionSharder,
     ManagedCollisionEmbeddingCollectionSharder,
+    ModuleSharder,
     shard,
 )
 from tilerec.planner.helpers import row_wise
@@ -115,4 +116,18 @@ def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], words: st
 
 def test_formats_for_ids_are_without_effect_and_named() -> None:
     with pytest.warns(UserWarning, match="qcomm_codecs_registry"):
-        ManagedCollisionCollectionSharder(Wire("bf16", "bf16"))
+        sharder = ManagedCollisionCollectionSharder(Wire("bf16", "bf16"))
+    assert (sharder.qcomm_codecs_registry, sharder.wire) == (Wire("bf16", "bf16"), None)
+
+
+def test_the_sharder_of_ids_is_a_module_sharder_without_parameters() -> None:
+    sharder = ManagedCollisionCollectionSharder()
+    assert isinstance(sharder, ModuleSharder)
+    ids = Both().ids.managed_collision_collection
+    assert isinstance(ids, sharder.module_type)
+    assert issubclass(sharder.sharded_module_type, sharder.module_type)
+    assert (sharder.shardable_parameters(ids), sharder.optimizer) == ({}, None)
+    with pytest.raises(ConfigError, match="wanted a ManagedCollisionCollection"):
+        sharder.shardable_parameters(Both())
+    given = optimizers([sharder, Bags(fused_params={"optimizer": "sgd", "learning_rate": 0.5})])
+    assert given["other"][0] is None

@@ -637,3 +637,16 @@ def test_a_format_that_a_planner_has_put_into_the_plan_has_an_effect(planner: st
         warnings.simplefilter("error")
         shard(model, plan, ShardingEnv.from_local(1, 0), sharder=[sharder])
     assert {s.wire for _, _, s in plan_of(model).tables()} == {Wire("bf16", "fp16")}
+
+
+def test_a_collection_without_tables_is_left_as_it_is() -> None:
+    def run(group: Group) -> None:
+        tables = EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", feature_names=["a"])])
+        model = nn.ModuleList([EmbeddingBagCollection([]), tables])
+        shard(model, {"1": {"t": row_wise()}}, group)
+        assert isinstance(model[1], ShardedEmbeddingBagCollection)
+        batch = KeyedJaggedTensor(["a"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        assert model[0](batch).values().shape == (2, 0)
+        assert model[1](batch).values().shape == (2, 4)
+
+    run_virtual_ranks(2, run)

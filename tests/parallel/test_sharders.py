@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 import warnings
 from enum import Enum
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch
+from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
@@ -23,6 +24,7 @@ from tilerec.parallel.qcomms import (
 from tilerec.parallel.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
+    ModuleSharder,
     get_default_sharders,
 )
 from tilerec.planner.sharder import sharder_of
@@ -48,6 +50,16 @@ def test_a_sharder_speaks_of_one_kind_of_collection() -> None:
     assert defaults[0].shardable_parameters(own) == {"t": own.embedding_bags["t"].weight}
     with pytest.raises(ConfigError, match="wanted a EmbeddingBagCollection"):
         defaults[0].shardable_parameters(sequences)
+
+
+def test_a_sharder_is_written_for_a_kind_of_module() -> None:
+    assert issubclass(EmbeddingBagCollectionSharder, ModuleSharder)
+    assert get_origin(ModuleSharder[EmbeddingBagCollection]) is ModuleSharder
+
+    class Own(ModuleSharder[nn.Module]):
+        pass
+
+    assert Own.__mro__[1] is ModuleSharder
 
 
 def test_every_sharding_type_is_offered_on_every_device() -> None:

@@ -142,7 +142,8 @@ def test_any_cover_may_be_given() -> None:
 
 
 def test_the_kernel_is_the_callers_or_says_whether_an_optimizer_is_attached() -> None:
-    assert planned(table_wise(0)).kernel is None  # whatever is attached when the model is sharded
+    assert planned(table_wise(0)).kernel is EmbeddingComputeKernel.DENSE
+    assert planned(data_parallel()).kernel is EmbeddingComputeKernel.DENSE
     assert planned(table_wise(0, compute_kernel="fused")).kernel is EmbeddingComputeKernel.FUSED
     module = bags()
     apply_optimizer_in_backward(RowWiseAdagrad(), list(module.parameters()))

@@ -60,6 +60,7 @@ def test_a_table_that_may_not_be_split_is_named_with_what_forbids_it() -> None:
     limits = {"a": ParameterConstraints(["table_wise", "column_wise"], min_partition=64)}
     error = refused(asked({"a": 400_000, "b": 10}, Topology(4, ddr_cap=0, hbm_cap=64 * MIB), limits))
     assert error.proved
+    assert error.error_type is PlannerErrorType.STRICT_CONSTRAINTS
     assert "no piece of table 'ebc.a' that its constraints and sizes allow fits a rank" in str(error)
     assert any("a split by rows of 'ebc.a', which sharding_types rule out" in r.text for r in error.remedies)
     pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[0]))
@@ -88,6 +89,7 @@ def test_all_tables_by_hand_beyond_a_cap_are_refused_too() -> None:
 
 def test_memory_that_is_all_reserved_is_said_to_be() -> None:
     error = refused(asked({"a": 10}, Topology(2, "cpu", ddr_cap=64 * MIB), reserved=65 * MIB))
+    assert error.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
     assert error.tier == "host"
     assert "65.0 MiB are reserved" in str(error)
     assert any("ddr_cap" in remedy.text for remedy in error.remedies)

@@ -64,6 +64,13 @@ def test_a_part_that_is_none_is_refused(percentage: Any) -> None:
             kind(percentage)
 
 
+def test_gigabytes_are_of_1024_cubed_bytes() -> None:
+    reservation = FixedAbsoluteStorageReservation.from_gb(1.5)
+    assert reservation.reserved(10**12, None, 0) == 3 * 2**29
+    with pytest.raises(ConfigError, match="got hbm_reserved_gb=-1; expected GB from 0"):
+        FixedAbsoluteStorageReservation.from_gb(-1)
+
+
 def test_bytes_that_are_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="hbm_reserved_bytes is -1"):
         FixedAbsoluteStorageReservation(-1)

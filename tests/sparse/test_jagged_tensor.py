@@ -113,6 +113,27 @@ def test_empty_has_no_bags_and_the_types_asked_for() -> None:
     assert JaggedTensor.empty_like(by_offsets).lengths().dtype == torch.int32
 
 
+def test_an_empty_tensor_on_a_device_takes_a_copy() -> None:
+    there = JaggedTensor.empty_like(_example(), torch.device("cpu"))
+    assert there.values().data_ptr() != _example().values().data_ptr()
+    assert jt_is_equal(there.copy_(_example()), _example())
+
+
+def test_lengths_of_no_bags_may_be_of_any_type() -> None:
+    assert JaggedTensor(torch.tensor([]), lengths=torch.tensor([])).lengths().dtype == torch.int64
+
+
+def test_weights_may_be_as_wide_as_values() -> None:
+    values, weights = torch.rand(2, 3, 2), torch.rand(2, 3, 2)
+    jagged = JaggedTensor.from_dense_lengths(values, torch.tensor([1, 3]), weights)
+    dense = jagged.to_dense_weights()
+    assert dense is not None
+    assert torch.equal(dense[1], weights[1])
+    padded = jagged.to_padded_dense_weights(3)
+    assert padded is not None
+    assert torch.equal(padded[0, 0], weights[0, 0])
+
+
 def test_copy_overwrites_the_memory_and_what_followed_from_it() -> None:
     target = _example()
     assert target.offsets().tolist() == [0, 2, 2, 3]
@@ -238,7 +259,15 @@ WRONG_PARTS = [
     (lambda: JaggedTensor(torch.arange(3), torch.rand(4), torch.tensor([3])), "4 weights for 3 values"),
     (
         lambda: JaggedTensor(torch.arange(3), torch.rand(3, 2), torch.tensor([3])),
-        r"weights have shape \[3, 2\]; wanted one number per value, \[3\]",
+        r"weights of shape \[3, 2\]; expected one number per value, \[3\]",
+    ),
+    (
+        lambda: JaggedTensor(torch.rand(3, 4), torch.rand(3, 2), torch.tensor([3])),
+        r"weights of shape \[3, 2\]; expected one number per value, \[3\], or the shape of the values, \[3, 4\]",
+    ),
+    (
+        lambda: JaggedTensor(torch.rand(3, 4), torch.rand(2, 4), torch.tensor([3])),
+        "2 weights for 3 values",
     ),
     (lambda: JaggedTensor.from_dense([1, 2]), "values hold 1; wanted a list of tensors"),  # type: ignore[list-item]
     (lambda: JaggedTensor.from_dense([torch.tensor(1)]), "wanted a list of tensors"),
@@ -253,7 +282,7 @@ WRONG_PARTS = [
     ),
     (
         lambda: JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 2]), torch.rand(2, 4)),
-        r"weights have shape \[2, 4\]; wanted one number per padded item, \[2, 3\]",
+        r"weights of shape \[2, 4\]; expected one number per padded item, \[2, 3\]",
     ),
 ]
 

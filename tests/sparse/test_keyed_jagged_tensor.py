@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
@@ -474,18 +475,34 @@ def test_a_synced_batch_is_sliced_without_waiting(variable: bool, monkeypatch: p
 
 @pytest.mark.parametrize("strides", [None, [[2]]])
 def test_a_single_key_is_never_asked_for(strides: list[list[int]] | None) -> None:
-    """Reading a number of a meta tensor raises, as a wait may."""
-    ids, lengths = (
-        torch.empty(3, dtype=torch.int64, device="meta"),
-        torch.empty(2, dtype=torch.int64, device="meta"),
-    )
-    kjt = KeyedJaggedTensor(["a"], ids, lengths=lengths, stride_per_key_per_rank=strides)
-    assert kjt.sync().length_per_key() == [3]
-    assert kjt.unsync().offset_per_key() == [0, 3]
-    assert kjt["a"].values().shape == (3,)
-    assert kjt.unsync().permute([0, 0]).length_per_key() == [3, 3]
-    with pytest.raises(NotImplementedError):
-        KeyedJaggedTensor(["a", "b"], ids, lengths=lengths).length_per_key()
+    """Reading a number of a fake tensor raises, as a wait may."""
+    with FakeTensorMode():
+        ids, lengths = (
+            torch.empty(3, dtype=torch.int64, device="cuda"),
+            torch.empty(2, dtype=torch.int64, device="cuda"),
+        )
+        kjt = KeyedJaggedTensor(["a"], ids, lengths=lengths, stride_per_key_per_rank=strides)
+        assert kjt.sync().length_per_key() == [3]
+        assert kjt.unsync().offset_per_key() == [0, 3]
+        with pytest.raises(DataDependentOutputException):
+            lengths.tolist()
+
+
+@pytest.mark.parametrize("strides", [None, [[2], [0]]])
+@pytest.mark.parametrize("make", ["from_lengths_sync", "from_offsets_sync"])
+def test_on_meta_every_key_has_an_equal_number_of_ids_and_the_first_the_remainder(
+    make: str, strides: list[list[int]] | None
+) -> None:
+    ids, bags = torch.arange(5, device="meta"), torch.arange(2 + (make == "from_offsets_sync"), device="meta")
+    kjt = getattr(KeyedJaggedTensor, make)(["a", "b"], ids, bags, stride_per_key_per_rank=strides)
+    assert kjt.offset_per_key_or_none() == [0, 3, 5]
+    assert kjt["b"].values().shape == (2,)
+    assert [part.length_per_key() for part in kjt.unsync().split([1, 1])] == [[3], [2]]
+    assert kjt.unsync().permute([1, 1]).values().shape == (4,)
+
+
+def test_on_meta_a_batch_without_keys_is_synced() -> None:
+    assert KeyedJaggedTensor.empty(device=torch.device("meta")).sync().offset_per_key() == [0]
 
 
 def test_keys_can_be_handed_over_ready() -> None:
@@ -524,7 +541,7 @@ REFUSED = [
     (lambda: KeyedJaggedTensor(["a"], torch.arange(1), torch.rand(2), torch.tensor([1])), "2 weights for 1"),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(2), torch.rand(2, 1), torch.tensor([2])),
-        r"weights have shape \[2, 1\]; wanted one number per value, \[2\]",
+        r"weights of shape \[2, 1\]; expected one number per value, \[2\]",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([2])),
@@ -694,12 +711,58 @@ def test_a_part_without_keys_knows_the_batch_size_of_the_whole() -> None:
 
 
 def test_a_stride_that_a_variable_batch_cannot_have_warns() -> None:
-    with pytest.warns(UserWarning, match="stride 7 has no effect, this variable batch has 2"):
-        assert _variable(stride=7).stride() == 2
+    with pytest.warns(UserWarning, match="stride 1 has no effect, this variable batch has 2"):
+        assert _variable(stride=1).stride() == 2
     with pytest.warns(UserWarning, match="stride 2 has no effect, this variable batch has 4"):
         assert _variable(stride=2, inverse_indices=_inverse()).stride() == 4
     assert _variable(stride=2).stride() == 2
     assert _variable(stride=4, inverse_indices=_inverse()).stride() == 4
+
+
+def test_a_variable_batch_may_be_larger_than_its_largest_key() -> None:
+    assert _variable(stride=7).stride() == 7
+
+
+def test_parts_of_a_variable_batch_keep_its_stride() -> None:
+    kjt = _variable()
+    largest = kjt.stride_per_key().index(kjt.stride())
+    others = [key for key in range(len(kjt.keys())) if key != largest]
+    part = kjt.permute(others)
+    assert max(part.stride_per_key()) < kjt.stride()
+    for same in (part, part.to(torch.device("cpu")), copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert same.stride() == kjt.stride()
+        assert kjt_is_equal(same, part)
+    assert [part.stride() for part in kjt.split([1] * len(kjt.keys()))] == [kjt.stride()] * len(kjt.keys())
+
+
+def test_an_empty_batch_like_a_variable_one_keeps_its_strides() -> None:
+    like = KeyedJaggedTensor.empty_like(_variable())
+    assert (like.keys(), like.values().shape, like.lengths().shape) == ([], (0,), (0,))
+    assert like.variable_stride_per_key()
+    assert like.stride_per_key_per_rank() == _variable().stride_per_key_per_rank()
+    assert like.stride() == _variable().stride()
+    assert (like.offset_per_key(), like.to_dict()) == ([0], {})
+    assert kjt_is_equal(KeyedJaggedTensor.concat([like, _variable()]), _variable())
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_an_empty_batch_on_a_device_takes_a_copy(variable: bool) -> None:
+    kjt = _variable(inverse_indices=_inverse()) if variable else _example()
+    there = KeyedJaggedTensor.empty_like(kjt, torch.device("cpu"))
+    assert there.values().data_ptr() != kjt.values().data_ptr()
+    assert kjt_is_equal(there.copy_(kjt), kjt)
+
+
+def test_lengths_of_no_bags_may_be_of_any_type() -> None:
+    kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([]), lengths=torch.tensor([]))
+    assert (kjt.lengths().dtype, kjt.sync().stride(), kjt.offset_per_key()) == (torch.int64, 0, [0, 0, 0])
+
+
+def test_weights_may_be_as_wide_as_vectors() -> None:
+    values, weights = torch.rand(3, 2), torch.rand(3, 2)
+    kjt = KeyedJaggedTensor(["a", "b"], values, weights, torch.tensor([1, 2]))
+    assert torch.equal(kjt["b"].weights(), weights[1:])
+    assert torch.equal(kjt.permute([1, 0]).weights(), weights[[1, 2, 0]])
 
 
 @pytest.mark.parametrize("synced", [False, True])

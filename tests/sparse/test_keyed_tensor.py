@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
             "index_per_key contradicts",
         ),
         (lambda: KeyedTensor.from_tensor_list([], []), "the list is empty"),
-        (lambda: KeyedTensor.from_tensor_list(["x"], [values], 1, 0), "cat_dim 0 and key_dim 1 differ"),
+        (lambda: KeyedTensor.from_tensor_list(["x"], [values], 1, 0), "got cat_dim=0 with key_dim=1"),
         (lambda: KeyedTensor.regroup([], [["x"]]), "of 0 tensors"),
         (
             lambda: KeyedTensor.regroup([_example(), KeyedTensor(["z"], [2], values, 0)], [["x"]]),
@@ -143,6 +143,16 @@ def test_what_does_not_fit_is_refused() -> None:
             attempt()
     with pytest.raises(UnknownKeyError, match="Unknown key 'q'"):
         _example()["q"]
+
+
+def test_a_list_of_tensors_is_joined_along_the_key_dimension() -> None:
+    keyed = KeyedTensor.from_tensor_list(["x", "y"], [torch.ones(1, 2), torch.zeros(2, 2)], key_dim=0)
+    assert (keyed.key_dim(), keyed.length_per_key(), keyed["y"].shape) == (0, [1, 2], (2, 2))
+
+
+def test_a_tensor_without_keys_may_have_one_dimension() -> None:
+    empty = KeyedTensor([], [], torch.tensor([]))
+    assert (empty.to_dict(), str(empty)) == ({}, "KeyedTensor()\n")
 
 
 def test_known_parts_are_taken() -> None:

@@ -76,15 +76,6 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
             "3 weights for 2 values; wanted one each",
         ),
         (
-            lambda: _kjt([9, 10, 3], [1, 1, 1, 0]),
-            r"Feature 'a', bag 1: id 10 \(value 1\) is outside \[0, 10\), the rows of table 'users'",
-        ),
-        (
-            lambda: _kjt([9, 3, 20], [1, 0, 0, 2]),
-            r"Feature 'b', bag 1: id 20 \(value 2\) is outside \[0, 20\), the rows of table 'items'",
-        ),
-        (lambda: _kjt([-1, 3, 2], [1, 0, 0, 2]), r"Feature 'a', bag 0: id -1 \(value 0\) is outside"),
-        (
             lambda: KeyedJaggedTensor(["a"], torch.rand(2), lengths=T([2])),
             r"values have dtype torch\.float32",
         ),
@@ -108,6 +99,33 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
 def test_the_first_fault_is_named(make: Callable[[], KeyedJaggedTensor], message: str) -> None:
     with pytest.raises(InputError, match=message):
         validate_keyed_jagged_tensor(make(), TABLES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: _kjt([9, 10, 3], [1, 1, 1, 0]),
+            r"Feature 'a', bag 1: id 10 \(value 1\) is outside \[0, 10\), the rows of table 'users'",
+        ),
+        (
+            lambda: _kjt([9, 3, 20], [1, 0, 0, 2]),
+            r"Feature 'b', bag 1: id 20 \(value 2\) is outside \[0, 20\), the rows of table 'items'",
+        ),
+        (lambda: _kjt([-1, 3, 2], [1, 0, 0, 2]), r"Feature 'a', bag 0: id -1 \(value 0\) is outside"),
+        (
+            lambda: KeyedJaggedTensor(
+                ["a", "b"], T([1, 2, 30]), lengths=T([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
+            ),
+            "Feature 'b', bag 1: id 30",
+        ),
+    ],
+)
+def test_an_id_outside_of_its_table_gives_false_and_a_warning(
+    make: Callable[[], KeyedJaggedTensor], message: str
+) -> None:
+    with pytest.warns(UserWarning, match=message):
+        assert validate_keyed_jagged_tensor(make(), TABLES) is False
 
 
 def _with_weights(kjt: KeyedJaggedTensor, weights: torch.Tensor) -> KeyedJaggedTensor:
@@ -140,11 +158,3 @@ def test_variable_batches_with_sound_inverse_indices_pass() -> None:
     assert validate_keyed_jagged_tensor(_variable(([0, 0], [0, 1])), TABLES)
     # In another order than the keys.
     assert validate_keyed_jagged_tensor(_variable(([1, 0], [0, 0]), ["b", "a"]), TABLES)
-
-
-def test_a_fault_in_a_variable_batch_is_placed_by_its_own_bags() -> None:
-    kjt = KeyedJaggedTensor(
-        ["a", "b"], T([1, 2, 30]), lengths=T([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
-    )
-    with pytest.raises(InputError, match="Feature 'b', bag 1: id 30"):
-        validate_keyed_jagged_tensor(kjt, TABLES)

@@ -80,8 +80,6 @@ class Operands(NamedTuple):
 
 def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, ...]:
     """All slots of a collection; checks the tables' names."""
-    if not configs:
-        raise ConfigError(f"{kind}: tables is empty; give at least one table config.")
     seen: set[str] = set()
     for config in configs:
         if not isinstance(config.name, str):
@@ -177,8 +175,11 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are; a cached one is where its cache is."""
-        rows = next(iter(self._tables.values())).rows
+        """Where the tables are; a cached one is where its cache is; without tables the CPU."""
+        table = next(iter(self._tables.values()), None)
+        if table is None:
+            return torch.device("cpu")
+        rows = table.rows
         return rows.leaf.device if rows.cache is None or rows.cache.device is None else rows.cache.device
 
     @property

@@ -104,6 +104,10 @@ class EmbeddingBagCollection(TableCollection):
             )
             for s, part in zip(lookup.slots, parts, strict=True):
                 blocks[s] = part
+        if not blocks:  # no table reads a feature
+            return KeyedTensor.from_columns(
+                self._columns, torch.empty(features.stride(), 0, dtype=dtype, device=self.device)
+            )
         together = torch.cat([block for block in blocks if block is not None], dim=1)
         return KeyedTensor.from_columns(self._columns, together)
 

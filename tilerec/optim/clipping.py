@@ -41,7 +41,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     Args:
         optimizer: what to step.
         clipping: a `GradientClipping`, or its value as a string.
-        max_gradient: the largest total norm (NORM) or absolute value (VALUE), > 0.
+        max_gradient: the largest total norm (NORM) or absolute value (VALUE), from 0; 0 makes all gradients 0.
         norm_type: p of the p-norm, > 0; `float("inf")` or "inf" for the largest absolute value.
         enable_global_grad_clip: kept for callers that pass it; the norm is over the whole model, whether it is set or
             not: tiles of all ranks, each once, and replicated parameters once. Every rank steps.
@@ -71,8 +71,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 f"GradientClippingOptimizer: clipping is {clipping!r}, wanted one of "
                 f"{[kind.value for kind in GradientClipping]}."
             ) from None
-        if not max_gradient > 0:
-            raise ConfigError(f"GradientClippingOptimizer: max_gradient is {max_gradient}, wanted > 0.")
+        if not max_gradient >= 0:
+            raise ConfigError(
+                f"GradientClippingOptimizer: got max_gradient={max_gradient}; expected a number from 0. Pass "
+                "GradientClipping.NONE to clip nothing."
+            )
         self._max_gradient = float(max_gradient)
         try:
             self._norm_type = float(norm_type)
@@ -104,8 +107,19 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return self._last_norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if given, to make the gradients; clip them; step. Returns the closure's loss."""
-        loss = KeyedOptimizer.step(self, closure)
+        """Clip the gradients and step; with a closure, the gradients of each of its evaluations. Returns its loss."""
+        if closure is None:
+            self._clip()
+            return self._optimizer.step()
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return self._optimizer.step(clipped)
+
+    def _clip(self) -> None:
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._track:
@@ -113,8 +127,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.VALUE:
             for grad in grads_of(self._parameters()):
                 grad.clamp_(-self._max_gradient, self._max_gradient)
-        self._optimizer.step()
-        return loss
 
     @torch.no_grad()
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:

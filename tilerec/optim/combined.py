@@ -75,10 +75,18 @@ class CombinedOptimizer(KeyedOptimizer):
         return [group for _, opt in self._optims for group in opt.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure once, if given, then step every optimizer; returns the closure's loss."""
+        """Evaluate the closure once, if given, then step every optimizer; returns the closure's loss.
+
+        All optimizers step on the gradients of this one evaluation. One that evaluates the closure several times
+        (LBFGS) gets the loss of it at its first call, and evaluates again at the others.
+        """
+        if closure is None:
+            for _, opt in self._optims:
+                opt.step()
+            return None
         loss = super().step(closure)
         for _, opt in self._optims:
-            opt.step()
+            opt.step(_evaluated(closure, loss))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -181,6 +189,12 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def __repr__(self) -> str:
         return "CombinedOptimizer (\n" + "".join(f"{name}: {opt!r}\n" for name, opt in self._optims) + ")"
+
+
+def _evaluated(closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+    """The closure of which the next evaluation has been made, with this loss."""
+    losses = [loss]
+    return lambda: losses.pop() if losses else closure()
 
 
 def _loads_its_own_way(optimizer: KeyedOptimizer) -> bool:

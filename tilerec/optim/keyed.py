@@ -6,7 +6,8 @@ Glossary
     param group    a dict: "params" (the parameters) and their settings (lr, ...)
     state dict     {"state": {name: state}, "param_groups": [{"params": sorted names, ...settings}]}; the second key
                    only after `save_param_groups(True)`. Plain dicts of tensors and numbers: `torch.save` and
-                   `torch.distributed.checkpoint` take it as it is.
+                   `torch.distributed.checkpoint` take it as it is. An object in the state that has a `state_dict()` and
+                   a `load_state_dict()` is shown as its own state dict.
 
 Loading is in place: tensors keep their storage, so whoever else holds them (a table's rows, a captured graph) sees the
 loaded values. It is all or nothing: everything is checked before the first value is written.
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.optim.initial import make_state
+from tilerec.optim.stateful import is_stateful
 from tilerec.optim.tiled import (
     TiledTable,
     adopted_parts,
@@ -171,7 +173,7 @@ class KeyedOptimizer(Optimizer):
                 if parts[0]:
                     named[name] = shown_parts(tables[name], parts, self._where(name))
             elif p in state and (not tables or not is_further_leaf(p)):
-                named[name] = _copied(state[p])
+                named[name] = _copied(state[p], _shown_object)
         out: dict[str, Any] = {"state": named}
         if self._save_groups:
             out["param_groups"] = [
@@ -393,14 +395,18 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _copied(value: Any) -> Any:
-    """The same tensors and numbers in new containers."""
+def _copied(value: Any, shown: Callable[[Any], Any] = lambda item: item) -> Any:
+    """The same tensors and numbers in new containers; `shown` may replace them."""
     if isinstance(value, Mapping):
         ordered = isinstance(value, OrderedDict)
-        return (OrderedDict if ordered else dict)((key, _copied(item)) for key, item in value.items())
+        return (OrderedDict if ordered else dict)((key, _copied(item, shown)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+        return type(value)(_copied(item, shown) for item in value)
+    return shown(value)
+
+
+def _shown_object(value: Any) -> Any:
+    return value.state_dict() if is_stateful(value) else value
 
 
 def _adopted(value: Any, parameter: Tensor) -> Any:
@@ -435,6 +441,13 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
             got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
             raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {tuple(current.shape)}.")
         plan.append(lambda: _discard(current.detach().copy_(loaded)))
+    elif is_stateful(current):
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(
+                f"{where}: got {type(loaded).__name__}; expected the state dict of a {type(current).__name__}. Save it "
+                "with state_dict() of this optimizer."
+            )
+        plan.append(lambda: _discard(current.load_state_dict(loaded)))
     elif isinstance(current, Mapping):
         if not isinstance(loaded, Mapping):
             raise ConfigError(
@@ -490,7 +503,7 @@ def _setter(holder: Any, key: Any, value: Any) -> Callable[[], None]:
     return write
 
 
-def _discard(_: Tensor) -> None:
+def _discard(_: object) -> None:
     return None
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
+from tilerec.optim.stateful import is_stateful
 from tilerec.storage.table_rows import rows_of
 
 
@@ -148,6 +149,11 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
             key: shown_parts(table, [part.get(key) for part in _mappings(parts, what)], f"{what} / '{key}'")
             for key in first
         }
+    if is_stateful(first):
+        raise ConfigError(
+            f"{what}: got a {type(first).__name__} beside each tile of the table; expected tensors and numbers. Keep "
+            "the table in one piece on every rank and out of shard(), or use an optimizer whose state are tensors."
+        )
     return first
 
 

@@ -8,7 +8,7 @@ Glossary
     NONE, and after the last stage    1   (after the last stage the learning rate is lr, without any lr_scale)
     CONSTANT      value
     LINEAR        value + (1 - value) * i / max_iters
-    POLY          (1 - i / max_iters) ** value
+    POLY          (1 - i / decay_iters) ** value; decay_iters is max_iters by default
     STEP          value ** (i // decay_iters)
     INVSQRT       1 / sqrt(max(i, 1))
     COSINE_ANNEALING_WARM_RESTARTS   value + (1 - value) * (1 + cos(pi * (i % sgdr_period) / sgdr_period)) / 2
@@ -57,7 +57,7 @@ class WarmupStage:
         max_iters: the last step (counted from the beginning of training) of this stage; more than the stage before.
         value: LINEAR's start, CONSTANT's level, POLY's power, STEP's factor, the cosine's lowest, INTERPOLATE's start.
         lr_scale: multiplies the learning rate during this stage.
-        decay_iters: STEP's steps per factor; -1 stands for 1.
+        decay_iters: STEP's steps per factor, and where POLY reaches 0; from 0 down it stands for 1 and `max_iters`.
         sgdr_period: the cosine's period in steps.
         start_interpolating_iters, end_value: INTERPOLATE's first step and last value; both required there.
     """
@@ -80,8 +80,11 @@ class WarmupStage:
             ) from None
         if self.max_iters < 1:
             raise ConfigError(f"WarmupStage: max_iters is {self.max_iters}, wanted at least 1.")
-        if self.decay_iters < 1 and self.decay_iters != -1:
-            raise ConfigError(f"WarmupStage: decay_iters is {self.decay_iters}, wanted at least 1, or -1.")
+        if self.policy is WarmupPolicy.POLY and 0 < self.decay_iters < self.max_iters:
+            raise ConfigError(
+                f"WarmupStage: got decay_iters={self.decay_iters} for POLY; expected at least max_iters, "
+                f"{self.max_iters}. A smaller one makes learning rates negative: end the stage earlier."
+            )
         if self.sgdr_period < 1:
             raise ConfigError(f"WarmupStage: sgdr_period is {self.sgdr_period}, wanted at least 1.")
         if self.policy is WarmupPolicy.INTERPOLATE:
@@ -104,7 +107,7 @@ class WarmupStage:
         if self.policy is WarmupPolicy.LINEAR:
             return value + (1.0 - value) * i / self.max_iters
         if self.policy is WarmupPolicy.POLY:
-            return math.pow(1.0 - i / self.max_iters, value)
+            return math.pow(1.0 - i / (self.decay_iters if self.decay_iters > 0 else self.max_iters), value)
         if self.policy is WarmupPolicy.STEP:
             return math.pow(value, i // max(self.decay_iters, 1))
         if self.policy is WarmupPolicy.INVSQRT:

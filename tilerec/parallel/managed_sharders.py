@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from tilerec.errors import ConfigError
+from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -26,6 +27,7 @@ from tilerec.parallel.sharders import (
     Registry,
 )
 from tilerec.sharding.managed_collision import (
+    ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
@@ -33,12 +35,14 @@ from tilerec.spec.without_effect import warn_without_effect
 
 
 @final
-class ManagedCollisionCollectionSharder:
-    """Of `ManagedCollisionCollection`s, inside of the two below.
+class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
+    """Of `ManagedCollisionCollection`s, inside of the two below. It gives neither an optimizer nor a number format.
 
     Args:
         qcomm_codecs_registry: taken, with a warning that it has no effect.
     """
+
+    _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
 
     def __init__(self, qcomm_codecs_registry: Registry | None = None) -> None:
         name, reason = (
@@ -46,11 +50,26 @@ class ManagedCollisionCollectionSharder:
             "ids and row numbers are whole numbers, which travel as they are",
         )
         warn_without_effect(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
-        self.qcomm_codecs_registry = qcomm_codecs_registry
+        super().__init__()
+        self._registry = qcomm_codecs_registry
+
+    @property
+    def module_type(self) -> type[ManagedCollisionCollection]:
+        return ManagedCollisionCollection
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        return ShardedManagedCollisionCollection
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """None: ids are buffers, and their buckets lie where the rows of their table do."""
+        if not isinstance(module, ManagedCollisionCollection):
+            raise _wrong_kind(self, module)
+        return {}
 
 
 @final
-class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder):
+class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingBagCollection]):
     """Of `ManagedCollisionEmbeddingBagCollection`s.
 
     Args:
@@ -77,7 +96,7 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder):
         super().__init__(said.fused_params, said.qcomm_codecs_registry)
 
     @property
-    def module_type(self) -> type[nn.Module]:
+    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
         return ManagedCollisionEmbeddingBagCollection
 
     @property
@@ -89,7 +108,7 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder):
 
 
 @final
-class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder):
+class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingCollection]):
     """Of `ManagedCollisionEmbeddingCollection`s.
 
     Args:
@@ -112,7 +131,7 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder):
         super().__init__(said.fused_params, said.qcomm_codecs_registry)
 
     @property
-    def module_type(self) -> type[nn.Module]:
+    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
         return ManagedCollisionEmbeddingCollection
 
     @property
@@ -141,7 +160,11 @@ def _check(
 
 def _parameters(sharder: ModuleSharder, module: nn.Module) -> dict[str, nn.Parameter]:
     if not isinstance(module, ManagedCollisionEmbeddings) or not isinstance(module, sharder.module_type):
-        raise ConfigError(
-            f"{type(sharder).__name__}: got a {type(module).__name__}, wanted a {sharder.module_type.__name__}."
-        )
+        raise _wrong_kind(sharder, module)
     return {name: table.weight for name, table in module.embedding_module._tables.items()}
+
+
+def _wrong_kind(sharder: ModuleSharder, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(sharder).__name__}: got a {type(module).__name__}, wanted a {sharder.module_type.__name__}."
+    )

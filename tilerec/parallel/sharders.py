@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Generic, final
 
 from torch import nn
+from typing_extensions import TypeVar
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
@@ -26,8 +27,11 @@ from tilerec.spec.without_effect import warn_without_effect
 Registry = Wire | Mapping[str, Any]
 
 
-class ModuleSharder(ABC):
-    """What two kinds of sharder share.
+M = TypeVar("M", bound=nn.Module, covariant=True, default=nn.Module)
+
+
+class ModuleSharder(ABC, Generic[M]):
+    """Base of the sharders; `M` is the kind of collection.
 
     Args:
         fused_params: see `read_fused_params`; the optimizer of all tables of this kind that have none attached yet.
@@ -53,7 +57,7 @@ class ModuleSharder(ABC):
 
     @property
     @abstractmethod
-    def module_type(self) -> type[nn.Module]:
+    def module_type(self) -> type[M]:
         """The kind of collection it speaks of."""
 
     @property
@@ -105,7 +109,7 @@ class ModuleSharder(ABC):
 
 
 @final
-class EmbeddingBagCollectionSharder(ModuleSharder):
+class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
     """Of `EmbeddingBagCollection`s.
 
     Args:
@@ -127,7 +131,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         warn_without_effect(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
 
     @property
-    def module_type(self) -> type[TableCollection]:
+    def module_type(self) -> type[EmbeddingBagCollection]:
         return EmbeddingBagCollection
 
     @property
@@ -136,7 +140,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
 
 
 @final
-class EmbeddingCollectionSharder(ModuleSharder):
+class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
     """Of `EmbeddingCollection`s.
 
     Args:
@@ -158,7 +162,7 @@ class EmbeddingCollectionSharder(ModuleSharder):
         warn_without_effect(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
 
     @property
-    def module_type(self) -> type[TableCollection]:
+    def module_type(self) -> type[EmbeddingCollection]:
         return EmbeddingCollection
 
     @property

@@ -25,7 +25,7 @@ Name = tuple[str, str]
 
 
 def collections_of(module: nn.Module, only: Collection[str] | None = None) -> dict[str, TableCollection]:
-    """Every collection of tables in a model, by path, not sharded yet.
+    """Every collection with tables in a model, by path, not sharded yet. One without tables is not sharded.
 
     Args:
         only: paths to look at; None: all.
@@ -42,7 +42,7 @@ def collections_of(module: nn.Module, only: Collection[str] | None = None) -> di
                 f"shard: module '{path}' is sharded already; shard a model once, as a whole, or shard its other parts "
                 "one by one."
             )
-        if isinstance(part, TableCollection):
+        if isinstance(part, TableCollection) and part._configs:
             found[path] = part
     return found
 

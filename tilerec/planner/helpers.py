@@ -34,7 +34,10 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 Kernel = EmbeddingComputeKernel | str | None
-"""None: fused where an optimizer is attached or the sharder gives one, else left to what is when sharding."""
+"""None: "fused" for a table whose optimizer is attached or given by the sharder, else "dense".
+
+`construct_module_sharding_plan` decides it; a plan of bare helpers leaves it to `shard`.
+"""
 
 
 @final
@@ -247,6 +250,7 @@ def construct_module_sharding_plan(
         module: an EmbeddingBagCollection or EmbeddingCollection, or a module with one of them in it.
         per_param_sharding: table -> helper's result, for every table.
         sharder: the one that the collection will be sharded with: tables are "fused" where it gives an optimizer.
+            Tables without one are "dense": a sharder that is given later, to `shard`, does not change that.
         local_size, world_size: ranks per host and in all; None: the process group's and the launcher's, or those of a
             world of one. Where neither is known, hosts are left to the launcher.
         device_type: "cpu" or "cuda"; None: where the tables are.
@@ -295,7 +299,7 @@ def construct_module_sharding_plan(
                 "row_wise(), table_wise(rank) and their like return."
             )
         if cut.compute_kernel is None:
-            cut = replace(cut, compute_kernel=table.kernel)
+            cut = replace(cut, compute_kernel=_kernel(table))
         sharding = cut.sharding(name, table.rows, table.dim, world)
         plan[name] = replace(sharding, data_type=table.data_type)
     return plan
@@ -306,6 +310,13 @@ def apply_to_all(
 ) -> dict[str, Cut]:
     """The same helper for every table of a collection: `per_param_sharding` of `construct_module_sharding_plan`."""
     return {name: parameter_sharding_generator for table in tables_of(module) for _, name in table.names}
+
+
+def _kernel(table: PlannedTable) -> Kernel:
+    """Return "fused" for a table with an optimizer, else "dense"; None for a frozen table, which stays where it is."""
+    if table.kernel is None and table.cached is None:
+        return EmbeddingComputeKernel.DENSE
+    return table.kernel
 
 
 def _bucket_rows(name: str, rows: int, buckets: int, world_size: int) -> tuple[int, ...]:

@@ -55,10 +55,9 @@ class PlannerError(ConfigError):
         short: bytes missing there, at least; over all ranks, or on one where a piece of one table is too large.
         heaviest: names of the tables that weigh most.
         remedies: changes that there is a plan for.
-        error_type: TorchRec's word for it.
+        error_type: as in TorchRec: INSUFFICIENT_STORAGE where the tables need more than all ranks have, or a rank is
+            full before anything is placed; STRICT_CONSTRAINTS where all ranks together have room.
     """
-
-    error_type = PlannerErrorType.INSUFFICIENT_STORAGE
 
     def __init__(
         self,
@@ -69,10 +68,12 @@ class PlannerError(ConfigError):
         short: int = 0,
         heaviest: Sequence[str] = (),
         remedies: Sequence[Remedy] = (),
+        error_type: PlannerErrorType = PlannerErrorType.INSUFFICIENT_STORAGE,
     ) -> None:
         super().__init__(message)
         self.proved, self.tier, self.short = proved, tier, short
         self.heaviest, self.remedies = tuple(heaviest), tuple(remedies)
+        self.error_type = error_type
 
 
 def no_plan(decision: Decision) -> PlannerError:
@@ -128,7 +129,11 @@ class _Search:
                 "backward pass, bf16 rows, other sharding types. Change several, or plan fewer tables."
             )
         tier = TIERS[proof.tier] if proof is not None and proof.tier >= 0 else TIERS[self.tier]
-        return PlannerError(text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies)
+        has_room = self.need <= self.room and bool((self.taken <= self.caps).all())
+        kind = PlannerErrorType.STRICT_CONSTRAINTS if has_room else PlannerErrorType.INSUFFICIENT_STORAGE
+        return PlannerError(
+            text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies, error_type=kind
+        )
 
     def _what(self, proved: bool) -> tuple[str, int]:
         """What is short, and by how many bytes."""

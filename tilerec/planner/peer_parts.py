@@ -23,8 +23,8 @@ class SortBy(Enum):
 
 
 class PlannerErrorType(Enum):
-    """What TorchRec's planner may fail of. `PlannerError.error_type` is INSUFFICIENT_STORAGE: nothing else is one here,
-    and other mistakes are `ConfigError`s.
+    """Reasons of TorchRec's planner to fail. `PlannerError.error_type` is INSUFFICIENT_STORAGE or STRICT_CONSTRAINTS;
+    the others are plain `ConfigError`s here.
     """
 
     INSUFFICIENT_STORAGE = "insufficient_storage"

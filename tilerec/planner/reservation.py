@@ -110,6 +110,16 @@ class FixedAbsoluteStorageReservation(StorageReservation):
             )
         self.hbm_reserved_bytes = hbm_reserved_bytes
 
+    @classmethod
+    def from_gb(cls, hbm_reserved_gb: float) -> FixedAbsoluteStorageReservation:
+        """The same in GB of 1024³ bytes, as TorchRec counts them."""
+        if not _is_number(hbm_reserved_gb):
+            raise ConfigError(
+                f"FixedAbsoluteStorageReservation.from_gb: got hbm_reserved_gb={hbm_reserved_gb!r}; expected GB from "
+                "0. Pass a number."
+            )
+        return cls(int(hbm_reserved_gb * 1024**3))
+
     def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
         return int(self.hbm_reserved_bytes)
 

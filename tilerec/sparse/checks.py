@@ -46,7 +46,7 @@ def checked_parts(
         values,
         weights,
         segments,
-        stride if stride is not None and counts is None and len(names) == 0 else 0,
+        stride if stride is not None and (counts is not None or len(names) == 0) else 0,
         None if counts is None else Strides.checked(len(names), counts),
         inverse_indices,
     )
@@ -67,7 +67,7 @@ def _check_stride(parts: Parts, stride: int | None) -> None:
         if stride is not None and not torch.compiler.is_compiling() and stride != parts.stride():
             warnings.warn(
                 f"KeyedJaggedTensor: stride {stride} has no effect, this variable batch has {parts.stride()}: the "
-                f"samples of its inverse indices, or the largest key's bags without them; leave stride out.",
+                f"samples of its inverse indices, or without them at least the largest key's bags; leave stride out.",
                 stacklevel=5,
             )
         return

@@ -1,8 +1,8 @@
-"""What lies in the segments: values and, one per value, weights. Checked by type and shape, which waits for no device.
+"""What lies in the segments: values and weights. Checked by type and shape, which waits for no device.
 
 Shapes
     values_N  [N] or [N, ...]   ids, or vectors such as embeddings
-    weights_N [N]
+    weights_N [N], or as values_N
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def shown_in_full(tensor: Tensor) -> bool:
     return plain and not tensor.is_meta and tensor.numel() <= SHOWN and not torch.compiler.is_compiling()
 
 
+def allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return uninitialised memory of the same shape and dtype on `device`."""
+    return torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+
+
 def check_tensor(owner: str, name: str, given: Any) -> None:
     """`InputError` unless `given` is a tensor; `owner` and `name` are the words for it."""
     if not isinstance(given, Tensor):
@@ -33,7 +38,7 @@ def check_tensor(owner: str, name: str, given: Any) -> None:
 
 
 def check_items(owner: str, values: Any, weights: Any) -> None:
-    """`InputError` unless values are a tensor of items and weights, if any, one number for each of them."""
+    """`InputError` unless values are a tensor of items and weights, if any, a number for each item or each element."""
     check_tensor(owner, "values", values)
     if values.dim() == 0:
         raise InputError(
@@ -47,10 +52,10 @@ def check_items(owner: str, values: Any, weights: Any) -> None:
             f"{owner}: weights have dtype {weights.dtype}; expected real numbers, as rows are multiplied by them. Pass "
             "weights.real or weights.abs()."
         )
-    if weights.dim() != 1:
+    if weights.dim() != 1 and (weights.dim() != values.dim() or weights.shape[1:] != values.shape[1:]):
         raise InputError(
-            f"{owner}: weights have shape {list(weights.shape)}; wanted one number per value, "
-            f"[{values.shape[0]}]; flatten them."
+            f"{owner}: got weights of shape {list(weights.shape)}; expected one number per value, "
+            f"[{values.shape[0]}], or the shape of the values, {list(values.shape)}. Flatten them."
         )
     # A compiler would turn the comparison into a guard, and refuse it where sizes are read from data.
     if not torch.compiler.is_compiling() and weights.shape[0] != values.shape[0]:

@@ -3,7 +3,7 @@
 Glossary
     bag       the items of one sample, possibly none
     values_N  the items of all bags, one bag after the other; `values_N` may be [N] or [N, ...]
-    weights_N one number per item, or none
+    weights_N one number per item, or of the shape of the values, or none
     lengths_B, offsets_B1   see `sparse/segments.py`:  bag b = values[offsets[b] : offsets[b + 1]]
 
 Offsets may begin later than 0 and end before N: the bags are then part of a larger run of values. (A keyed tensor wants
@@ -12,6 +12,7 @@ offsets that begin at 0 and end at N: `sync()` and `validate_keyed_jagged_tensor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import sub
 from typing import Any, final
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import jagged_to_padded, padded_to_jagged
-from tilerec.sparse.items import SHOWN, check_items, shown_in_full
+from tilerec.sparse.items import SHOWN, allocate_like, check_items, shown_in_full
 from tilerec.sparse.segments import Segments, checked_segments
 
 
@@ -32,12 +33,12 @@ class JaggedTensor:
 
     Args:
         values: [N] or [N, ...], any dtype.
-        weights: one number per item, [N]; none by default.
+        weights: one number per item, [N], or one per element, of the shape of the values; none by default.
         lengths: [B], int32 or int64: items per bag.
         offsets: [B + 1], int32 or int64: where bags begin. One of the two is required, the other is derived when
             asked for.
 
-    Raises `InputError` for values without a dimension, weights that are not one number each, lengths and offsets that
+    Raises `InputError` for values without a dimension, weights of another shape, lengths and offsets that
     are both missing, not integers, or disagree in number, and for anything that is not a tensor. Types and shapes are
     checked; what the lengths say is not, since reading it would wait for the device.
 
@@ -84,12 +85,17 @@ class JaggedTensor:
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | None = None) -> JaggedTensor:
-        """No bags, with the dtypes of `jt`."""
+        """Without `device`: no bags, with the dtypes of `jt`.
+
+        With `device`: uninitialised memory there for all of `jt`, to be filled by `copy_(jt)`.
+        """
+        if device is not None:
+            return jt._map(functools.partial(allocate_like, device=device))
         weights = jt.weights_or_none()
         lengths = jt._segments.given_lengths
         return JaggedTensor.empty(
             is_weighted=weights is not None,
-            device=jt.device() if device is None else device,
+            device=jt.device(),
             values_dtype=jt.values().dtype,
             weights_dtype=None if weights is None else weights.dtype,
             lengths_dtype=jt._segments.offsets().dtype if lengths is None else lengths.dtype,
@@ -138,10 +144,11 @@ class JaggedTensor:
                 f"{segments.count()} lengths; "
                 f"wanted one row per length."
             )
-        if weights is not None and not torch.compiler.is_compiling() and weights.shape != values.shape[:2]:
+        shapes = (values.shape[:2], values.shape)
+        if weights is not None and not torch.compiler.is_compiling() and weights.shape not in shapes:
             raise InputError(
-                f"JaggedTensor.from_dense_lengths: weights have shape {list(weights.shape)}; wanted one number per "
-                f"padded item, {list(values.shape[:2])}."
+                f"JaggedTensor.from_dense_lengths: got weights of shape {list(weights.shape)}; expected one number per "
+                f"padded item, {list(values.shape[:2])}, or per element, {list(values.shape)}. Pad them like values."
             )
         offsets_B1 = segments.offsets()
         if not torch.compiler.is_compiling() and lengths.numel() > 0:
@@ -212,7 +219,7 @@ class JaggedTensor:
         return self._values
 
     def weights(self) -> Tensor:
-        """One number per item; `InputError` if there are none."""
+        """The weights [N] or [N, ...]; `InputError` if there are none."""
         if self._weights is None:
             raise InputError(
                 "JaggedTensor: it has no weights; pass weights= when it is made, or ask weights_or_none()."
@@ -220,7 +227,7 @@ class JaggedTensor:
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """One number per item, or None."""
+        """The weights [N] or [N, ...], or None."""
         return self._weights
 
     def lengths(self) -> Tensor:

@@ -26,6 +26,7 @@ it is exported under `torch.fx.experimental._config.patch(backed_size_oblivious=
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, final
@@ -37,6 +38,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.sparse.checks import check_derived, check_key_offsets, checked_parts
 from tilerec.sparse.inverse import InverseIndices
+from tilerec.sparse.items import allocate_like
 from tilerec.sparse.jagged_tensor import (
     JaggedTensor,
     describe_bags,
@@ -60,11 +62,12 @@ class KeyedJaggedTensor:
     Args:
         keys: feature names, each once.
         values: [N] ids (or [N, ...] floating-point items), all bags of the first key, then of the second, and so on.
-        weights: one number per id, [N]; none by default.
+        weights: one number per id, [N] (of vectors also one per element, [N, ...]); none by default.
         lengths: ids per bag, [F * B] or [F, B]; int32 or int64.
         offsets: where bags begin, [F * B + 1], from 0 to N. One of the two is required.
         stride: batch size. It follows from the lengths; only a tensor without keys needs it. Of a variable batch it
-            follows from the inverse indices, or is the largest key's: another one warns and has no effect.
+            follows from the inverse indices; without them it is the largest key's, or this one if that is larger.
+            A stride without effect warns.
         stride_per_key_per_rank: [F][R] bags of each key from each rank: a batch whose size varies by key.
         stride_per_key, lengths_offset_per_key, index_per_key: follow from the above and are checked against it.
         length_per_key, offset_per_key: ids per key and where they begin, if known: spare `sync()`.
@@ -229,9 +232,24 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
-        """No keys and no bags, with the dtypes and the batch size of `kjt`."""
-        like = JaggedTensor.empty_like(kjt._as_jagged(), device)
-        return _made(Parts(Keys.of(()), like.values(), like.weights_or_none(), like._segments, kjt.stride()))
+        """Without `device`: no keys and no bags, with the dtypes and the batch sizes of `kjt`.
+
+        With `device`: uninitialised memory there for all of `kjt`, to be filled by `copy_(kjt)`.
+        """
+        parts = kjt._parts
+        if device is not None:
+            return _made(parts.map(functools.partial(allocate_like, device=device)))
+        like = JaggedTensor.empty_like(kjt._as_jagged())
+        return _made(
+            Parts(
+                Keys.of(()),
+                like.values(),
+                like.weights_or_none(),
+                like._segments,
+                kjt.stride(),
+                parts.strides,
+            )
+        )
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -272,7 +290,9 @@ class KeyedJaggedTensor:
         return self._parts.segments.offsets_or_none()
 
     def stride(self) -> int:
-        """Batch size. Of a variable batch: the full batch's if inverse indices tell, else the largest key's."""
+        """Batch size. Of a variable batch: the samples of its inverse indices, else the largest key's bags; parts that
+        `split` and `permute` make keep it.
+        """
         return self._parts.stride()
 
     def stride_per_key(self) -> list[int]:
@@ -304,7 +324,7 @@ class KeyedJaggedTensor:
 
     def sync(self) -> KeyedJaggedTensor:
         """Fetch the key offsets: one wait for the device, now rather than at the first slice. Of a single key they are
-        known.
+        known. On the meta device every key gets an equal number of ids, the first one also the remainder.
 
         Raises `InputError` if the lengths do not sum to the number of values (of a single key on a device, whoever
         reads it does).
@@ -339,8 +359,8 @@ class KeyedJaggedTensor:
         if parts.key_offsets is not None:
             return parts
         key_offsets: list[int]
-        if len(parts.keys) < 2 and parts.values.device.type != "cpu":
-            key_offsets = [0, parts.values.shape[0]][: len(parts.keys) + 1]
+        if parts.values.is_meta or (len(parts.keys) < 2 and parts.values.device.type != "cpu"):
+            key_offsets = parts.even_key_offsets()
         else:
             key_offsets = parts.key_offsets_F1().tolist()
         synced = parts._replace(key_offsets=key_offsets)
@@ -433,19 +453,15 @@ class KeyedJaggedTensor:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
 
-        weights = self._parts.weights
-        if weights is not None:
-            weights = weights.to(device=device, dtype=dtype, non_blocking=non_blocking)
-        return _made(self._parts.map(move, weights))
+        def move_weights(weights: Tensor) -> Tensor:
+            return weights.to(device=device, dtype=dtype, non_blocking=non_blocking)
+
+        return _made(self._parts.map(move, move_weights))
 
     def pin_memory(self) -> KeyedJaggedTensor:
         """A copy in page-locked memory, for transfers that overlap."""
 
-        def pin(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory()
-
-        weights = self._parts.weights
-        return _made(self._parts.map(pin, None if weights is None else pin(weights)))
+        return _made(self._parts.map(lambda tensor: tensor.pin_memory()))
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Overwrite this tensor's memory with `kjt`, which must have the same keys and shapes."""

@@ -52,12 +52,13 @@ class KeyedTensor:
     ) -> None:
         check_tensor("KeyedTensor", "values", values)
         columns = Columns(keys, length_per_key)
-        if not -values.dim() <= key_dim < values.dim():
+        nothing = not columns.lengths and not values.numel()
+        if not nothing and not -values.dim() <= key_dim < values.dim():
             raise InputError(
                 f"KeyedTensor: values have shape {list(values.shape)} and no dimension {key_dim} for keys to lie "
                 f"along; pass key_dim=, or values of more dimensions."
             )
-        if values.shape[key_dim] != columns.offsets[-1]:
+        if not nothing and values.shape[key_dim] != columns.offsets[-1]:
             raise InputError(
                 f"KeyedTensor: values have shape {list(values.shape)}, but the widths sum to "
                 f"{columns.offsets[-1]} along "
@@ -86,19 +87,18 @@ class KeyedTensor:
 
     @staticmethod
     def from_tensor_list(
-        keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
+        keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int | None = None
     ) -> KeyedTensor:
-        """One key per tensor, concatenated along `cat_dim`, which is also the key dimension."""
-        if cat_dim != key_dim:
+        """One key per tensor, concatenated along the key dimension; `cat_dim` is the same number, if given."""
+        if cat_dim not in (None, key_dim):
             raise InputError(
-                f"KeyedTensor.from_tensor_list: cat_dim {cat_dim} and key_dim {key_dim} differ; blocks "
-                f"lie side by side "
-                f"along one dimension, pass the same number twice."
+                f"KeyedTensor.from_tensor_list: got cat_dim={cat_dim} with key_dim={key_dim}; expected the same "
+                "number. Leave cat_dim out: the blocks of the keys lie side by side along key_dim."
             )
         if not tensors:
             raise InputError("KeyedTensor.from_tensor_list: the list is empty; wanted at least one tensor.")
         widths = [tensor.shape[key_dim] for tensor in tensors]
-        return KeyedTensor(keys, widths, torch.cat(list(tensors), dim=cat_dim), key_dim)
+        return KeyedTensor(keys, widths, torch.cat(list(tensors), dim=key_dim), key_dim)
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:

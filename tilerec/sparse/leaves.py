@@ -1,8 +1,8 @@
 """The leaves of a keyed jagged tensor: one per tensor that was given, for pytrees, compilers, exporters and pickles.
 
 Keys, and which leaves there are, are static: the *context*. Batch sizes follow from shapes, those of a variable batch
-are a leaf. What was fetched or derived is not part of the value: it changes neither the structure nor the number of
-graphs.
+are a leaf; a batch size that neither shows is static, too. What was fetched or derived is not part of the value: it
+changes neither the structure nor the number of graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tilerec.sparse.segments import Segments
 from tilerec.sparse.strides import Strides
 
 Context = tuple[tuple[str, ...], tuple[str, ...], int, tuple[str, ...]]
-"""Keys, the names of the leaves, the batch size of a tensor without keys, the keys of the inverse indices."""
+"""Keys, the names of the leaves, `Parts.known_stride` where the batch size depends on it, the keys of the inverse
+indices."""
 
 
 def flatten(parts: Parts) -> tuple[list[Any], Context]:
@@ -30,7 +31,7 @@ def flatten(parts: Parts) -> tuple[list[Any], Context]:
         "inverse_indices": None if inverse is None else inverse[1],
     }
     present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-    stride = parts.empty_stride if len(parts.keys) == 0 else 0
+    stride = parts.known_stride if len(parts.keys) == 0 or parts.strides is not None else 0
     inverse_keys = () if inverse is None else tuple(inverse[0])
     return list(present.values()), (parts.keys.names, tuple(present), stride, inverse_keys)
 

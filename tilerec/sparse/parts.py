@@ -27,27 +27,30 @@ from tilerec.sparse.strides import Strides
 class Parts(NamedTuple):
     """Parts that fit: nothing is checked here.
 
-    `empty_stride` is the batch size of a tensor without keys, which has no lengths to read it from; others ignore it.
+    `known_stride` is the batch size that the lengths do not show: of a tensor without keys, and of a variable batch
+    whose largest key was left out by a `split` or a `permute`. A batch of one size ignores it.
     """
 
     keys: Keys
     values: Tensor
     weights: Tensor | None
     segments: Segments
-    empty_stride: int = 0
+    known_stride: int = 0
     strides: Strides | None = None
     inverse_indices: InverseIndices | None = None
     key_offsets: list[int] | None = None
 
     def stride(self) -> int:
-        """Batch size. Of a variable batch: the full batch's if inverse indices tell, else the largest key's."""
+        """Batch size. Of a variable batch: the samples of its inverse indices, else the largest key's bags, also if
+        `split` or `permute` left that key out.
+        """
         if len(self.keys) == 0:
-            return self.empty_stride
+            return self.known_stride
         if self.strides is None:
             return self.segments.count() // len(self.keys)
         if self.inverse_indices is not None:
             return self.inverse_indices[1].shape[-1]
-        return max(self.strides.per_key())
+        return max(self.known_stride, *self.strides.per_key())
 
     def stride_per_key(self) -> list[int]:
         """Bags of each key [F]."""
@@ -66,7 +69,7 @@ class Parts(NamedTuple):
     def key_offsets_F1(self) -> Tensor:
         """Where each key's ids begin, on the device: every B-th bag's offset."""
         offsets_S1 = self.segments.offsets()
-        if self.strides is not None:
+        if self.strides is not None and len(self.keys):
             return offsets_S1.index_select(0, upload(self.strides.bag_offsets(), offsets_S1.device))
         keys = len(self.keys)
         stride = self.segments.count() // keys if keys else 0
@@ -77,9 +80,24 @@ class Parts(NamedTuple):
             return torch.zeros(keys + 1, dtype=offsets_S1.dtype, device=offsets_S1.device)
         return offsets_S1[::stride]
 
-    def map(self, move: Callable[[Tensor], Tensor], weights: Tensor | None) -> Parts:
-        """Every tensor that was given moved or copied, but for the weights, which are ready."""
-        inverse_indices = self.inverse_indices
+    def even_key_offsets(self) -> list[int]:
+        """Placeholders on the meta device, where lengths have no values: every key gets an equal number of ids.
+
+        The first key also gets the remainder. 5 ids of 2 keys -> [0, 3, 5]
+        """
+        items, keys = self.values.shape[0], len(self.keys)
+        if not keys:
+            return [0]
+        each = items // keys
+        return [0, *(items - each * left for left in range(keys - 1, -1, -1))]
+
+    def map(
+        self, move: Callable[[Tensor], Tensor], move_weights: Callable[[Tensor], Tensor] | None = None
+    ) -> Parts:
+        """Every tensor that was given, moved or copied; weights by `move_weights`, if given."""
+        weights, inverse_indices = self.weights, self.inverse_indices
+        if weights is not None:
+            weights = (move_weights or move)(weights)
         if inverse_indices is not None:
             inverse_indices = (inverse_indices[0], move(inverse_indices[1]))
         return Parts(
@@ -87,7 +105,7 @@ class Parts(NamedTuple):
             move(self.values),
             weights,
             self.segments.map(move),
-            self.empty_stride,
+            self.known_stride,
             self.strides,
             inverse_indices,
             self.key_offsets,

@@ -149,11 +149,14 @@ def checked_segments(
         if tensor is None:
             continue
         check_tensor(owner, name, tensor)
-        if tensor.dtype not in _INTEGER:
+        if tensor.dtype in _INTEGER:
+            continue
+        if name == "offsets" or tensor.numel() > 0:
             raise InputError(
                 f"{owner}: {name} have dtype {tensor.dtype}; wanted torch.int32 or torch.int64; "
                 f"write {name}.to(torch.int64)."
             )
+        lengths = tensor.long()  # torch.tensor([]) is a float tensor
     if lengths is not None and lengths.dim() != 1:
         if lengths.dim() == 0:
             raise InputError(

@@ -2,10 +2,14 @@
 
 Constructors check shapes and types. Contents live on the device, so reading them costs a wait: it is done here, when
 asked for. Every message names the feature, the bag and the value.
+
+An id outside of its table is a warning and not an error: what a lookup makes of it depends on the collection's
+`on_bad_id`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,21 +28,24 @@ if TYPE_CHECKING:
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig] | None = None
 ) -> bool:
-    """True if the tensor is sound.
+    """Return False if an id is outside of its table, with a warning that names feature, bag and id; else True.
 
     Checks that offsets start at 0 and do not descend, that no length is negative, that lengths and offsets agree, that
     they add up to the number of values and weights, that inverse indices name bags there are, and, given table
-    `configs`, that ids are whole numbers in the tables' rows. Features that no config names are not checked for range.
+    `configs`, that ids are whole numbers in the tables' rows. Features that no config names are not checked for range;
+    of a feature with several tables the smallest decides. Waits for the device.
 
-    Raises `InputError` for the first thing found wrong, with feature, bag and value. Waits for the device.
+    Raises:
+        InputError: anything but an id out of range, with feature, bag and value.
     """
     _check_offsets(kjt)
     _check_lengths(kjt)
     _check_sizes(kjt)
     _check_inverse_indices(kjt)
-    if configs is not None:
-        _check_ids(kjt, configs)
-    return True
+    fault = None if configs is None else _id_out_of_range(kjt, configs)
+    if fault is not None:
+        warnings.warn(fault, stacklevel=2)
+    return fault is None
 
 
 def _check_offsets(kjt: KeyedJaggedTensor) -> None:
@@ -123,7 +130,10 @@ def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
         )
 
 
-def _check_ids(kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> None:
+def _id_out_of_range(
+    kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]
+) -> str | None:
+    """Return the message about the first id outside of its table, or None."""
     ids_N = kjt.values()
     if ids_N.is_floating_point() or ids_N.is_complex() or ids_N.dtype == torch.bool:
         raise InputError(
@@ -149,13 +159,13 @@ def _check_ids(kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | Em
     too_low = ids_long_N < repeat_segments(lowest_F, starts_F1, ids_N.shape[0])
     position = _first(too_high | too_low)
     if position is None:
-        return
+        return None
     bag = (
         int(torch.searchsorted(kjt.offsets().long(), torch.tensor(position, device=ids_N.device), right=True))
         - 1
     )
     rows, name = table[_feature(kjt, bag)[0]]
-    raise InputError(
+    return (
         f"{_place(kjt, bag)}: id {int(ids_N[position])} (value {position}) is outside [0, {rows}), the rows of table "
         f"'{name}'; map it into the table or enlarge num_embeddings."
     )
