@@ -11,8 +11,9 @@ A mutant is one edit of one line:
     constant     8        ->  9, 7                  sign      -a       ->  a
 
 Each mutant runs in a process of its own, forked after torch was imported. The mutated file lies in a temporary copy of
-the repository; the working tree is only read. Test files that import the mutated file run first, the other files of the
-room follow, fastest first. A failed test, a crash, a time-out and a process beyond `MOST_MEMORY` all count as noticed.
+the repository; the working tree is only read. Test files of the room that import the mutated file or bear its name run
+first, then the other files of the room, then files of other rooms that import it; within each, the fastest first. A
+failed test, a crash, a time-out and a process beyond `MOST_MEMORY` all count as noticed.
 
 The sample depends on the seed and on the text of the lines alone: an edit elsewhere in a room keeps its other mutants.
 
@@ -411,9 +412,16 @@ def test_files(room: Room) -> list[str]:
 def nearest(path: str, files: Sequence[str]) -> list[str]:
     """Test files named after a source file or importing it."""
     module = Path(path).with_suffix("").as_posix().replace("/", ".")
-    named = f"test_{Path(path).stem}.py"
-    imports = re.compile(rf"\b{re.escape(module)}\b")
-    return [f for f in files if Path(f).name == named or imports.search((ROOT / f).read_text())]
+    package, _, stem = module.rpartition(".")
+    imports = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{stem}\b")
+    return [f for f in files if Path(f).name == f"test_{stem}.py" or imports.search((ROOT / f).read_text())]
+
+
+def other_test_files(room: Room) -> list[str]:
+    """Test files outside of a room, but for those that need a GPU, an interpreter of its kernels, or several hosts."""
+    apart = {*room.tests, "tests/cuda", "tests/simulated_gpu", "tests/ops/triton", "tests/hosts"}
+    every = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    return [file for file in every if Path(file).parent.as_posix() not in apart]
 
 
 def mutants_in(room: Room) -> Iterator[Mutant]:
@@ -467,9 +475,10 @@ def run_room(name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[t
         near = nearest(mutant.path, by_speed)
         ended, begun = "passed", time.monotonic()
         copy.mutate(mutant)
-        for part in (near, [file for file in by_speed if file not in near]):
+        elsewhere = nearest(mutant.path, other_test_files(ROOMS[name]))
+        for part in (near, [file for file in by_speed if file not in near], elsewhere):
             if part and ended == "passed":
-                ended, _ = copy.run(part, limit=60 + 3 * sum(seconds.get(file, 0.0) for file in part))
+                ended, _ = copy.run(part, limit=60 + 3 * sum(seconds.get(file, 120.0) for file in part))
         copy.restore(mutant)
         if ended == "passed":
             score.survivors += (mutant,)
