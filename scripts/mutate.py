@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -225,7 +226,11 @@ def _is_type(node: ast.expr) -> bool:
         node = node.value
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     none = isinstance(node, ast.Constant) and node.value is None
-    return none or (name[:1].isupper() and not name.isupper()) or name in ("int", "float", "str", "bool", "tuple")
+    return (
+        none
+        or (name[:1].isupper() and not name.isupper())
+        or name in ("int", "float", "str", "bool", "tuple")
+    )
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
@@ -343,7 +348,15 @@ class Copy:
             import pytest
 
             durations = _Durations()
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={SECONDS_PER_TEST}"]
+            options = [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                f"--timeout={SECONDS_PER_TEST}",
+            ]
             code = int(pytest.main([*options, *files], plugins=[durations]))
             report.write_text(json.dumps(durations.seconds))
         finally:
@@ -395,10 +408,8 @@ def _memory(pid: int) -> int:
 
 def _kill_group(pid: int) -> None:
     """End a process and the processes that its tests started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def test_files(room: Room) -> list[str]:
@@ -453,7 +464,9 @@ class Score:
         )
 
 
-def run_room(name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[tuple[str, str, str]]) -> Score:
+def run_room(
+    name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[tuple[str, str, str]]
+) -> Score:
     files = test_files(ROOMS[name])
     score = Score(name)
     counted = [mutant for mutant in chosen if mutant.key not in equivalents]
@@ -467,7 +480,10 @@ def run_room(name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[t
         raise SystemExit(
             f"{name}: tests of the unchanged package: {ended} ({copy.last_line()}). Mend these tests first."
         )
-    print(f"\n{name}: {len(files)} test files, {sum(seconds.values()):.0f} s; {len(counted)} mutants", flush=True)
+    print(
+        f"\n{name}: {len(files)} test files, {sum(seconds.values()):.0f} s; {len(counted)} mutants",
+        flush=True,
+    )
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
     by_speed = sorted(files, key=lambda file: seconds.get(file, 0.0))
@@ -504,7 +520,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40, help="mutants per room")
     parser.add_argument("--floor", type=float, default=95.0, help="least percent noticed per room")
-    parser.add_argument("--at", nargs="+", default=[], metavar="FILE:LINE", help="every mutant of these lines")
+    parser.add_argument(
+        "--at", nargs="+", default=[], metavar="FILE:LINE", help="every mutant of these lines"
+    )
     given = parser.parse_args()
 
     chosen: dict[str, list[Mutant]] = {}
@@ -513,7 +531,9 @@ def main() -> int:
         found = [m for m in mutants_of(path, (ROOT / path).read_bytes()) if m.line == int(line)]
         chosen.setdefault(_room_of(path), []).extend(found)
     if not given.at:
-        chosen = {room: sample(list(mutants_in(ROOMS[room])), given.seed, given.count) for room in given.rooms}
+        chosen = {
+            room: sample(list(mutants_in(ROOMS[room])), given.seed, given.count) for room in given.rooms
+        }
 
     reasons = read_equivalents(EQUIVALENTS.read_text())
     every = {mutant.key for room in ROOMS.values() for mutant in mutants_in(room)}
@@ -533,7 +553,9 @@ def main() -> int:
         print(f"    - {before}\n    + {after}")
     low = [score.room for score in scores if score.percent < given.floor]
     if low:
-        print(f"\nBelow {given.floor:g} percent: {', '.join(low)}. Write the tests that notice these survivors.")
+        print(
+            f"\nBelow {given.floor:g} percent: {', '.join(low)}. Write the tests that notice these survivors."
+        )
     return 1 if low else 0
 
 

@@ -385,8 +385,12 @@ def test_the_report_counts_bytes_sent_copied_and_those_of_the_busiest_rank() -> 
         module = shard(copy.deepcopy(base), {"": {"t": Tiling.of("t", 12, 4, [(0, 12, 0, 4, 0)])}}, group)
         apart, turned = (
             reshard(module, {"": {"t": tiling}})
-            for tiling in (thirds, Tiling.of("t", 12, 4, [(4 * r, 4 * r + 4, 0, 4, (r + 1) % 3) for r in range(3)]))
+            for tiling in (
+                thirds,
+                Tiling.of("t", 12, 4, [(4 * r, 4 * r + 4, 0, 4, (r + 1) % 3) for r in range(3)]),
+            )
         )
+        assert 0 <= apart.seconds < 180, "those of the move, not of the clock"
         return tuple((m.bytes_sent, m.bytes_copied, m.busiest_bytes) for m in (apart, turned))
 
     # Then every rank sends its 64 bytes to the next and receives as many.

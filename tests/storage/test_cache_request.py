@@ -104,11 +104,11 @@ def one_table(ids: int) -> tuple[Any, KeyedJaggedTensor]:
 def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10 ids may need 10 lines of 16 bytes."""
-    for limit in (160, 159):
+    """40 ids may need 40 lines of 16 bytes, more than the sets' 32."""
+    for limit in (640, 639):
         monkeypatch.setattr(cached, "UNASKED", limit)
-        module, kjt = one_table(10)
-        step(_spare_only(module), kjt)
+        module, kjt = one_table(40)
+        step(cache_tables(module, 0.16), kjt)
     assert asked[:2] == [1, -1]
 
 
@@ -124,12 +124,14 @@ def test_as_many_spare_lines_as_the_sets_have_are_made_without_asking(
 
 def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
     """Three batches of 20 ids, none of them done with: 20, 40 and 60 lines."""
-    module, kjt = one_table(20)
+    module, _ = one_table(20)
     _spare_only(module)
     spare = []
     for first in (0, 20, 40):
         module.prefetch(
-            KeyedJaggedTensor(["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64))
+            KeyedJaggedTensor(
+                ["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64)
+            )
         )
         (cache,) = (rows.cache for _, rows in rows_below(module))
         spare.append(cache._made.sets.spare)
@@ -191,7 +193,7 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
 def test_a_batch_in_flight_has_a_bit_of_its_own_that_no_line_had_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of 31, given again once no batch in flight has it: up to three of 40 batches fly at once."""
+    """One of 31, given again once no batch in flight has it: two of 70 batches fly at once."""
     given = []
     real = RowCache._ask
 
@@ -206,7 +208,7 @@ def test_a_batch_in_flight_has_a_bit_of_its_own_that_no_line_had_before(
 
     monkeypatch.setattr(RowCache, "_ask", ask)
     module, rng = cache_tables(ebc(SGD(0.1)), 0.15), random.Random(7)
-    for _ in range(20):
+    for _ in range(35):
         ahead, now = batch(rng, samples=2), batch(rng, samples=1)
         module.prefetch(ahead)
         step(module, now)

@@ -175,7 +175,10 @@ def test_a_table_on_one_rank_takes_the_seconds_that_the_page_says() -> None:
     received = w * 4 * n
     at_owner = np.array([1.0, 0.0, 0.0, 0.0])
     close(found.parts["route"], [n * 29 + 2 * 4 * n * 0.25] * 4)
-    close(found.parts["lookup"], at_owner * (far_read * 7 + (w * n - far_read) * 3 + w * n * 5 + received * 0.25))
+    close(
+        found.parts["lookup"],
+        at_owner * (far_read * 7 + (w * n - far_read) * 3 + w * n * 5 + received * 0.25),
+    )
     close(found.parts["combine"], [n * 19] * 4)
     close(found.parts["gather"], [n * 23] * 4)
     close(found.parts["update"], at_owner * (w * n * 13 + w * n * 17 + far * 11 + (u - far) * 2))
@@ -210,6 +213,18 @@ def test_a_table_without_optimizer_copies_its_piece_three_times() -> None:
     close(alone.parts["update"] - attached.parts["update"], [3 * 400 * 8 * 4 * 0.25, 0, 0, 0])
 
 
+def test_lookups_of_several_tables_add_up_whatever_their_column_blocks() -> None:
+    """One table has two blocks of columns on rank 0, so that a lookup there reads two widths; the other has one."""
+    topology = Topology(4, "cpu", local_world_size=2, speeds=dataclasses.replace(SPEEDS, cache=0))
+    tiles = [(0, 400, 0, 4, 0), (0, 400, 4, 8, 1), (0, 400, 8, 16, 0)]
+    works = [TableWork(name, 400, 16, optimizer=SGD, reads=[Reads(BAGS)]) for name in "ab"]
+    tilings = [Tiling.of("a", 400, 16, tiles), Tiling.of("b", 400, 16, [(0, 400, 0, 16, 2)])]
+    both = price(tilings, Model(Workload(works), topology))
+    alone = [priced(work, tiling, topology)[0] for work, tiling in zip(works, tilings, strict=True)]
+    close(both.parts["lookup"], sum(found.parts["lookup"] for found in alone))
+    close(both.parts["update"], sum(found.parts["update"] for found in alone))
+
+
 def test_tables_beside_the_workloads_take_their_share_of_the_cache() -> None:
     work = Workload([TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)])])
     other = Workload([TableWork("o", 400, 8, optimizer=SGD, reads=[Reads(BAGS)])])
@@ -218,7 +233,9 @@ def test_tables_beside_the_workloads_take_their_share_of_the_cache() -> None:
 
 def test_copies_on_all_ranks_agree_over_links_and_the_network_by_their_neighbours() -> None:
     """Of three other replicas one is on the host: a third of what is sent goes over the link."""
-    found, model = priced(TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8, (0, 1, 2, 3)))
+    found, model = priced(
+        TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8, (0, 1, 2, 3))
+    )
     form = model.replicas(np.array([0]))
     reduced = float(form.reduced[0])
     sent = 3 * float(form.sent[0]) + 2 * reduced * 3 / 4
