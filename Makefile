@@ -5,8 +5,10 @@
 #   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
 #   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
 #   make sanitize   the tests of GPU kernels under the sanitizer: every access looked at (minutes)
-#   make nightly    all of it: the tests with the cases that take minutes (`make parity` among them), `make sanitize` and
-#                   `make simulated-gpu` (hours)
+#   make mutate     change one operator or constant at a time, run the tests of its room, list what they do not notice
+#                   (an hour or two; `make mutate ARGS="--rooms sparse --count 10 --seed 7"`, or `ARGS="--at FILE:LINE"`)
+#   make nightly    all of it: the tests with the cases that take minutes (`make parity` among them), `make sanitize`,
+#                   `make simulated-gpu` and `make mutate` (hours)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
@@ -133,6 +135,11 @@ simulated-gpu: setup
 	$(call say,tests/cuda on a GPU made of host memory)
 	$(BIN)/python tests/simulated_gpu/run.py -m pytest -q --timeout 900 tests/cuda $(ARGS)
 
+.PHONY: mutate
+mutate: setup
+	$(call say,mutants of six rooms$(comma) each against the tests of its room)
+	$(BIN)/python scripts/mutate.py $(ARGS)
+
 # What `make test` leaves out because it takes minutes. A failure does not keep the others from being run.
 .PHONY: nightly
 nightly: setup
@@ -141,6 +148,7 @@ nightly: setup
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS) || failed+=" tests"; \
 	$(MAKE) --no-print-directory sanitize || failed+=" sanitize"; \
 	$(MAKE) --no-print-directory simulated-gpu || failed+=" simulated-gpu"; \
+	$(MAKE) --no-print-directory mutate ARGS= || failed+=" mutate"; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 .PHONY: bench

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing import Ranks, random_batch
+from tilerec.train import loop
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
 from tilerec.train.launch import RankFailed, _local_store, cores, launch, under_torchrun
@@ -67,6 +68,25 @@ class Ear(Watcher):
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Turned:
+    """A clock that calls turn."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def turning(self, call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        """The same call, which takes so long."""
+
+        def turned(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return call(*args, **kwargs)
+
+        return turned
 
 
 # Loss ---------------------------------------------------------------------------------------------------------
@@ -249,6 +269,22 @@ def test_steps_and_evaluations_end_where_they_are_told(max_steps: int, evaluatio
     result = train(_run(max_steps=max_steps, eval_every=3), watchers=[ear])
     assert result.steps == (max_steps or 8)
     assert [event.step for event in ear.events if event.kind == "eval"] == evaluations
+
+
+@pytest.mark.parametrize("log_every", [2, 3, 100])
+def test_seconds_of_a_run_are_those_of_its_steps_without_the_evaluations(
+    log_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that a step turns by 1 s and an evaluation by 100 s; 8 steps of 64 samples."""
+    clock = Turned()
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(loop._Run, "_step", clock.turning(loop._Run._step, 1.0))
+    monkeypatch.setattr(loop.World, "predict", clock.turning(loop.World.predict, 100.0))
+    ear = Ear()
+    result = train(_run(eval_every=3, log_every=log_every), watchers=[ear])
+    assert (result.seconds, result.samples_per_second) == (8.0, 64.0)
+    rates = [event.values["samples_per_second"] for event in ear.events if event.kind == "train"]
+    assert rates == [64.0] * len(rates)
 
 
 def test_evaluating_in_between_does_not_change_the_training() -> None:

@@ -72,6 +72,17 @@ def test_every_row_arrives_once_whatever_the_block_size(
     assert _read(path, block_bytes=block_bytes) == GOOD_ROWS
 
 
+@pytest.mark.parametrize("last", ["\n", ""])
+def test_good_rows_are_never_parsed_one_by_one(
+    tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object) -> Block:
+        raise AssertionError("a block of good rows took the slow way")
+
+    monkeypatch.setattr(DelimitedFile, "_parse_lines", parse)
+    assert _read(_file(tmp_path, HEADER, *GOOD, last=last)) == GOOD_ROWS
+
+
 @pytest.mark.parametrize("block_bytes", [3, 1 << 20])
 def test_gzip_is_recognised_by_its_content(tmp_path: Path, block_bytes: int) -> None:
     path = tmp_path / "file.csv"

@@ -446,6 +446,19 @@ def test_damage_is_found() -> None:
         module.validate_state()
 
 
+def test_a_part_with_the_later_buckets_is_valid_until_an_id_is_out_of_place() -> None:
+    """Rows [12, 24) of 24 are buckets 2 and 3 of 4."""
+    part = made().rebuild_with_output_id_range((12, 24))
+    ids = [*ids_of_bucket(2, 4, 3), *ids_of_bucket(3, 4, 2)]
+    map_(part, ids)
+    part.validate_state()
+    first, second, free = *part.used.nonzero().squeeze(1)[:2].tolist(), int((~part.used).nonzero()[-1])
+    assert first < 6 <= free
+    part.ids[first], part.ids[second] = part.ids[second].clone(), part.ids[first].clone()
+    with pytest.raises(InputError, match=r"buckets \[2, 4\), where it would not be found"):
+        part.validate_state()
+
+
 def test_on_meta_it_says_so_and_begins_empty_on_a_device() -> None:
     module = HashZchManagedCollisionModule(24, "meta", 4)
     module.bind("t", ["a"])

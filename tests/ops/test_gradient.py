@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import CommsError, TilerecError
+from tilerec.ops import gradient
 from tilerec.ops.gradient import (
     GradientRecord,
     GradientSink,
@@ -228,3 +229,20 @@ def test_lookups_of_several_tables_are_merged_together() -> None:
     (twice[0].sum() + 10 * twice[1].sum() + 100 * lookup(sinks[:1], [narrow]).sum()).backward()
     assert sinks[0].taken == [(2, {1: 222.0, 2: 111.0})]
     assert sinks[1].taken == [(2, {1: 22.0, 2: 11.0})]
+
+
+def test_an_optimizer_over_plain_parameters_writes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of the tables made first are not disturbed by a step over parameters that are no tables."""
+
+    class Read(Recorder):
+        def about_to_write(self) -> None:
+            raise AssertionError("the table is not stepped")
+
+    table = Read()
+    monkeypatch.setattr(table, "readers", {1: ()})
+    monkeypatch.setattr(gradient, "_SINKS", dict.fromkeys(range(8), table))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    gradient._before_step(optimizer)
+    optimizer.param_groups[0]["params"][0]._tilerec_sink = 5
+    with pytest.raises(AssertionError, match="not stepped"):
+        gradient._before_step(optimizer)

@@ -289,3 +289,29 @@ def test_objects_beside_tiles_are_refused() -> None:
             shown_parts(own, beside, "state of 't'")
 
     run_virtual_ranks(WORLD, run)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_state_of_tiles_is_made_once_also_by_an_optimizer_that_keeps_none(
+    momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper of SGD; momentum that was cleared is made again. Ranks hold 5, 5 and 4 leaves."""
+
+    def run(group: Group) -> list[int]:
+        own = sharded(group)
+        named = dict(own.named_parameters())
+        wrapped = KeyedOptimizerWrapper(
+            named, lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum)
+        )
+        made: list[int] = []
+        real = wrapped._init
+        monkeypatch.setattr(wrapped, "_init", lambda new, sparse: (made.append(len(new)), real(new, sparse)))
+        tables = tables_by_name(named)
+        for _ in range(2):
+            wrapped._make_tiles_state(tables)
+        wrapped.state.clear()
+        wrapped._make_tiles_state(tables)
+        return made
+
+    for leaves, made in zip((5, 5, 4), run_virtual_ranks(WORLD, run), strict=True):
+        assert made == [leaves, 0, leaves if momentum else 0]

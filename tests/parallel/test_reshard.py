@@ -376,6 +376,27 @@ def test_a_move_to_where_everything_is_does_nothing() -> None:
     run_virtual_ranks(2, live)
 
 
+def test_the_report_counts_bytes_sent_copied_and_those_of_the_busiest_rank() -> None:
+    """12 rows x 4 columns of 4 bytes on rank 0. Rows [4, 8) go to rank 1, rows [8, 12) to rank 2: 64 bytes each."""
+    base = EmbeddingBagCollection([EmbeddingBagConfig(12, 4, "t", feature_names=["f"])])
+    thirds = Tiling.of("t", 12, 4, [(4 * r, 4 * r + 4, 0, 4, r) for r in range(3)])
+
+    def live(group: Group) -> tuple[tuple[int, int, int], ...]:
+        module = shard(copy.deepcopy(base), {"": {"t": Tiling.of("t", 12, 4, [(0, 12, 0, 4, 0)])}}, group)
+        apart, turned = (
+            reshard(module, {"": {"t": tiling}})
+            for tiling in (
+                thirds,
+                Tiling.of("t", 12, 4, [(4 * r, 4 * r + 4, 0, 4, (r + 1) % 3) for r in range(3)]),
+            )
+        )
+        assert 0 <= apart.seconds < 180, "those of the move, not of the clock"
+        return tuple((m.bytes_sent, m.bytes_copied, m.busiest_bytes) for m in (apart, turned))
+
+    # Then every rank sends its 64 bytes to the next and receives as many.
+    assert run_virtual_ranks(3, live) == [((128, 64, 128), (192, 0, 128))] * 3
+
+
 def test_plans_are_taken_in_every_form_that_shard_takes(tmp_path: Any) -> None:
     base = tied()
 

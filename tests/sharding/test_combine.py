@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.harness import TILINGS, WORLDS
+from tests.parity.harness import OPTIMIZERS, TILINGS, WORLDS, Case, TableCase, check, run_virtual
 from tests.sharding.test_route import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.modules.embedding import EmbeddingCollection
@@ -114,6 +114,21 @@ def test_only_sums_cross_the_hosts() -> None:
     flat = run_virtual_ranks(4, fn, 1.0)
     assert sum(sent["rows"] for sent in flat) == 2 * 5 * 2 * 4 * DIM
     assert "rows in host" not in flat[0]
+
+
+def test_several_column_blocks_of_the_same_ranks_are_merged_side_by_side() -> None:
+    """Columns [0, 2) and [5, 12) lie on ranks 0 and 1, those between on ranks 2 and 3: a merge of two widths."""
+    tiles = [
+        (r0, r0 + 10, c0, c1, first + k)
+        for c0, c1, first in ((0, 2, 0), (2, 5, 2), (5, 12, 0))
+        for k, r0 in enumerate((0, 10))
+    ]
+    table = TableCase("t0", 20, 12, ("a", "b"))
+    case = Case(
+        (table,), {"t0": Tiling.of("t0", 20, 12, tiles)}, ((0, 1), (2, 3)), OPTIMIZERS["adagrad"], (3, 2, 4, 2),
+        mean_length=4.0, fan_in={"t0": 4.0},
+    )  # fmt: skip
+    check(case, run_virtual(case))
 
 
 def test_sums_cross_for_bags_that_are_present_only() -> None:

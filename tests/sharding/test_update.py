@@ -28,6 +28,8 @@ from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.teams import Teams
+from tilerec.sharding.update import with_moment_scale
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
@@ -141,6 +143,45 @@ def test_a_loss_scale_is_divided_out_beside_the_number_of_ranks() -> None:
     expected = TABLE.clone()
     expected[[3, 13]] -= 1.0
     assert torch.equal(torch.cat(run_virtual_ranks(2, fn)), expected)
+
+
+@pytest.mark.parametrize("mode", ["l2", "decoupled"])
+def test_a_scaled_moment_keeps_the_loss_scale_and_the_decay(mode: Any) -> None:
+    """One number 2.0, gradient 8 at a loss scale of 4, decay 0.5, moment scale 0.25, rate 0.1.
+
+    l2: g' = 8/4 + 0.5*2 = 3, sum = 0.25*9, 2 - 0.1*3/1.5 = 1.8; decoupled: sum = 0.25*4, 2*(1 - 0.05) - 0.1*2/1 = 1.7.
+    """
+    spec = RowWiseAdagrad(lr=0.1, eps=0.0, grad_scale=4.0, weight_decay=0.5, weight_decay_mode=mode)
+    module = EmbeddingBagCollection([EmbeddingBagConfig(1, 1, "t", feature_names=["a"])])
+    table = module.embedding_bags["t"]
+    with torch.no_grad():
+        table.weight.fill_(2.0)
+    apply_optimizer_in_backward(with_moment_scale(spec, 0.25), module.parameters())
+    (module(batch_of([[0]])).values() * 8).sum().backward()
+    assert table.weight.detach().item() == pytest.approx(1.8 if mode == "l2" else 1.7)
+    assert float(table.rows.state["sum"]) == pytest.approx(2.25 if mode == "l2" else 1.0)
+
+
+def test_only_row_wise_adagrad_has_a_moment_to_scale() -> None:
+    adam, adagrad = Adam(lr=0.1), RowWiseAdagrad(lr=0.1)
+    assert with_moment_scale(adam, 0.25) is adam
+    assert with_moment_scale(adagrad, 1.0) is adagrad
+    assert with_moment_scale(adagrad, 0.25).lr == pytest.approx(0.2)
+
+
+def test_another_optimizer_keeps_the_marks_of_rows_that_teams_have_yet_to_average() -> None:
+    def fn(group: Group) -> tuple[list[int], list[int]]:
+        alone = group.partition("alone", ((0,), (1,)))
+        teams = Teams((0,), group.partition("axis", ((0, 1),)), ())
+        module = attached(alone, Tiling.of("t", 20, 4, [(0, 20, 0, 4, 0)]), SGD(lr=1.0), teams=teams)
+        module(batch_of([[3]])).values().sum().backward()
+        (rows,) = module.embedding_bags["t"].tile_rows
+        first = rows.touched.rows().tolist()
+        apply_optimizer_in_backward(Adam(lr=0.1), module.parameters())
+        module(batch_of([[7]])).values().sum().backward()
+        return first, rows.touched.rows().tolist()
+
+    assert run_virtual_ranks(2, fn) == [([3], [3, 7])] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- bytes
@@ -372,6 +413,21 @@ def test_a_row_that_is_not_finite_is_skipped_on_all_replicas() -> None:
 def test_a_row_that_is_not_finite_is_an_error_that_names_it() -> None:
     with pytest.raises(NonFiniteGradientError, match=r"Table 't'.*row 3 "):
         run_virtual_ranks(2, poisoned, rows(20, 2), SGD(lr=1.0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_error_advises_about_other_ranks_where_there_are_any(size: int) -> None:
+    def fn(group: Group) -> str:
+        module = attached(group, Tiling.of("t", 20, 4, [(0, 20, 0, 4, 0)]), SGD(lr=1.0))
+        try:
+            (module(batch_of([[3]])).values().sum() * float("inf")).backward()
+        except NonFiniteGradientError as error:
+            return str(error)
+        return ""
+
+    text = run_virtual_ranks(size, fn)[0]
+    assert "Table 't'" in text
+    assert ("Only ranks that hold such a row raise this" in text) == (size > 1)
 
 
 # ---------------------------------------------------------------------------------------------------- large batches

@@ -176,6 +176,13 @@ def test_from_jt_dict_undoes_to_dict(kjt: KeyedJaggedTensor) -> None:
     assert _features(forced) == _features(kjt)
 
 
+def test_a_dict_of_one_feature_makes_a_fixed_batch() -> None:
+    again = KeyedJaggedTensor.from_jt_dict({"a": _example()["a"]})
+    assert again.keys() == ["a"]
+    assert not again.variable_stride_per_key()
+    assert torch.equal(again.values(), _example()["a"].values())
+
+
 @given(batches(), st.booleans())
 def test_a_pytree_round_trip_is_the_same_batch(kjt: KeyedJaggedTensor, derive: bool) -> None:
     fresh = pytree.tree_structure(kjt)

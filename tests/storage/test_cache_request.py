@@ -94,6 +94,51 @@ def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
     assert spare[2] <= 77, "no more than twice what was needed"
 
 
+def one_table(ids: int) -> tuple[Any, KeyedJaggedTensor]:
+    """A table of 200 rows of 4 numbers, and a batch of its first rows."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(200, 4, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(SGD(0.1), module.parameters())
+    return module, KeyedJaggedTensor(["f"], torch.arange(ids), lengths=torch.ones(ids, dtype=torch.int64))
+
+
+def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 ids may need 40 lines of 16 bytes, more than the sets' 32."""
+    for limit in (640, 639):
+        monkeypatch.setattr(cached, "UNASKED", limit)
+        module, kjt = one_table(40)
+        step(cache_tables(module, 0.16), kjt)
+    assert asked[:2] == [1, -1]
+
+
+def test_as_many_spare_lines_as_the_sets_have_are_made_without_asking(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "UNASKED", 0)
+    for ids in (32, 33):
+        module, kjt = one_table(ids)
+        step(cache_tables(module, 0.16), kjt)  # 32 lines
+    assert asked[:2] == [1, -1]
+
+
+def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
+    """Three batches of 20 ids, none of them done with: 20, 40 and 60 lines. There are 32, then twice as many."""
+    module, _ = one_table(20)
+    _spare_only(module)
+    spare = []
+    for first in (0, 20, 40):
+        module.prefetch(
+            KeyedJaggedTensor(
+                ["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64)
+            )
+        )
+        (cache,) = (rows.cache for _, rows in rows_below(module))
+        spare.append(cache._made.sets.spare)
+    assert asked == [1, 1, 1]
+    assert spare == [32, 64, 64]
+
+
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "UNASKED", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
@@ -143,6 +188,32 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
                 rows.cache._serial = MOST - 2
     assert all(rows.cache._serial < 10 for _, rows in rows_below(other))
     assert_same(plain, other)
+
+
+def test_a_batch_in_flight_has_a_bit_of_its_own_that_no_line_had_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 31, given again once no batch in flight has it: two of 70 batches fly at once."""
+    given = []
+    real = RowCache._ask
+
+    def ask(cache: Any, want: Any, ids: Any) -> Any:
+        flying = [batch.bit for batch in cache._flight]
+        got = real(cache, want, ids)
+        assert got.bit in [1 << k for k in range(31)]
+        assert got.bit not in flying
+        assert not bool((got.made.sets.flights_L & got.bit).any())
+        given.append(got.bit)
+        return got
+
+    monkeypatch.setattr(RowCache, "_ask", ask)
+    module, rng = cache_tables(ebc(SGD(0.1)), 0.15), random.Random(7)
+    for _ in range(35):
+        ahead, now = batch(rng, samples=2), batch(rng, samples=1)
+        module.prefetch(ahead)
+        step(module, now)
+        step(module, ahead)
+    assert len(given) > len(set(given)) > 16
 
 
 def test_an_interrupt_anywhere_in_a_request_loses_no_row() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilerec.comms.group import Group
 from tilerec.planner.cost import calibrate as module
@@ -59,6 +60,43 @@ def test_a_rank_alone_has_no_links_to_measure() -> None:
         assert measured.row_sum == measured.replica == 0
 
     run_virtual_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    ("measure", "per_call", "rates"),
+    [
+        # An id costs 0.1 near and 0.4 far, its bag 0.5: bags of one id, and of ten.
+        ("_lookup", (0.9, 0.6, 0.15, 0.45), {"lookup_bag": 0.5, "lookup_near": 0.1, "lookup_far": 0.4}),
+        # An id costs 0.2, its bag 0.3, a row 0.6 near and 0.8 far.
+        (
+            "_update",
+            (0.5, 0.23, 0.5 + 0.6, 0.5 + 0.8),
+            {"update_id": 0.2, "update_bag": 0.3, "update_near": 0.6, "update_far": 0.8},
+        ),
+    ],
+)
+def test_rates_are_those_of_which_the_measured_calls_are_made(
+    measure: str, per_call: tuple[float, ...], rates: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of nothing takes 2 s, each other one 2 s and so many for each of its 480 ids."""
+    seconds = iter([2.0, *(2.0 + 480 * each for each in per_call)])
+    monkeypatch.setattr(module._Bench, "_seconds", lambda *_, **__: next(seconds))
+
+    def run(group: Group) -> dict[str, float]:
+        found: dict[str, float] = getattr(module._Bench(group, torch.device("cpu"), machine(1)), measure)(16)
+        return found
+
+    assert run_virtual_ranks(1, run) == [pytest.approx(rates)]
+
+
+def test_rows_are_placed_at_the_mean_of_writing_and_adding(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 2048 * 105
+    seconds = iter([0.2 * rows, 0.4 * rows, 0.7 * rows])
+    monkeypatch.setattr(module._Bench, "_seconds", lambda *_, **__: next(seconds))
+    found = run_virtual_ranks(
+        1, lambda group: module._Bench(group, torch.device("cpu"), machine(1))._place(16)
+    )
+    assert found == [pytest.approx({"place": 0.3, "pick": 0.7})]
 
 
 def test_a_machines_memory_is_shared_out() -> None:

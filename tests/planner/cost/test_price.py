@@ -22,6 +22,7 @@ from tilerec.sharding.strategies import complete
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ParameterSharding, Wire
+from tilerec.spec.speeds import Speeds
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -133,6 +134,156 @@ def test_column_blocks_tell_each_other_their_sums() -> None:
 def test_number_formats_of_the_wire_are_counted() -> None:
     wire = Wire("bf16", "int8")
     check([dataclasses.replace(work, wire=wire) for work in WORKS], KINDS, Topology(4, "cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------- seconds
+
+RATES = {
+    "lookup_far": 7.0, "lookup_near": 3.0, "lookup_bag": 5.0, "update_far": 11.0, "update_near": 2.0,
+    "update_id": 13.0, "update_bag": 17.0, "place": 19.0, "pick": 23.0,
+}  # fmt: skip
+SPEEDS = Speeds(
+    **{name: (rate, rate) for name, rate in RATES.items()},  # type: ignore[arg-type]
+    widths=(16, 256), route=29.0, copy=0.25, link_in=31.0, link_out=37.0, network_in=41.0, network_out=43.0,
+    call=47.0, call_peer=53.0, step=59.0, part=61.0, replica=67.0, row_sum=71.0, cache=800,
+)  # fmt: skip
+FOUR = Topology(4, "cpu", local_world_size=2, speeds=SPEEDS)
+"""Two hosts of two ranks. Every rate is another, and none depends on the width."""
+BAGS = 100.0
+
+
+def priced(work: TableWork, tiling: Tiling, topology: Topology = FOUR) -> tuple[Any, Model]:
+    model = Model(Workload([work]), topology)
+    return price([tiling], model), model
+
+
+def whole(rows: int, dim: int, owner: Any = 0) -> Tiling:
+    return Tiling.of("t", rows, dim, [(0, rows, 0, dim, owner)])
+
+
+def close(got: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(got, wanted, rtol=1e-9)
+
+
+def test_a_table_on_one_rank_takes_the_seconds_that_the_page_says() -> None:
+    """400 x 8 on rank 0, 100 bags of one id per rank: N = P = 100, and W = 4 homes."""
+    found, model = priced(TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8))
+    u, n, w = float(model.all_distinct[0]), BAGS, 4.0
+    assert model.resident == pytest.approx(800 / (u * 8 * 4 / 4))
+    far, again = u * (1 - model.resident), (2 * u - float(model.workload.distinct(8)[0])) / u
+    far_read = u * (1 - model.resident * again)
+    received = w * 4 * n
+    at_owner = np.array([1.0, 0.0, 0.0, 0.0])
+    close(found.parts["route"], [n * 29 + 2 * 4 * n * 0.25] * 4)
+    close(
+        found.parts["lookup"],
+        at_owner * (far_read * 7 + (w * n - far_read) * 3 + w * n * 5 + received * 0.25),
+    )
+    close(found.parts["combine"], [n * 19] * 4)
+    close(found.parts["gather"], [n * 23] * 4)
+    close(found.parts["update"], at_owner * (w * n * 13 + w * n * 17 + far * 11 + (u - far) * 2))
+    close(found.parts["overhead"], 59 + 61 + at_owner * w * 61)
+    close(found.calls, 4 * (47 + 2 * 53))
+    at_home = 2 * 4 * n * 8 + 4 * n * 8 + 2 * 4 * n
+    close(found.memory[:, 1], at_home + at_owner * (400 * 8 * 4 + 2 * received + w * (4 * n * 8 + 16 * n)))
+
+
+def test_links_carry_what_stays_in_a_host_and_network_cards_the_mean_of_what_leaves() -> None:
+    """Ids come to rank 0: from rank 1 over a link, from ranks 2 and 3 over the network; rows take the way back."""
+    found, _ = priced(TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8))
+    ids, rows = 4 * BAGS, 4 * 8 * BAGS
+    close(found.parts["ids"], [ids * 31, ids * 37, 0, 0])
+    close(found.parts["rows"], [rows * 37, rows * 31, 0, 0])
+    close(found.parts["gradients"], [rows * 31, rows * 37, 0, 0])
+    close(found.network["rows between hosts"], [2 * rows * 43 / 2] * 2 + [2 * rows * 41 / 2] * 2)
+    close(found.network["gradients between hosts"], [2 * rows * 41 / 2] * 2 + [2 * rows * 43 / 2] * 2)
+    header = 4.0 * (1 + 2)
+    sizes = found.network["ids between hosts"] - np.array([2 * ids * 41 / 2] * 2 + [2 * ids * 43 / 2] * 2)
+    assert np.all(sizes >= header * (41 + 43) / 2), "headers travel beside the ids"
+    assert found.between_hosts["rows"].tolist() == [2 * rows, 0, 0, 0]
+
+
+def test_a_table_without_optimizer_copies_its_piece_three_times() -> None:
+    """Beside the update of plain SGD; without a cache, so that all rows come from memory."""
+    topology = Topology(4, "cpu", local_world_size=2, speeds=dataclasses.replace(SPEEDS, cache=0))
+    attached, alone = (
+        priced(TableWork("t", 400, 8, optimizer=rule, reads=[Reads(BAGS)]), whole(400, 8), topology)[0]
+        for rule in (SGD, None)
+    )
+    close(alone.parts["update"] - attached.parts["update"], [3 * 400 * 8 * 4 * 0.25, 0, 0, 0])
+
+
+def test_lookups_of_several_tables_add_up_whatever_their_column_blocks() -> None:
+    """One table has two blocks of columns on rank 0, so that a lookup there reads two widths; the other has one."""
+    topology = Topology(4, "cpu", local_world_size=2, speeds=dataclasses.replace(SPEEDS, cache=0))
+    tiles = [(0, 400, 0, 4, 0), (0, 400, 4, 8, 1), (0, 400, 8, 16, 0)]
+    works = [TableWork(name, 400, 16, optimizer=SGD, reads=[Reads(BAGS)]) for name in "ab"]
+    tilings = [Tiling.of("a", 400, 16, tiles), Tiling.of("b", 400, 16, [(0, 400, 0, 16, 2)])]
+    both = price(tilings, Model(Workload(works), topology))
+    alone = [priced(work, tiling, topology)[0] for work, tiling in zip(works, tilings, strict=True)]
+    close(both.parts["lookup"], sum(found.parts["lookup"] for found in alone))
+    close(both.parts["update"], sum(found.parts["update"] for found in alone))
+
+
+def test_tables_beside_the_workloads_take_their_share_of_the_cache() -> None:
+    work = Workload([TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)])])
+    other = Workload([TableWork("o", 400, 8, optimizer=SGD, reads=[Reads(BAGS)])])
+    assert Model(work, FOUR, beside=other).resident == pytest.approx(Model(work, FOUR).resident / 2)
+
+
+def test_copies_on_all_ranks_agree_over_links_and_the_network_by_their_neighbours() -> None:
+    """Of three other replicas one is on the host: a third of what is sent goes over the link."""
+    found, model = priced(
+        TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8, (0, 1, 2, 3))
+    )
+    form = model.replicas(np.array([0]))
+    reduced = float(form.reduced[0])
+    sent = 3 * float(form.sent[0]) + 2 * reduced * 3 / 4
+    close(found.parts["replicas"], [sent / 3 * (31 + 37) + float(form.seconds[0])] * 4)
+    close(found.network["replicas between hosts"], [sent * 2 / 3 * (41 + 43)] * 4)
+
+
+def test_column_blocks_pay_for_their_sums_and_six_copies_of_their_cells() -> None:
+    """Two blocks of 4 and 12 columns; row-wise Adagrad: two numbers of 4 bytes per distinct row to the other block."""
+    rule = specs.RowWiseAdagrad(0.1)
+    tiling = Tiling.of("t", 400, 16, [(0, 400, 0, 4, 0), (0, 400, 4, 16, 1)])
+    found, model = priced(TableWork("t", 400, 16, optimizer=rule, reads=[Reads(BAGS)]), tiling)
+    u = float(model.all_distinct[0])
+    sums = u * 4 * 2
+    own = [sums * (31 + 37) + 71 + 6 * u * width * 4 * 0.25 for width in (4, 12)]
+    close(found.parts["row sums"], [*own, 0, 0])
+    assert found.sent["row sums"].tolist() == pytest.approx([sums, sums, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("work", "form", "numbers", "gradients"),
+    [
+        (TableWork("t", 20_000, 8, optimizer=SGD, reads=[Reads(BAGS, 6.0)]), 0, 4 * (2 + 700), 4 * 8 * 100),
+        (TableWork("t", 1_000, 8, optimizer=SGD, reads=[Reads(BAGS, 6.0, True)]), 1, None, None),
+        (TableWork("t", 5, 8, optimizer=SGD, reads=[Reads(BAGS, 3.0)]), 2, 0, 0),
+        (TableWork("t", 5, 8, reads=[Reads(BAGS, 3.0)]), 3, 0, 0),
+    ],
+    ids=["bags", "rows", "dense", "dense of no optimizer"],
+)
+def test_each_form_of_replicas_takes_the_seconds_of_its_own_steps(
+    work: TableWork, form: int, numbers: float | None, gradients: float | None
+) -> None:
+    """Picking bags; or summing rows and reading them; or an all-reduce of everything; and reading what is told."""
+    model = Model(Workload([work]), FOUR)
+    found = model.replicas(np.array([0]))
+    own = float(model.own_distinct[0])
+    numbers = 4 * own if numbers is None else numbers
+    gradients = 4 * 8 * own if gradients is None else gradients
+    bags, ids = BAGS, BAGS * work.reads[0].ids_per_bag
+    summed = bags * 17 + ids * 13 + 2 * own * 8 * 4 * 0.25
+    reduced = {2: 4 * 9 * work.rows, 3: 4 * 8 * work.rows}.get(form, 0)
+    seconds = {0: bags * 23, 1: summed, 2: summed + 6 * reduced * 0.25, 3: 6 * reduced * 0.25}[form]
+    assert int(found.form[0]) == form
+    close(found.numbers, [numbers])
+    close(found.gradients, [gradients])
+    close(found.reduced, [reduced])
+    close(found.sent, [numbers + gradients + (8 if form == 1 else 0) + (24 if form < 3 else 0)])
+    close(found.seconds, [seconds + numbers * 4 * 0.25 + 67])
 
 
 def test_any_tiling_has_a_price() -> None:

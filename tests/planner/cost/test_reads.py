@@ -33,6 +33,6 @@ def test_numbers_that_do_not_go_with_the_features_are_refused() -> None:
 
 
 def test_limits_are_types_and_the_narrowest_column_tile() -> None:
-    assert limits_of(None) == Limits()
+    assert limits_of(None) == Limits(types=(), on_device=True, cached=False)
     found = limits_of(ParameterConstraints(["row_wise"], min_partition=8))
     assert found == Limits((ShardingType.ROW_WISE,), 8)

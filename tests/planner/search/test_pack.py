@@ -80,3 +80,12 @@ def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
     found = pack(Relaxed(five), np.zeros(1, np.int64), Rule.TIME)
     assert found is not None
     assert sorted(np.bincount(found.places[0]).tolist()) == [1, 2, 2]
+
+
+def test_a_slower_rank_gets_fewer_pieces() -> None:
+    """Twelve pieces of 100 ps; on rank 1 each takes three times as long: 9 and 3 take 900 ps on both."""
+    instance = replace(singles([100] * 12, [0] * 12, 2, 1), slow=np.array([[1000], [3000]]))
+    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME)
+    assert found is not None
+    assert np.bincount([b for (b,) in found.places]).tolist() == [9, 3]
+    assert evaluate(instance, found.option, found.places).cost == 900

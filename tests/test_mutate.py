@@ -1,0 +1,87 @@
+"""The mutation run's own parts: which edits it makes, which of them it draws, and how equivalents are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "mutate.py"
+if not SCRIPT.exists():
+    pytest.skip("part of the repository, not of the wheel", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def mutate() -> Any:
+    spec = importlib.util.spec_from_file_location("mutate", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutate"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("x = a < b", ["x = a <= b", "x = a >= b"]),
+        ("x = a not in b", ["x = a in b"]),
+        ("x = a is not b", ["x = a is b"]),
+        ("x = a * (b - c)", ["x = a // (b - c)", "x = a * (b + c)"]),
+        ("x += a", ["x -= a"]),
+        ("x = a and b or c", ["x = a or b or c", "x = a and b and c"]),
+        ("x = not a", ["x = a"]),
+        ("x = -a", ["x = a"]),
+        ("x = 8", ["x = 7", "x = 9"]),
+        ("x = 0", ["x = 1"]),
+        ("x = True", ["x = False"]),
+        ("x = 0.5", ["x = 1.0"]),
+        ("é = f(é, a) + b", ["é = f(é, a) - b"]),
+    ],
+)
+def test_a_mutant_changes_one_operator_or_constant(mutate: Any, line: str, made: list[str]) -> None:
+    mutants = mutate.mutants_of("f.py", line.encode())
+    assert sorted(mutant.after for mutant in mutants) == sorted(made)
+    assert {(mutant.before, mutant.line) for mutant in mutants} == {(line, 1)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'''1 + 2'''", "assert a < b", "raise E(f'{a + 1}')", "def f(a: int | None = None) -> A[3]: ...",
+        "x: Final[1]", "A = B | None", "zip(a, b, strict=True)", "@d(n=1)\nclass C: ...", "x = cast('T', 1)",
+    ],
+)  # fmt: skip
+def test_text_types_and_assertions_are_left_alone(mutate: Any, source: str) -> None:
+    assert mutate.mutants_of("f.py", source.encode()) == []
+
+
+def test_a_sample_keeps_its_mutants_when_another_line_is_edited(mutate: Any) -> None:
+    lines = [f"x{i} = {i} + y{i}" for i in range(30)]
+    before = mutate.sample(mutate.mutants_of("f.py", "\n".join(lines).encode()), 3, 20)
+    lines[7] = "z = 0"
+    after = mutate.sample(mutate.mutants_of("f.py", "\n".join(["", *lines]).encode()), 3, 20)
+    assert len({mutant.key for mutant in before} & {mutant.key for mutant in after}) >= 16
+    other = mutate.sample(mutate.mutants_of("f.py", "\n".join(lines).encode()), 4, 20)
+    assert {mutant.key for mutant in other} != {mutant.key for mutant in after}
+
+
+def test_an_equivalent_needs_its_reason(mutate: Any) -> None:
+    entry = "# a comment\n\nf.py\n- x = 1\n+ x = 2\nOne reason,\nin two lines.\n"
+    assert mutate.read_equivalents(entry) == {("f.py", "x = 1", "x = 2"): "One reason, in two lines."}
+    with pytest.raises(SystemExit, match="expected a path"):
+        mutate.read_equivalents("f.py\n- x = 1\n+ x = 2\n")
+
+
+def test_the_listed_equivalents_are_readable(mutate: Any) -> None:
+    assert mutate.read_equivalents(mutate.EQUIVALENTS.read_text())
+
+
+def test_equivalent_mutants_do_not_count_for_the_percentage(mutate: Any) -> None:
+    mutant = mutate.mutants_of("f.py", b"x = 0")[0]
+    assert mutate.Score("room", noticed=19, equivalent=4, survivors=(mutant,)).percent == 95.0
+    assert mutate.Score("room").percent == 100.0
