@@ -207,7 +207,7 @@ def test_yaml_is_read_where_the_package_is_there(here: Path) -> None:
         (("tables.json",), "Which machines? Give --ranks-per-host (and --hosts), or --topology"),
         (("nothing.json", *WORLD), "nothing.json cannot be read"),
         (("half.json", *WORLD), "half.json is not JSON"),
-        (("object.json", *WORLD), "wanted a list of tables, or an object with tables and batch_size"),
+        (("object.json", *WORLD), 'got an object without "tables"'),
         (("syntetic", *WORLD), "There is no recipe 'syntetic'; did you mean 'synthetic'?"),
         (("synthetic", *WORLD, "--optimizer", "SGD"), "--optimizer is for lists of tables"),
         (
@@ -237,7 +237,7 @@ def test_a_plan_file_of_a_newer_version_or_without_a_report_says_so(planned: Pat
     Path("new.json").write_text(json.dumps({**data, "version": 2}))
     code, text = run("show", "new.json")
     assert code == 1
-    assert "version 2 is not 1, the one this release reads; plan again" in text
+    assert "got 2; expected 1, the version that this release reads. Plan again" in text
     os.rename("plan.report.json", "away.json")
     code, text = run("show")
     assert code == 0
@@ -299,7 +299,7 @@ def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned:
         (("tables.json", *WORLD, "--html", "folder"), "--html folder is a folder"),
         (("show", "--html", "no/x.html"), "there is no folder no"),
         (("whatif", "--out", "folder"), "--out folder is a folder"),
-        (("tables.json", "--topology", "tables.json"), "Topology JSON: got"),
+        (("tables.json", "--topology", "tables.json"), "got a list of 3; expected an object with"),
         (("tables.json", *WORLD, "--fixed", "none.json"), "the plan in fixed= cannot be read"),
         (("tables.json", *WORLD, "--device", "tpu"), "compute_device is 'tpu'"),
     ],

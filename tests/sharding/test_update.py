@@ -177,7 +177,7 @@ def test_another_optimizer_keeps_the_marks_of_rows_that_teams_have_yet_to_averag
         module(batch_of([[3]])).values().sum().backward()
         (rows,) = module.embedding_bags["t"].tile_rows
         first = rows.touched.rows().tolist()
-        apply_optimizer_in_backward(Adam(lr=0.1), module.parameters())
+        apply_optimizer_in_backward(Adam(lr=0.1), module.parameters(), replace=True)
         module(batch_of([[7]])).values().sum().backward()
         return first, rows.touched.rows().tolist()
 

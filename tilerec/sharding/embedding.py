@@ -61,7 +61,6 @@ TOGETHER_UP_TO = 4 << 20
 """Bytes, about, of a storage that smaller tables share."""
 
 # Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
-# `torch.compiler.disable` does the same, but imports the compiler with the package.
 _eager = graph_break
 
 
