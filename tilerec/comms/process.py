@@ -185,14 +185,24 @@ class ProcessGroupComms(Group):
                 watch.store.set(f"{key}/all", "")
         except RuntimeError as error:
             raise self._error(operation, error) from error
-        while True:
-            try:
-                watch.store.wait([f"{key}/all"], _GLANCE)
-                return
-            except RuntimeError as error:
+        # `store.wait` is no help: PyTorch prints two warnings each time that its time-out ends.
+        glance = _GLANCE.total_seconds()
+        pause = glance / 256
+        while not self._stored(f"{key}/all", operation):
+            if pause >= glance:
                 self._look(call)
                 if time.monotonic() > deadline:
-                    raise self._error(operation, error) from error
+                    timed_out = RuntimeError("timed out")
+                    raise self._error(operation, timed_out) from timed_out
+            time.sleep(pause)
+            pause = min(2 * pause, glance)
+
+    def _stored(self, key: str, what: str) -> bool:
+        """Whether a rank has written the key to the store."""
+        try:
+            return bool(self._watch.store.check([key]))
+        except RuntimeError as error:  # the store died with the rank that held it
+            raise self._error(what, error) from error
 
     def _all_to_all(
         self,
