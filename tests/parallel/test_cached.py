@@ -211,10 +211,10 @@ def test_state_that_is_loaded_while_a_lookup_waits_for_its_backward_stands() -> 
 
 def test_replicas_that_agree_while_a_lookup_waits_for_its_backward_stand() -> None:
     plans = [GroupConfig({"ebc": {name: ParameterSharding("row_wise") for name in "ab"}}, 2)]
+    base = Model(weighted=True)  # ranks are threads, which share the random generator
 
     def run(group: Group, lines: float | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"ebc": Model(weighted=True).ebc})
+        model = nn.ModuleDict({"ebc": copy.deepcopy(base.ebc)})
         apply_optimizer_in_backward(Adam(0.1), model.parameters())
         if lines is not None:
             cache_tables(model, lines)
