@@ -10,9 +10,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import composition
 from tests.fuzz.composition import (
     Action,
     BadId,
@@ -129,3 +131,16 @@ def given_compositions(test: Callable[[Composition], None]) -> Callable[[], None
 @given_compositions
 def test_any_composition_equals_the_unsharded_model(made: Composition) -> None:
     check(made)
+
+
+def test_a_loss_that_is_not_scaled_by_the_ranks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TableCase("a0", 9, 4, ("f",))
+    made = Composition(
+        (Part("a", (table,), "sgd"),), {"a": {"a0": TILINGS["row_wise"](9, 4, ((0, 1),), 0)}}, ((0, 1),), (4, 4),
+        (Train(("a",)), Train(("a",))),
+    )  # fmt: skip
+    check(made)
+    real = composition.loss
+    monkeypatch.setattr(composition, "loss", lambda outs, scale: real(outs, 1.0))
+    with pytest.raises(AssertionError):
+        check(made)

@@ -172,12 +172,12 @@ class Watch:
 
     # -- the last words of a rank that has given up ------------------------------------------------------------
 
-    def speak(self, words: str) -> None:
+    def leave_words(self, words: str) -> None:
         """Leave words for the peers, whose calls raise with them from now on."""
         self._words = self._words or words
         self.store.set(_LAST_WORDS, words[:10_000])
 
-    def heard(self, *, look: bool) -> str | None:
+    def last_words(self, *, look: bool) -> str | None:
         """Return the words of a rank that has given up, if there are any. `look`: for new ones, in the store."""
         if self._words is None and look:
             try:

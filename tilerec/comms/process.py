@@ -150,7 +150,7 @@ class ProcessGroupComms(Group):
         return own
 
     def abort(self, error: BaseException) -> None:
-        self._watch.speak(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+        self._watch.leave_words(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
         if "nccl" in self._backends.values():
             self._process_group.abort()
 
@@ -179,7 +179,7 @@ class ProcessGroupComms(Group):
                     f"rank {rank} is in {other} and rank {self.rank} in {operation}. Every rank makes the same calls "
                     "in the same order."
                 )
-                watch.speak(words)
+                watch.leave_words(words)
                 raise CommsError(f"{operation} on rank {self.rank} of {self.size}: {words}")
             if watch.store.add(f"{key}/came", 1) == self.size:
                 watch.store.set(f"{key}/all", "")
@@ -314,18 +314,18 @@ class ProcessGroupComms(Group):
         self._raise_if_failed(call.title, look=True)
         words = self._watch.look(call)
         if words:
-            self._watch.speak(words)
+            self._watch.leave_words(words)
             self._raise_if_failed(call.title)
 
     def _raise_if_failed(self, what: str, *, look: bool = False) -> None:
-        words = self._watch.heard(look=look)
+        words = self._watch.last_words(look=look)
         if words is not None:
             raise CommsError(f"{what} on rank {self.rank} of {self.size}: {words}")
 
     def _error(self, what: str, error: RuntimeError) -> CommsError:
         """Torch's error in words that say which call it was and where to look."""
         where = f"{what} on rank {self.rank} of {self.size}"
-        words = self._watch.heard(look=True)
+        words = self._watch.last_words(look=True)
         if words is not None:
             return CommsError(f"{where}: {words}")
         peers = ", ".join(str(rank) for rank in self._global[:16] if rank != self._global[self.rank])

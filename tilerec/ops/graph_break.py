@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a function that is never traced: graphs break around it, and nothing it calls is compiled.
 
-    The compiler is imported by whoever compiles, not here.
+    Code that compiles imports the compiler; this module does not.
     """
     disabled = torch._disable_dynamo(function)
 

@@ -96,9 +96,9 @@ def raise_difference(group: Group, ranks: Sequence[int], own: LookupFacts) -> No
     values: dict[str, list[int]] = {}
     for rank, facts in zip(ranks, everyone, strict=True):
         values.setdefault(facts[3][name].get(key, "nothing"), []).append(rank)
-    told = ", ".join(f"{value} on {_ranks(own_ranks)}" for value, own_ranks in values.items())
+    listed = ", ".join(f"{value} on {_ranks(own_ranks)}" for value, own_ranks in values.items())
     raise InputError(
-        f"Table '{name}': its optimizer's {key} is {told}; expected one value, as every rank updates its part of the "
+        f"Table '{name}': its optimizer's {key} is {listed}; expected one value, as every rank updates its part of the "
         "table by its own. Give all ranks the same (a schedule by a loss needs the loss of all ranks)."
     )
 

@@ -398,7 +398,7 @@ def counting(
 
     Raises:
         ConfigError: it is being captured, and would get numbers, which every replay would repeat; a `GradScaler` scales
-            losses, and nothing says by what these gradients are divided.
+            losses, and no divisor of these gradients was given.
     """
     for table in tables:
         if table.group is not None and not table.group.scale_known:
