@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
 from tilerec.errors import CommsError, ConfigError, InputError, TilerecError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
+from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
@@ -378,6 +381,7 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_written(tmp_p
     [
         ({"batch_size": 0}, r"train\.batch_size is 0"),
         ({"warmup_steps": -1}, r"train\.warmup_steps is -1"),
+        ({"check_replicas_every": -1}, r"train\.check_replicas_every is -1"),
         ({"decay_to": 1.5}, r"train\.decay_to is 1\.5"),
         ({"device": "gpu"}, r"train\.device is 'gpu'"),
     ],
@@ -526,6 +530,35 @@ def test_ranks_with_different_settings_are_told_which() -> None:
     message = r"train\.embedding_optimizer\.lr'\] is 0.1 on rank 0 and 1.1 on rank 1"
     with pytest.raises(ConfigError, match=message), Ranks(2) as ranks:
         ranks.run(_train_with_rate_of_rank)
+
+
+def _train_while_rank_1_writes_a_copy() -> tuple[list[int], str]:
+    """The steps after which copies were compared, and the error that ended the run."""
+    group = ProcessGroupComms()
+    compared: list[int] = []
+    ear = Ear()
+
+    def compare_then_drift(model: nn.Module) -> None:
+        compared.append(len(ear.events) + 1)
+        check_replicas(model)
+        if group.rank == 1:
+            table = next(part for part in model.modules() if isinstance(part, ShardedTable))
+            with torch.no_grad():
+                table.tile_rows[0].leaf.view(-1)[0] += 1.0
+
+    run = dataclasses.replace(
+        _run(log_every=1, check_replicas_every=3), parallel=ParallelConfig(sharding="data_parallel")
+    )
+    with mock.patch.object(loop, "check_replicas", compare_then_drift):
+        with pytest.raises(ConfigError) as raised:
+            train(run, watchers=[ear], group=group)
+    return compared, str(raised.value)
+
+
+def test_copies_that_drift_end_the_run_at_the_next_comparison(two_ranks: Ranks) -> None:
+    for compared, error in two_ranks.run(_train_while_rank_1_writes_a_copy):
+        assert compared == [3, 6]
+        assert "weight of the tile at row 0, column 0 differs between rank 0 and rank 1" in error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,8 @@ class TrainConfig:
         seed: of the initial values. The order of the data has a seed of its own.
         device: "cpu", "cuda", "cuda:1", …
         threads: of torch's CPU kernels, per process; 0 leaves torch's choice.
+        check_replicas_every: on several ranks, compare the copies of replicated tables every so many steps
+            (`tilerec.parallel.check_replicas`); 0: never.
     """
 
     batch_size: int = 1024
@@ -91,12 +93,14 @@ class TrainConfig:
     seed: int = 0
     device: str = "cpu"
     threads: int = 0
+    check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "eval_batch_size", "log_every", "metric_window"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("max_steps", "warmup_steps", "decay_steps", "eval_every", "threads", "seed"):
+        counts = ("max_steps", "warmup_steps", "decay_steps", "eval_every", "threads", "seed")
+        for name in (*counts, "check_replicas_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least 0.")
         if not 0 <= self.decay_to <= 1:

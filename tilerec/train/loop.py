@@ -33,6 +33,7 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.later import hear_all
+from tilerec.parallel.check_replicas import check_replicas
 from tilerec.spec.plan import ShardingPlan
 from tilerec.train.bring import Bringer
 from tilerec.train.config import ParallelConfig, RunConfig
@@ -215,6 +216,8 @@ class _Run:
             self.steps += 1
             self.samples += share.total
             self._loss_sum += loss
+            if options.check_replicas_every and self.steps % options.check_replicas_every == 0:
+                check_replicas(self._model)
             if self.steps % options.log_every == 0:
                 values = self._progress()
                 # Reading the values has waited for the device, so the clock tells its time too.
