@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,7 +57,9 @@ class Topology:
         hbm_caps, ddr_caps: bytes of each rank, where ranks differ: one number for each, in the order of ranks.
             `hbm_cap` and `ddr_cap` are then the largest of them, and not given.
         hbm_mem_bw, ddr_mem_bw, ssd_mem_bw, hbm_to_ddr_mem_bw: memory bandwidth, bytes per millisecond.
-        intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond.
+        intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond of one rank, one way.
+        nic: "device", each rank has a network card of its own; "host", the ranks of a host share what they have
+            together (each `inter_host_bw`). "host" on "cpu", else "device", unless given.
         custom_topology_data: of TorchRec's: another way to write `hbm_caps` and `ddr_caps`.
         generalized_comms_bandwidths: of TorchRec's: another way to write `intra_host_bw` and `inter_host_bw`.
         bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier, uneven_sharding_perf_multiplier: of another
@@ -96,6 +98,7 @@ class Topology:
     speeds: Speeds | None = field(default=None, kw_only=True)
     hbm_caps: Sequence[int] | None = field(default=None, kw_only=True)
     ddr_caps: Sequence[int] | None = field(default=None, kw_only=True)
+    nic: Literal["device", "host"] | None = field(default=None, kw_only=True)
 
     def __post_init__(
         self,
@@ -131,6 +134,10 @@ class Topology:
             self._read_caps(name, fill)
         if self.speeds is not None and not isinstance(self.speeds, Speeds):
             raise ConfigError(f"Topology: speeds is a {type(self.speeds).__name__}, wanted Speeds.")
+        if self.nic is None:
+            fill("nic", "host" if self.compute_device == "cpu" else "device")
+        elif self.nic not in ("device", "host"):
+            raise ConfigError(f"Topology: nic is {self.nic!r:.80}; it must be 'device' or 'host'.")
         for name, default in (
             ("hbm_cap", 0 if self.compute_device == "cpu" else HBM_CAP),
             ("ddr_cap", DDR_CAP),
