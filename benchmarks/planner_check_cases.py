@@ -76,6 +76,10 @@ class Case:
         return self.planner().request(list(self.tables))
 
     @property
+    def size(self) -> int:
+        return len(self.tables) * self.topology.world_size
+
+    @property
     def once(self) -> str:
         """The command that runs this case alone."""
         return f"python benchmarks/planner_check.py --count 1 --seed {self.seed} --kind {self.kind}"
@@ -92,11 +96,11 @@ class _Draw:
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
         self.random = random.Random(f"{kind}/{seed}")
-        self.has = {kind, *ALSO.get(kind, ())}
+        self.has = {kind}
         if kind in ("mixed", "small"):
             chance = 0.3 if kind == "mixed" else 0.2
             self.has |= {name for name in FEATURES if self.random.random() < chance}
-        self.small = kind in ("small", "small_plain", "infeasible")
+        self.small = kind in SMALL_KINDS
 
     def case(self) -> Case:
         draw = self.random
@@ -329,14 +333,14 @@ def _buffers(table: Table, ranks: int) -> float:
     return 16.0 * bags * table.dim + 40.0 * table.ids + 8.0 * bags * table.dim * min(1.0, 8.0 / ranks)
 
 
+SMALL_KINDS = ("small_plain", "small", "infeasible")
+"""Of few tables on few ranks: all arrangements can be tried."""
 KINDS = (
     "plain", "collections", "uneven_hosts", "caps", "sequence", "weighted", "skew", "ordered", "optimizers", "wire",
-    "cached", "copies", "groups2d", "cuda", "constraints", "pins", "duplicates", "huge", "mixed", "small_plain", "small",
-    "infeasible",
+    "cached", "copies", "groups2d", "cuda", "constraints", "pins", "duplicates", "huge", "mixed", *SMALL_KINDS,
 )  # fmt: skip
-"""What cases stress; "small" and "infeasible" ones are compared with all arrangements."""
+"""What cases stress; "mixed" and "small" mix several of FEATURES."""
 FEATURES = (
     "collections", "uneven_hosts", "caps", "sequence", "weighted", "skew", "ordered", "optimizers", "wire", "cached",
     "constraints", "pins", "duplicates",
 )  # fmt: skip
-ALSO: dict[str, tuple[str, ...]] = {"ordered": ("skew",), "infeasible": ()}
