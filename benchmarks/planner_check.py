@@ -11,6 +11,7 @@ each alone. The exit status is 1 if there are any.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -33,12 +34,14 @@ from tilerec.planner.cost.workload import Workload
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.variation import varied
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
+from tilerec.testing import run_virtual_ranks
 
 CLOSE = 1e-6  # of a step
 MOST_ARRANGEMENTS = 40_000
-FEW_TABLES = 12  # of cases that are planned again in other ways
+SMALL = 64  # tables x ranks of cases that are planned again in other ways
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,27 @@ def check_order(case: Case, planned: Planned) -> Iterator[Violation]:
         yield Violation("order", case, "the same tables in another order get another plan")
 
 
+def check_file(case: Case, planned: Planned) -> Iterator[Violation]:
+    """The plan and its report are the same after they were written and read."""
+    assert planned.plan is not None
+    read = ShardingPlan.from_json(json.loads(json.dumps(planned.plan.to_json())))
+    if read != planned.plan:
+        yield Violation("file", case, "the plan differs from what its file gives")
+    report = planned.report.to_json()
+    if PlanReport.from_json(json.loads(json.dumps(report))).to_json() != report:
+        yield Violation("file", case, "the report differs from what its file gives")
+
+
+def check_group(case: Case, planned: Planned) -> Iterator[Violation]:
+    """Ranks that are two sharding groups plan together what one group plans alone."""
+    planner, tables = case.planner(), list(case.tables)
+    plans = run_virtual_ranks(
+        2 * planned.world.ranks, lambda group: planner.collective_plan(tables, pg=group)
+    )
+    if any(plan != planned.plan for plan in plans):
+        yield Violation("group", case, "collective_plan gives another plan than plan")
+
+
 def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
     """A varied request is the request of the varied case, and gets its plan."""
     topology, cap = case.topology, "ddr_cap" if case.topology.compute_device == "cpu" else "hbm_cap"
@@ -271,6 +295,8 @@ _OF_A_PLAN = MappingProxyType(
         "bound": check_bound,
         "pins": check_pins,
         "order": check_order,
+        "file": check_file,
+        "group": check_group,
         "what-if": check_what_if,
     }
 )
@@ -298,14 +324,15 @@ def check(case: Case, definition: str = DEFINITION, only: Sequence[str] = ()) ->
         except ConfigError:
             return Result(case, [], "refused")
         result = Result(case, [], "no plan" if planned.plan is None else "planned")
-        names = [name for name in CHECKS if name in (only or CHECKS)]
-        for name in names:
+        skipped = set() if case.size <= SMALL else {"order", "what-if", "group"}
+        skipped |= set() if case.kind == "groups2d" else {"group"}
+        for name in CHECKS:
+            if name in skipped or name not in (only or CHECKS):
+                continue
             if name == "all" and case.kind in SMALL_KINDS:
                 result.violations += check_all(case, planned, result)
             elif name == "remedies" and planned.plan is None:
                 result.violations += check_remedies(case, planned)
-            elif name in ("order", "what-if") and len(case.tables) > FEW_TABLES:
-                continue
             elif name in _OF_A_PLAN and planned.plan is not None:
                 result.violations += _OF_A_PLAN[name](case, planned)
         if planned.plan is not None and planned.report.bound_s:

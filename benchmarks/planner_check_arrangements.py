@@ -12,7 +12,7 @@ from planner_check_price import Sums, Table
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of
 from tilerec.sharding.strategies import column_wise, grid, row_wise
-from tilerec.spec.plan import HOST_KERNELS
+from tilerec.spec.plan import HOST_KERNELS, ShardingType
 from tilerec.spec.tile import Block, Tiling
 
 Placement = tuple[Tiling, bool]
@@ -71,7 +71,10 @@ class Arrangements:
             for rank in allowed:
                 yield Tiling(table.rows, table.dim, (Block(0, table.dim, (0, table.rows), ((rank,),)),))
         elif way is Way.COLUMNS:
+            one_host = bool(limit.types) and ShardingType.COLUMN_WISE not in limit.types
             for some in _combinations(allowed, pieces):
+                if one_host and len({topology.host_of(rank) for rank in some}) > 1:
+                    continue
                 yield column_wise(table.key, table.rows, table.dim, some, topology)
         elif way is Way.GRID:
             hosts = [h for h in topology.host_ranks if len(h) == width and set(h) <= set(allowed)]

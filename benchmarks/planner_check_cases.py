@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from planner_check_price import Table, speeds_of, table_of
@@ -39,6 +40,7 @@ from tilerec.spec.parameter_sharding import CODECS
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, Speeds
 from tilerec.spec.table import DataType
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology, gigabytes_per_second
 
 MIB = 2**20
@@ -323,8 +325,23 @@ class _Draw:
                 "column_wise", ranks=[draw.randrange(ranks) for _ in range(draw.choice(pieces))]
             ),
             lambda: ParameterSharding("data_parallel"),
+            lambda: ParameterSharding("data_parallel", ranks=sorted(some)),
         ]
+        if table.optimizer is None or not table.optimizer.partials:
+            # Sums over whole rows need column blocks that are cut at the same rows.
+            ways.append(lambda: ParameterSharding("explicit", tiling=self.tiling(table, ranks)))
         return draw.choice(ways)()
+
+    def tiling(self, table: PlannedTable, ranks: int) -> Tiling:
+        """Blocks of columns, each cut into ranges of rows of its own, on any ranks; some are copies."""
+        draw, tiles = self.random, []
+        columns = sorted({0, table.dim, *(draw.randint(0, table.dim) for _ in range(2))})
+        for c0, c1 in pairwise(columns):
+            cuts = sorted({0, table.rows, *(draw.randint(0, table.rows) for _ in range(2))})
+            for r0, r1 in pairwise(cuts):
+                owners = draw.sample(range(ranks), draw.choice((1, 1, 1, min(2, ranks))))
+                tiles.append((r0, r1, c0, c1, sorted(owners)))
+        return Tiling.of(table.key, table.rows, table.dim, tiles)
 
 
 def _buffers(table: Table, ranks: int) -> float:

@@ -9,7 +9,13 @@ Nouns
   unit        a rectangle of a part: rows come back per unit
   home        the rank whose batch it is;  reader: the owner of a part that reads it for a home
   exchange    a collective that carries bytes from ranks to ranks; EXCHANGES lists them
-  definition  "new" or "old": how the bytes of an exchange become seconds (`_link_seconds`, `_network_seconds`)
+  definition  how the bytes of an exchange become seconds
+
+    new   In each exchange a rank sends `a` bytes to ranks of its host and receives `b`: max(a link_out, b link_in) on
+          full-duplex links, else the sum. Between hosts likewise, with network_out and network_in: of the rank's own
+          bytes where each device has a network card, of the mean over its host's ranks where they share one.
+    old   Always the sum, and the mean over the host's ranks. Row sums take the time of links inside hosts wherever they
+          go, and the header's four bytes for every other rank are counted by their sender alone.
 
 Legend: R ranks, U distinct rows, q share of a table's ids, L ids per bag.
 """
