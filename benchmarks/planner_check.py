@@ -233,7 +233,7 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
         yield Violation(
             "what-if", case, f"{what} gives another request than planning it: {str(differ)[:200]}"
         )
-    elif _shardings(Planned(first)) != _shardings(Planned(second)):
+    elif _plan_of(first) != _plan_of(second):
         yield Violation("what-if", case, f"{what}: one request got two plans")
 
 
@@ -329,12 +329,17 @@ def check(case: Case, definition: str = DEFINITION, only: Sequence[str] = ()) ->
         for name in CHECKS:
             if name in skipped or name not in (only or CHECKS):
                 continue
-            if name == "all" and case.kind in SMALL_KINDS:
-                result.violations += check_all(case, planned, result)
-            elif name == "remedies" and planned.plan is None:
-                result.violations += check_remedies(case, planned)
-            elif name in _OF_A_PLAN and planned.plan is not None:
-                result.violations += _OF_A_PLAN[name](case, planned)
+            try:
+                if name == "all" and case.kind in SMALL_KINDS:
+                    result.violations += check_all(case, planned, result)
+                elif name == "remedies" and planned.plan is None:
+                    result.violations += check_remedies(case, planned)
+                elif name in _OF_A_PLAN and planned.plan is not None:
+                    result.violations += _OF_A_PLAN[name](case, planned)
+            except Exception as error:
+                result.violations.append(
+                    Violation("crash", case, f"{name}: {type(error).__name__}: {_line(error)}")
+                )
         if planned.plan is not None and planned.report.bound_s:
             result.gap = planned.price.seconds / planned.report.bound_s - 1.0
         return result
@@ -356,7 +361,12 @@ def _request(make: Callable[[], PlanRequest]) -> PlanRequest | str:
         return _line(error)
 
 
-def _shardings(planned: Planned) -> Any:
+def _plan_of(request: PlanRequest) -> Any:
+    """Shardings by table; None where there is no plan; the message of what refused the request."""
+    try:
+        planned = Planned(request)
+    except ConfigError as error:
+        return _line(error)
     return None if planned.plan is None else dict(planned.placed)
 
 
