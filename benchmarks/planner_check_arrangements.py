@@ -1,0 +1,149 @@
+"""All arrangements of a small case, and the best of them by the own price."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from planner_check_planned import Planned, tiling_of
+from planner_check_price import Sums, Table
+
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of
+from tilerec.sharding.strategies import column_wise, grid, row_wise
+from tilerec.spec.plan import HOST_KERNELS, ShardingType
+from tilerec.spec.tile import Block, Tiling
+
+Placement = tuple[Tiling, bool]
+"""Where a table lies, and whether its rows lie in host memory behind a cache."""
+
+
+class Arrangements:
+    """All arrangements of a small case: the options that limits allow, on all combinations of ranks."""
+
+    def __init__(self, planned: Planned, offload: bool = False) -> None:
+        self.planned, self.topology = planned, planned.topology
+        request = planned.request
+        pins = request.pins()
+        limits = request.limits(pins, offload)
+        cached = any(limit.cached for limit in limits.values())
+        options = enumerate_options(self.topology, [t.dim for t in request.tables], cached)
+        self.found: list[list[Placement]] = []
+        for table in planned.tables:
+            if table.key in pins:
+                pin = pins[table.key]
+                self.found.append([(tiling_of(pin), pin.kernel in HOST_KERNELS)])
+                continue
+            limit = limits.get(table.key, Limits())
+            most = request.constraints.get(table.key, ParameterConstraints()).max_ranks or planned.world.ranks
+            several = [(tiling, o.cached) for o in options for tiling in self._tilings(table, o, limit)]
+            self.found.append([each for each in dict.fromkeys(several) if len(each[0].ranks()) <= most])
+
+    @property
+    def count(self) -> int:
+        return int(np.prod([len(each) for each in self.found]))
+
+    def _tilings(self, table: Table, option: Option, limit: Limits) -> Iterator[Tiling]:
+        topology, ranks = self.topology, self.topology.world_size
+        way, pieces, width, cached = option
+        if limit.types and not is_of(option, limit.types, ranks, topology.host_count):
+            return
+        if (cached and not (limit.cached and table.attached)) or (not cached and not limit.on_device):
+            return
+        allowed = range(ranks) if limit.ranks is None else sorted(set(limit.ranks))
+        if width == ranks > 1 and len(allowed) < ranks:
+            return
+        least = 32 if limit.min_partition is None else limit.min_partition
+        if way in (Way.COLUMNS, Way.GRID) and (table.dim % pieces or table.dim // pieces < least):
+            return
+        parts = width if way is Way.GRID else pieces * width
+        even = (
+            -(-table.rows // -(-table.rows // parts)) == parts
+        )  # ranges of ceil(rows / parts) rows, none empty
+        if way in (Way.ROWS, Way.GRID) and not even and not (limit.types and width > 1):
+            return
+        if way is Way.COPIES:
+            yield Tiling(
+                table.rows, table.dim, (Block(0, table.dim, (0, table.rows), (tuple(range(ranks)),)),)
+            )
+        elif way is Way.WHOLE:
+            for rank in allowed:
+                yield Tiling(table.rows, table.dim, (Block(0, table.dim, (0, table.rows), ((rank,),)),))
+        elif way is Way.COLUMNS:
+            one_host = bool(limit.types) and ShardingType.COLUMN_WISE not in limit.types
+            for some in _combinations(allowed, pieces):
+                if one_host and len({topology.host_of(rank) for rank in some}) > 1:
+                    continue
+                yield column_wise(table.key, table.rows, table.dim, some, topology)
+        elif way is Way.GRID:
+            hosts = [h for h in topology.host_ranks if len(h) == width and set(h) <= set(allowed)]
+            for some in itertools.combinations(hosts, pieces):
+                yield grid(
+                    table.key, table.rows, table.dim, [r for host in some for r in sorted(host)], topology
+                )
+        elif width == 1:
+            order = itertools.permutations if table.ordered else _combinations
+            for some in order(allowed, pieces):
+                yield self._rows(table, some)
+        elif width == ranks:
+            yield self._rows(table, range(ranks))
+        else:
+            for host in topology.host_ranks:
+                if len(host) == width and set(host) <= set(allowed):
+                    yield self._rows(table, sorted(host))
+
+    def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
+        sizes = None
+        if table.ordered:
+            # Cut where share of ids + share of rows is 2 / k.
+            cuts = [0]
+            for i in range(1, len(ranks)):
+                low, high = 0, table.rows
+                while low < high:
+                    middle = (low + high) // 2
+                    enough = table.share(0, middle) + middle / table.rows >= i * 2.0 / len(ranks)
+                    low, high = (low, middle) if enough else (middle + 1, high)
+                cuts.append(low)
+            sizes = np.diff([*cuts, table.rows]).tolist()
+        elif len(set(ranks)) < len(ranks):
+            sizes = np.diff(np.arange(len(ranks) + 1) * table.rows // len(ranks)).tolist()
+        if sizes is not None:
+            ranks = [rank for rank, size in zip(ranks, sizes, strict=True) if size]
+            sizes = [size for size in sizes if size]
+        return row_wise(table.key, table.rows, table.dim, ranks, self.topology, sizes=sizes)
+
+    def best(self) -> tuple[float, tuple[Placement, ...]] | None:
+        """The least own price within memory, and the arrangement; None: none fits."""
+        pricing, world = self.planned.pricing, self.planned.world
+        caps = np.array(self.topology.caps, np.float64)
+        caps[:, world.tier] -= self.planned.reserved
+        each = [
+            [(pricing.of_table(table, *placed), placed) for placed in several]
+            for table, several in zip(pricing.tables, self.found, strict=True)
+        ]
+        output = np.zeros_like(caps)
+        found: tuple[float, tuple[Placement, ...]] | None = None
+
+        def go(t: int, so_far: Sums, chosen: tuple[Placement, ...]) -> None:
+            nonlocal found
+            output[:, world.tier] = 2.0 * so_far.output
+            if (so_far.memory + output > caps).any():
+                return
+            if t == len(each):
+                seconds = pricing.finished(so_far).seconds
+                if found is None or seconds < found[0]:
+                    found = (seconds, chosen)
+                return
+            for sums, placed in each[t]:
+                go(t + 1, so_far + sums, (*chosen, placed))
+
+        go(0, pricing.nothing(), ())
+        return found
+
+
+def _combinations(ranks: Sequence[int], pieces: int) -> Iterator[tuple[int, ...]]:
+    """Different ranks where there are enough, else each as often as another or once more."""
+    times, rest = divmod(pieces, len(ranks))
+    for some in itertools.combinations(ranks, rest):
+        yield tuple(sorted([*ranks] * times + list(some)))

@@ -1,0 +1,737 @@
+"""The price of a plan, computed a second time: seconds by stage, bytes by rank and memory tier.
+
+`planner_check.py` compares it with what the planner reports. It shares no code with the planner's cost model or search:
+it reads tables, tilings and topologies (`tilerec.spec`) and follows docs/planner-cost.md, table by table and rank by
+rank.
+
+Nouns
+  part        rows [r0, r1) of a table on one set of owners: ids of a feature travel to a part
+  unit        a rectangle of a part: rows come back per unit
+  home        the rank whose batch it is;  reader: the owner of a part that reads it for a home
+  exchange    a collective that carries bytes from ranks to ranks; EXCHANGES lists them
+  definition  how the bytes of an exchange become seconds
+
+    new   In each exchange a rank sends `a` bytes to ranks of its host and receives `b`: max(a link_out, b link_in) on
+          full-duplex links, else the sum. Between hosts likewise, with network_out and network_in: of the rank's own
+          bytes where each device has a network card, of the mean over its host's ranks where they share one.
+    old   Always the sum, and the mean over the host's ranks. Row sums take the time of links inside hosts wherever they
+          go, and the header's four bytes for every other rank are counted by their sender alone.
+
+Legend: R ranks, U distinct rows, q share of a table's ids, L ids per bag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.tables import PlannedTable
+from tilerec.spec.cache import DEFAULT_LOAD_FACTOR
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, Wire
+from tilerec.spec.speeds import WIDTHS
+from tilerec.spec.table import DataType, data_type_to_dtype
+from tilerec.spec.tile import Tile, Tiling, rectangles
+from tilerec.spec.topology import Topology
+
+Array = npt.NDArray[np.float64]
+
+STAGES = ("ids", "lookup and rows", "gradients", "update")
+NETWORK_STAGES = (
+    "ids between hosts",
+    "rows between hosts",
+    "gradients between hosts",
+    "replicas between hosts",
+)
+EXCHANGES = (
+    "header", "ids", "rows in host", "rows", "gradients", "gradients in host", "row sums", "replicas",
+)  # fmt: skip
+# The stage of an exchange inside hosts; between hosts it is the network stage of the same number.
+STAGE_OF = {
+    "header": 0, "ids": 0, "rows in host": 1, "rows": 1, "gradients": 2, "gradients in host": 2, "row sums": 3,
+    "replicas": 3,
+}  # fmt: skip
+WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
+BAGS, ROWS, DENSE, BARE = range(4)  # forms in which replicas exchange gradients
+SORT_BYTES, CACHE_LINE_BYTES, CACHE_ROW_BYTES, CACHE_SET = 16, 17, 4, 32
+DEPTH = 1  # batches whose ids are on their way at once, beside the current one
+OUT, IN = 0, 1
+
+
+# ------------------------------------------------------------------------------------------------ chances
+
+
+def missed(share: float, draws: float) -> float:
+    """Chance that none of `draws` ids falls on a `share` of the ids; 2.5 draws are 2 or 3, each half of the time."""
+    whole = math.floor(draws)
+    none = (1.0 if whole == 0 else 0.0) if share >= 1.0 else math.exp(whole * math.log1p(-share))
+    return none * (1.0 - (draws - whole) * share)
+
+
+def _hit(share: float, draws: float) -> float:
+    """1 - `missed`, exact for tiny shares."""
+    whole = math.floor(draws)
+    if share >= 1.0:
+        return 1.0 - missed(share, draws)
+    log = whole * math.log1p(-share)
+    rest = (draws - whole) * share
+    return -math.expm1(log) + math.exp(log) * rest
+
+
+class Zipf:
+    """Zipf's law over `distinct` ids, in buckets: ids one by one at first, then buckets that grow by a quarter."""
+
+    def __init__(self, distinct: int, exponent: float) -> None:
+        self.buckets: list[tuple[float, float, float]] = []  # first id, number of ids, share of one id
+        low = 1.0
+        found = []
+        while low <= distinct:
+            high = max(low + 1.0, math.floor(low * 1.25))
+            count = min(distinct + 1.0 - low, high - low)
+            found.append((low, count, (low + (count - 1.0) / 2.0) ** -exponent))
+            low = high
+        total = math.fsum(count * weight for _, count, weight in found)
+        self.buckets = [(low, count, weight / total) for low, count, weight in found]
+
+    def distinct(self, draws: float) -> float:
+        return min(draws, math.fsum(count * _hit(share, draws) for _, count, share in self.buckets))
+
+    def below(self, row: int) -> float:
+        return math.fsum(min(max(row + 1.0 - low, 0.0), count) * share for low, count, share in self.buckets)
+
+
+# ------------------------------------------------------------------------------------------------ what is given
+
+
+@dataclass(frozen=True)
+class Feature:
+    """bags of one home in a step, ids per bag, and whether ids have weights."""
+
+    bags: float
+    length: float
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as the price needs it: sizes in cells and bytes, and the features that read it."""
+
+    key: str
+    rows: int
+    dim: int
+    element: int  # bytes of a cell
+    attached: bool  # its optimizer updates it in the backward pass
+    cell_state: int  # bytes of optimizer state (or of a dense gradient) of a cell
+    row_state: int  # and of a row
+    sums: int  # numbers per row that column blocks send each other
+    phases: int  # exchanges of such sums
+    features: tuple[Feature, ...]
+    forward: tuple[int, int]  # bytes of a cell and of a row on the wire
+    backward: tuple[int, int]
+    fan_in: float  # ids per bag, the largest of its features
+    collection: str
+    fp64: bool
+    zipf: Zipf | None
+    ordered: bool
+    load_factor: float
+    known: dict[float, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def ids(self) -> float:
+        return sum(f.bags * f.length for f in self.features)
+
+    def distinct(self, ranks: float) -> float:
+        """U: expected distinct rows among the ids of the batches of so many ranks."""
+        if ranks not in self.known:
+            draws = self.ids * ranks
+            if self.zipf is not None:
+                self.known[ranks] = self.zipf.distinct(draws)
+            else:
+                self.known[ranks] = min(draws, self.rows * _hit(1.0 / self.rows, draws))
+        return self.known[ranks]
+
+    def share(self, r0: int, r1: int) -> float:
+        """Share of the table's ids that fall on rows [r0, r1)."""
+        if self.ordered and (r0, r1) != (0, self.rows):
+            assert self.zipf is not None
+            return self.zipf.below(r1) - self.zipf.below(r0)
+        return (r1 - r0) / self.rows
+
+    def weights(self, rows: float, width: int) -> float:
+        """Bytes of a rectangle with its optimizer state, or its dense gradient."""
+        return rows * (width * (self.element + self.cell_state) + self.row_state)
+
+    def misses(self, ranks: int) -> float:
+        """Rows of a step that a cache with LRU and `load_factor` rows does not hold."""
+        lines, step = self.load_factor * self.rows, self.distinct(ranks)
+        if self.distinct(ranks * 2.0**40) <= lines:
+            return 0.0  # all rows that ever occur fit
+        if step >= lines:
+            return step
+        # The cache holds the rows of the last s steps: U(s R) = lines. s by doubling, then 12 halvings.
+        low = 1.0
+        while self.distinct(2.0 * low * ranks) < lines:
+            low *= 2.0
+        high = 2.0 * low
+        for _ in range(12):
+            middle = (low + high) / 2.0
+            low, high = (middle, high) if self.distinct(middle * ranks) < lines else (low, middle)
+        return min(max(self.distinct((low + 1.0) * ranks) - self.distinct(low * ranks), 0.0), step)
+
+
+def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_size: int) -> Table:
+    """What the price needs of one table, from its description and what its constraints say about its ids."""
+    given = limits or ParameterConstraints()
+    count = max(1, len(planned.features))
+
+    def each(values: Sequence[float] | None, default: float) -> list[float]:
+        if values is None:
+            return [default] * count
+        return [float(v) for v in values] * (count if len(values) == 1 else 1)
+
+    weighted = (planned.weighted or given.is_weighted) and planned.pooled
+    features = []
+    for samples, lookups, length in zip(
+        each(given.batch_sizes, batch_size),
+        each(given.num_poolings, 1.0),
+        each(given.pooling_factors, 1.0),
+        strict=True,
+    ):
+        bags = samples * lookups
+        # Rows that are not pooled: each id is a bag.
+        features.append(
+            Feature(bags, length, weighted) if planned.pooled else Feature(bags * length, 1.0, weighted)
+        )
+    element = data_type_to_dtype(planned.data_type).itemsize
+    state = 8 if planned.data_type is DataType.FP64 else 4
+    spec = planned.optimizer
+    if not planned.trained:
+        cell, row, partials = 0, 0, ()
+    elif spec is None:
+        cell, row, partials = element, 0, ()
+    else:
+        cell = state * sum(slot.per == "element" for slot in spec.slots)
+        row = state * sum(slot.per == "row" for slot in spec.slots)
+        partials = spec.partials
+    pin = given.sharding if isinstance(given.sharding, ParameterSharding) else None
+    wire = (pin.wire if pin is not None else None) or planned.wire or Wire()
+    skew = given.skew
+    return Table(
+        planned.key, planned.rows, planned.dim, element, spec is not None or not planned.trained, cell, row,
+        sum(partials), len(partials), tuple(features), WIRE_BYTES[wire.forward], WIRE_BYTES[wire.backward],
+        max(f.length for f in features), planned.names[0][0], planned.data_type is DataType.FP64,
+        None if skew is None else Zipf(skew.distinct, skew.exponent), skew is not None and skew.ordered,
+        _load_factor(planned, given, pin),
+    )  # fmt: skip
+
+
+def _load_factor(planned: PlannedTable, given: ParameterConstraints, pin: ParameterSharding | None) -> float:
+    """Cache lines per row, if the table is cached; 0 for rows in host memory without a cache."""
+    kernels = given.kernels_allowed() if pin is None else (pin.kernel,)
+    caching, bare = EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM
+    if bare in kernels and caching not in kernels:
+        return 0.0
+    params = given.cache_params if pin is None else pin.cache
+    if params is not None:
+        return float(params.load_factor)
+    return DEFAULT_LOAD_FACTOR if planned.cached is None else planned.cached
+
+
+class World:
+    """Ranks, hosts and speeds."""
+
+    def __init__(self, topology: Topology, definition: str = "new") -> None:
+        assert definition in ("new", "old")
+        self.topology, self.definition = topology, definition
+        self.ranks = topology.world_size
+        self.host = [topology.host_of(r) for r in range(self.ranks)]
+        self.local = [topology.local_rank(r) for r in range(self.ranks)]
+        self.size = Counter(self.host)  # ranks of each host
+        self.several = topology.host_count > 1
+        self.speeds = speeds_of(topology, definition)
+        self.tier = 1 if topology.compute_device == "cpu" else 0
+        cuda = topology.compute_device != "cpu"
+        self.duplex = bool(getattr(self.speeds, "duplex", cuda)) and definition == "new"
+        nic = getattr(topology, "nic", None) or ("device" if cuda else "host")
+        self.shared_nic = nic == "host" or definition == "old"
+        self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
+        self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)
+
+    def rate(self, name: str, width: float) -> float:
+        """Seconds of a row: linear between the measured widths, flat below the first, in proportion above the last."""
+        widths, rates = self.speeds.widths, getattr(self.speeds, name)
+        if width <= widths[0]:
+            return float(rates[0])
+        if width > widths[-1]:
+            return float(rates[-1] / widths[-1] * width)
+        i = next(i for i in range(1, len(widths)) if width <= widths[i])
+        slope = (rates[i] - rates[i - 1]) / (widths[i] - widths[i - 1])
+        return float(rates[i - 1] + (width - widths[i - 1]) * slope)
+
+    def reader(self, owners: Sequence[int], home: int) -> int:
+        """The owner that reads for a home: itself, else one of its host, else any, by turns."""
+        if home in owners:
+            return home
+        near = [o for o in owners if self.host[o] == self.host[home]] or list(owners)
+        return near[self.local[home] % len(near)]
+
+
+def speeds_of(topology: Topology, definition: str) -> Any:
+    """A topology's speeds, or the defaults made from its bandwidths."""
+    if topology.speeds is not None:
+        return topology.speeds
+    cpu = topology.compute_device == "cpu"
+    memory = 1000.0 * (topology.ddr_mem_bw / 8.0 if cpu else topology.hbm_mem_bw)
+    far = [4.0 * w / (memory * e) for w, e in zip(WIDTHS, (0.25, 0.4, 0.6, 0.75, 0.85), strict=True)]
+    near = [s / (4.0 if cpu else 3.0) for s in far]
+    stream = [4.0 * w / memory for w in WIDTHS]
+    link, network = 1.0 / (1000.0 * topology.intra_host_bw), 1.0 / (1000.0 * topology.inter_host_bw)
+    if cpu:
+        link, network = max(link, 1.0 / memory), max(network, 1.0 / memory)
+    both = cpu or definition == "new"
+    per_id = 2e-8 if cpu else 2e-10
+    return SimpleNamespace(
+        widths=WIDTHS, lookup_far=far, lookup_near=near, lookup_bag=stream, update_far=[2.0 * s for s in far],
+        update_near=[2.0 * s for s in near], update_id=[per_id + s for s in near], update_bag=stream,
+        place=[2.0 * s for s in stream], pick=[2.0 * s for s in stream], route=per_id, copy=1.0 / memory,
+        link_in=link, link_out=link if both else 0.0, network_in=network, network_out=network if both else 0.0,
+        call=5e-4 if cpu else 3e-5, call_peer=2e-5 if cpu else 5e-7,
+        step=1e-3 if cpu else (0.0 if definition == "new" else 1.5e-3), part=1e-5 if cpu else 1e-6,
+        replica=1e-4 if cpu else 2e-5, row_sum=3e-4 if cpu else 1e-4, cache=(1 if cpu else 32) * 2**20,
+        duplex=not cpu,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what it costs
+
+
+@dataclass
+class Sums:
+    """What tables add up to.
+
+    local: [stage, R] seconds of work on a rank. near, far: [exchange, out or in, R] bytes within and between hosts.
+    memory: [R, 2] bytes. The others say which collectives there are.
+    """
+
+    local: Array
+    near: Array
+    far: Array
+    memory: Array
+    output: float = 0.0
+    travels: bool = False
+    merges: bool = False
+    partly_filled: bool = False
+    forms: frozenset[int] = frozenset()
+    phases: int = 0
+    pieces: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.local + other.local, self.near + other.near, self.far + other.far, self.memory + other.memory,
+            self.output + other.output, self.travels or other.travels, self.merges or other.merges,
+            self.partly_filled or other.partly_filled, self.forms | other.forms, max(self.phases, other.phases),
+            self.pieces + other.pieces,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Price:
+    """stages: [R] seconds by stage. calls: seconds of collectives as such. memory: [R, 2] bytes (device, host).
+
+    pieces: how many numbers of memory were added, each of which may be rounded up.
+    """
+
+    stages: Mapping[str, Array]
+    calls: float
+    memory: Array
+    pieces: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(float(s.max()) for s in self.stages.values()) + self.calls
+
+
+class Pricing:
+    """Prices of plans for the same tables on the same machines."""
+
+    def __init__(self, tables: Sequence[Table], world: World) -> None:
+        self.tables, self.world = tuple(tables), world
+        self.collections = max(1, len({t.collection for t in tables}))
+        self.wide = 8 if any(t.fp64 for t in tables) else 4
+        touched = (
+            sum(t.distinct(world.ranks) * t.dim * (t.element + t.cell_state) for t in tables) / world.ranks
+        )
+        # The part of what a step touches that is still in a rank's processor cache in the next step.
+        self.resident = min(1.0, world.speeds.cache / touched) if touched > 0 else 1.0
+
+    def price(self, plan: Mapping[str, tuple[Tiling, bool]]) -> Price:
+        """The price of a plan: of each table, by key, its tiling and whether its rows lie behind a cache."""
+        total = self.nothing()
+        id_bytes = (
+            8.0 if any(t.r1 - t.r0 >= 2**31 for tiling, _ in plan.values() for t in tiling.tiles()) else 4.0
+        )
+        for table in self.tables:
+            tiling, cached = plan[table.key]
+            total = total + self.of_table(table, tiling, cached, id_bytes)
+        return self.finished(total)
+
+    def nothing(self) -> Sums:
+        ranks = self.world.ranks
+        exchange = (len(EXCHANGES), 2, ranks)
+        return Sums(
+            np.zeros((len(STAGES), ranks)), np.zeros(exchange), np.zeros(exchange), np.zeros((ranks, 2))
+        )
+
+    # -------------------------------------------------------------------------------------------- all tables
+
+    def finished(self, total: Sums) -> Price:
+        """The price of all tables together."""
+        world, speeds = self.world, self.world.speeds
+        near, far = total.near.copy(), total.far.copy()
+        # Every rank sends every other one a number in the header.
+        header = EXCHANGES.index("header")
+        for rank in range(world.ranks):
+            own = world.size[world.host[rank]]
+            for way in (OUT, IN) if world.definition == "new" else (OUT,):
+                near[header, way, rank] += 4.0 * (own - 1)
+                far[header, way, rank] += 4.0 * (world.ranks - own)
+        local = total.local.copy()
+        local[0] += speeds.step * self.collections
+        if total.partly_filled:
+            # Bags may have no row: the output begins as zeros.
+            local[2] += 0.5 * total.output * speeds.copy
+        stages = {name: local[s] for s, name in enumerate(STAGES)}
+        network = {name: np.zeros(world.ranks) for name in NETWORK_STAGES}
+        for x, name in enumerate(EXCHANGES):
+            inside, between = near[x], far[x]
+            if name == "row sums" and world.definition == "old":
+                # All at the speed of links inside hosts, and as much arrives as leaves.
+                sent = (near[x] + far[x])[OUT]
+                inside, between = np.stack([sent, sent]), np.zeros_like(far[x])
+            stage = STAGES[STAGE_OF[name]]
+            stages[stage] = stages[stage] + self._seconds(inside, speeds.link_out, speeds.link_in)
+            if world.several:
+                stage = NETWORK_STAGES[STAGE_OF[name]]
+                if world.shared_nic:
+                    between = self._mean_of_hosts(between)
+                network[stage] = network[stage] + self._seconds(
+                    between, speeds.network_out, speeds.network_in
+                )
+        calls = 1 + 3 * total.travels + 2 * total.merges + total.phases
+        if total.forms:
+            # Counts; ids and gradients; numbers of rows; an all-reduce.
+            calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS})
+            calls += (ROWS in total.forms) + bool(total.forms & {DENSE, BARE})
+        memory = total.memory.copy()
+        memory[:, world.tier] += 2.0 * total.output  # the output and its gradient
+        return Price(
+            {**stages, **(network if world.several else {})}, calls * world.call * self.collections, memory,
+            total.pieces + 2,
+        )  # fmt: skip
+
+    def _seconds(self, both: Array, out_rate: float, in_rate: float) -> Array:
+        """[R] seconds of one exchange: of the two directions the slower one if links are full duplex, else both."""
+        out, into = both[OUT] * out_rate, both[IN] * in_rate
+        return np.maximum(out, into) if self.world.duplex else out + into
+
+    def _mean_of_hosts(self, both: Array) -> Array:
+        """The ranks of a host share its network card."""
+        host, found = self.world.host, np.zeros_like(both)
+        for rank in range(self.world.ranks):
+            same = [r for r in range(self.world.ranks) if host[r] == host[rank]]
+            found[:, rank] = both[:, same].sum(1) / len(same)
+        return found
+
+    # -------------------------------------------------------------------------------------------- one table
+
+    def of_table(self, table: Table, tiling: Tiling, cached: bool = False, id_bytes: float = 4.0) -> Sums:
+        """What one table adds."""
+        return _OfTable(self, table, tiling, cached, id_bytes).result()
+
+
+class _OfTable:
+    def __init__(self, pricing: Pricing, table: Table, tiling: Tiling, cached: bool, id_bytes: float) -> None:
+        self.pricing, self.world, self.table, self.tiling = pricing, pricing.world, table, tiling
+        self.speeds, self.wide, self.cached, self.id_bytes = self.world.speeds, pricing.wide, cached, id_bytes
+        self.everyone = range(self.world.ranks)
+        self.found = pricing.nothing()
+        self.every = table.distinct(self.world.ranks)
+        self.units: defaultdict[tuple[int, int, tuple[int, ...]], list[Tile]] = defaultdict(list)
+        for tile in rectangles(tiling):
+            self.units[(tile.r0, tile.r1, tile.owners)].append(tile)
+        for feature in table.features:
+            self._feature(feature)
+        self._rectangles()
+        self._replicas()
+        self._row_sums()
+
+    def result(self) -> Sums:
+        found, table = self.found, self.table
+        found.output = sum(f.bags for f in table.features) * table.dim * float(self.wide)
+        found.partly_filled = any(f.length < 1.0 for f in table.features) or any(
+            (r0, r1) != (0, table.rows) for r0, r1, _ in self.units
+        )
+        return found
+
+    def _send(self, exchange: str, source: int, target: int, count: float) -> None:
+        """`count` bytes from a rank to another."""
+        if source == target:
+            return
+        x = EXCHANGES.index(exchange)
+        to = self.found.near if self.world.host[source] == self.world.host[target] else self.found.far
+        to[x, OUT, source] += count
+        to[x, IN, target] += count
+
+    def _hold(self, rank: int, count: float) -> None:
+        self.found.memory[rank, self.world.tier] += count
+        self.found.pieces += 1
+
+    def _work(self, stage: int, rank: int, seconds: float) -> None:
+        self.found.local[stage, rank] += seconds
+
+    # ---------------------------------------------------------------------------------------- a feature's ids and rows
+
+    def _routes(self) -> list[list[tuple[int, int, tuple[int, ...]]]]:
+        """Parts by route: column blocks with other cuts or owners need a route of their own, for parts not yet fed."""
+        routes, fed, seen = [], set(), set()
+        for block in self.tiling.blocks:
+            if (block.cuts, block.owners) in seen:
+                continue
+            seen.add((block.cuts, block.owners))
+            ranges = zip(block.cuts, block.cuts[1:], block.owners, strict=False)
+            parts = [part for part in ranges if part not in fed]
+            fed.update(parts)
+            if parts:
+                routes.append(parts)
+        return routes
+
+    def _bytes_of_row(self, wire: tuple[int, int], units: Sequence[Tile]) -> float:
+        cell = self.wide if wire[0] == 4 else wire[0]
+        return float(sum(cell * (u.c1 - u.c0) + wire[1] for u in units))
+
+    def _feature(self, feature: Feature) -> None:
+        routes = self._routes()
+        groups = [group for route in routes for group in self._groups(route)]
+        merged = {part for _, group in groups for part in group}
+        for route in routes:
+            for home in self.everyone:
+                self._work(0, home, feature.bags * feature.length * self.speeds.route)
+            for part in route:
+                self._part(feature, part, part in merged)
+        for host, group in groups:
+            self._merge(feature, host, group)
+
+    def _part(self, feature: Feature, part: tuple[int, int, tuple[int, ...]], merged: bool) -> None:
+        """Ids of every home to the part, rows back, gradients there."""
+        world, speeds, table = self.world, self.speeds, self.table
+        r0, r1, owners = part
+        units = self.units[part]
+        width = sum(u.c1 - u.c0 for u in units)
+        q = table.share(r0, r1)
+        bags, ids = feature.bags * _hit(q, feature.length), feature.bags * feature.length * q
+        lengths = bags if ids - bags > 0.5 else 0.0  # where each bag has one id, lengths need not travel
+        payload = ids * (self.id_bytes + self.wide * feature.weighted) + 4.0 * lengths
+        forward, backward = (self._bytes_of_row(wire, units) for wire in (table.forward, table.backward))
+        element = table.element
+        if len(owners) < world.ranks:
+            self.found.travels = True
+        for home in self.everyone:
+            owner = world.reader(owners, home)
+            far = world.host[owner] != world.host[home]
+            self._send("header", home, owner, 8.0)
+            self._send("ids", home, owner, payload)
+            if not (merged and far):
+                self._send("rows", owner, home, bags * forward)
+                self._send("gradients", home, owner, bags * backward)
+                self._work(2, home, bags * (world.rate("place", width) + world.rate("pick", width)))
+            # What the owner does for this home. Rows that come from memory are added in `_rectangles`.
+            for unit in units:
+                own = unit.c1 - unit.c0
+                self._work(1, owner, ids * world.rate("lookup_near", own * element / 4.0))
+                self._work(1, owner, bags * world.rate("lookup_bag", own))
+            self._work(1, owner, payload * speeds.copy)
+            self._work(0, owner, speeds.part)
+            self._hold(owner, payload * (1 + DEPTH) + bags * width * self.wide + ids * SORT_BYTES)
+            # And the home itself.
+            self._work(0, home, 2.0 * payload * speeds.copy + speeds.part)
+            self._hold(home, bags * width * self.wide + payload * (1 + DEPTH))
+
+    # ---------------------------------------------------------------------------------------- sums inside hosts
+
+    def _groups(
+        self, route: Sequence[tuple[int, int, tuple[int, ...]]]
+    ) -> list[tuple[int, list[tuple[int, int, tuple[int, ...]]]]]:
+        """(host, parts) whose rows are added up there before they travel to other hosts."""
+        if not self.world.several or self.table.fan_in <= 1:
+            return []
+        found: defaultdict[Any, list[Any]] = defaultdict(list)
+        for part in route:
+            if len(part[2]) == 1:
+                columns = tuple((u.c0, u.c1) for u in self.units[part])
+                found[(self.world.host[part[2][0]], columns)].append(part)
+        return [(host, parts) for (host, _), parts in found.items() if len({p[2] for p in parts}) > 1]
+
+    def _merge(self, feature: Feature, host: int, group: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
+        world, table = self.world, self.table
+        self.found.merges = True
+        units = self.units[group[0]]
+        width = sum(u.c1 - u.c0 for u in units)
+        shares = [table.share(r0, r1) for r0, r1, _ in group]
+        bags = [feature.bags * _hit(q, feature.length) for q in shares]
+        union = feature.bags * _hit(min(1.0, math.fsum(shares)), feature.length)
+        positions = 4.0 * sum(p for p in bags if union - p > 0.5)
+        owners = sorted({part[2][0] for part in group})
+        place, pick = world.rate("place", width), world.rate("pick", width)
+        for home in self.everyone:
+            if world.host[home] == host:
+                continue  # rows come to it as they are: `_part`
+            proxy = owners[world.local[home] % len(owners)]
+            self._send("header", home, proxy, 4.0 * (1 + len(group)))
+            self._send("ids", home, proxy, positions)
+            self._send("rows", proxy, home, union * self._bytes_of_row(table.forward, units))
+            self._send("gradients", home, proxy, union * self._bytes_of_row(table.backward, units))
+            self._work(2, home, union * (place + pick))
+            self._work(1, proxy, sum(bags) * place)
+            self._work(2, proxy, sum(bags) * pick)
+            for part, present in zip(group, bags, strict=True):
+                self._send("rows in host", part[2][0], proxy, present * width * self.wide)
+                self._send("gradients in host", proxy, part[2][0], present * width * self.wide)
+
+    # ---------------------------------------------------------------------------------------- rectangles and updates
+
+    def _update(self, ids: float, bags: float, distinct: float, width: int) -> float:
+        """Sort ids, add the gradients of bags, change each distinct row and its state."""
+        world, table = self.world, self.table
+        row = width * (table.element + (table.cell_state if table.attached else 0)) / 4.0
+        far = distinct * (1.0 - self.pricing.resident)
+        line = 0.5 * world.rate("update_far", 0.0) if table.row_state else 0.0
+        return (
+            ids * world.rate("update_id", width)
+            + bags * world.rate("update_bag", width)
+            + far * (world.rate("update_far", row) + line)
+            + (distinct - far) * world.rate("update_near", row)
+        )
+
+    def _rectangles(self) -> None:
+        """Rows that come from memory, updates, weights and state."""
+        world, table = self.world, self.table
+        twice = table.distinct(2 * world.ranks)
+        again = (2.0 * self.every - twice) / max(self.every, 1e-9)  # read in the step before, too
+        stays = self.pricing.resident * min(max(again, 0.0), 1.0)
+        for (r0, r1, owners), units in self.units.items():
+            share, q = (r1 - r0) / table.rows, table.share(r0, r1)
+            homes = Counter(world.reader(owners, home) for home in self.everyone)
+            bags = sum(f.bags * _hit(q, f.length) for f in table.features)
+            for owner in owners:
+                reads = homes[owner]
+                from_memory = table.distinct(reads) * share * (1.0 - stays) if reads else 0.0
+                for unit in units:
+                    width, rows = unit.c1 - unit.c0, r1 - r0
+                    row = width * table.element / 4.0
+                    dearer = max(world.rate("lookup_far", row) - world.rate("lookup_near", row), 0.0)
+                    self._work(1, owner, from_memory * dearer)
+                    if len(owners) == 1:
+                        ids = table.ids * q * reads
+                        self._work(3, owner, self._update(ids, bags * reads, self.every * share, width))
+                    if not table.attached:
+                        self._work(3, owner, 3.0 * rows * width * table.element * self.speeds.copy)
+                    if self.cached:
+                        self._behind_a_cache(owner, rows, share, width)
+                    else:
+                        self._hold(owner, table.weights(rows, width))
+
+    def _behind_a_cache(self, owner: int, rows: int, share: float, width: int) -> None:
+        """Rows in host memory, lines on the device; rows that the cache misses come, and as many go back."""
+        table = self.table
+        weights = table.weights(rows, width)
+        self.found.memory[owner, 1] += weights
+        held = CACHE_SET * math.ceil(table.load_factor * rows / CACHE_SET)
+        spare = max(self.every * share - held, 0.0)
+        self._hold(owner, (held + spare) * (weights / rows + CACHE_LINE_BYTES) + rows * CACHE_ROW_BYTES)
+        moved = table.misses(self.world.ranks) * share * 2.0 * weights / rows
+        self._work(1, owner, moved * self.world.to_host)
+
+    # ---------------------------------------------------------------------------------------- copies
+
+    def _form(self) -> int:
+        """How replicas exchange gradients: the form that sends least."""
+        table, ranks = self.table, self.world.ranks
+        if not table.attached:
+            return BARE
+        others, dim = ranks - 1.0, table.dim
+        bags = sum(f.bags * min(f.length, 1.0) for f in table.features)
+        as_bags = others * ranks * (4.0 * dim * bags + 4.0 * table.ids)
+        as_rows = others * ranks * (4.0 * dim + 4.0) * min(table.ids, table.rows)
+        as_dense = 8.0 * (dim + 1.0) * table.rows * others
+        if as_dense < min(as_rows, as_bags):
+            return DENSE
+        weighted = any(f.weighted for f in table.features)
+        return BAGS if as_bags < as_rows and not weighted else ROWS
+
+    def _replicas(self) -> None:
+        """Owners of copies send each other their gradients, and each applies those of all."""
+        world, table, speeds, wide = self.world, self.table, self.speeds, self.wide
+        copies = [tile for tile in self.tiling.tiles() if len(tile.owners) > 1]
+        if not copies:
+            return
+        form, dim, rows, ranks = self._form(), table.dim, table.rows, world.ranks
+        self.found.forms = frozenset({form})
+        bags, own = sum(f.bags * min(f.length, 1.0) for f in table.features), table.distinct(1)
+        word = 4.0 if rows < 2**31 else 8.0
+        # Bytes to each other copy, and bytes that an all-reduce adds up.
+        numbers = {BAGS: (2.0 * len(table.features) + bags + table.ids) * word, ROWS: own * word}.get(
+            form, 0.0
+        )
+        gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
+        sent = numbers + gradients + 8.0 * (form == ROWS) + 24.0 * (form != BARE)
+        reduced = {DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element)}.get(form, 0.0)
+        summed = bags * world.rate("update_bag", dim) + table.ids * world.rate("update_id", dim)
+        summed += 2.0 * own * dim * wide * speeds.copy
+        seconds = numbers * ranks * speeds.copy + speeds.replica + 6.0 * reduced * speeds.copy
+        seconds += bags * world.rate("pick", dim) if form == BAGS else 0.0
+        seconds += summed if form in (ROWS, DENSE) else 0.0
+        ids = {BAGS: table.ids * ranks, ROWS: own * ranks}.get(form, self.every)
+        sorted_bags = bags * ranks if form == BAGS else ids
+        for tile in copies:
+            width, rows_share = tile.c1 - tile.c0, (tile.r1 - tile.r0) / rows
+            share, others = rows_share * width / dim, len(tile.owners) - 1.0
+            # Fewer copies than ranks: each has the gradients of more homes.
+            part = rows_share * (others / (ranks - 1.0) if form == DENSE else 1.0)
+            update = self._update(ids * part, sorted_bags * part, self.every * rows_share, width)
+            ring = 2.0 * reduced * share / (others + 1.0)  # to each other copy
+            for owner in tile.owners:
+                self._work(3, owner, seconds * share + update)
+                self._hold(owner, 2.0 * (sent * others * share + reduced * share))
+                for other in tile.owners:
+                    self._send("replicas", owner, other, sent * share + ring)
+
+    # ---------------------------------------------------------------------------------------- column blocks
+
+    def _row_sums(self) -> None:
+        """Column blocks of an optimizer that needs sums over whole rows send each other theirs."""
+        table, blocks = self.table, self.tiling.blocks
+        if not table.phases or len({b.owners for b in blocks}) == 1:
+            return
+        self.found.phases = table.phases
+        different = {block.owners: block for block in reversed(blocks)}
+        for block in blocks:
+            others = [other for owners, other in different.items() if owners != block.owners]
+            for r0, r1, owners in zip(block.cuts, block.cuts[1:], block.owners, strict=False):
+                for owner in owners:
+                    distinct = self.every * (r1 - r0) / table.rows
+                    cells = distinct * (block.c1 - block.c0) * self.wide
+                    self._work(3, owner, self.speeds.row_sum + 6.0 * cells * self.speeds.copy)
+                    for other in others:
+                        for s0, s1, peers in zip(other.cuts, other.cuts[1:], other.owners, strict=False):
+                            rows = max(0, min(r1, s1) - max(r0, s0))
+                            # The one more number says whether the row is finite.
+                            count = self.every * rows / table.rows * 4.0 * (table.sums + 1.0)
+                            for peer in peers:
+                                self._send("row sums", owner, peer, count / len(peers))
