@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -60,14 +61,15 @@ class Result:
 
     Args:
         outcome: "planned", "no plan" or "refused" (what is asked contradicts itself).
-        above: how far the plan is above the best of all arrangements, as a part of it. gap: above the bound. Both by
-            the own price; None where there is no such number.
+        above: how far the plan is above the best of all arrangements, as a part of it. above_walk: above the end of a
+            walk downhill from it. gap: above the bound. By the own price; None where there is no such number.
     """
 
     case: Case
     violations: list[Violation]
     outcome: str
     above: float | None = None
+    above_walk: float | None = None
     gap: float | None = None
 
 
@@ -283,6 +285,20 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
         yield Violation("bound of all", case, text, bound / least - 1.0)
 
 
+def check_downhill(case: Case, planned: Planned, result: Result) -> Iterator[Violation]:
+    """The bound is not above an arrangement that a walk downhill from the plan finds."""
+    constraints = planned.request.constraints.values()
+    if any(limits.with_table is not None for limits in constraints):
+        return
+    offload = any(planned.is_cached(table.key) for table in planned.tables)
+    least = Arrangements(planned, offload, random.Random(case.seed)).downhill()
+    bound = planned.report.bound_s
+    result.above_walk = planned.price.seconds / least - 1.0
+    if bound > least * (1.0 + CLOSE):
+        text = f"the bound is {bound:.9g} s, and a walk downhill from the plan finds {least:.9g} s"
+        yield Violation("bound downhill", case, text, bound / least - 1.0)
+
+
 # ------------------------------------------------------------------------------------------------ a case
 
 _OF_A_PLAN = MappingProxyType(
@@ -304,6 +320,7 @@ CHECKS: Mapping[str, str] = MappingProxyType(
         **{name: str(check.__doc__).strip() for name, check in _OF_A_PLAN.items()},
         "remedies": str(check_remedies.__doc__).strip(),
         "all": str(check_all.__doc__).strip(),
+        "downhill": str(check_downhill.__doc__).strip(),
     }
 )
 """Every check and what must hold."""
@@ -323,14 +340,17 @@ def check(case: Case, definition: str = DEFINITION, only: Sequence[str] = ()) ->
         except ConfigError:
             return Result(case, [], "refused")
         result = Result(case, [], "no plan" if planned.plan is None else "planned")
-        skipped = set() if case.size <= SMALL else {"order", "what-if", "group"}
+        skipped = set() if case.size <= SMALL else {"order", "what-if", "group", "downhill"}
         skipped |= set() if case.kind == "groups2d" else {"group"}
+        skipped |= {"downhill"} if case.kind in SMALL_KINDS else {"all"}
         for name in CHECKS:
             if name in skipped or name not in (only or CHECKS):
                 continue
             try:
-                if name == "all" and case.kind in SMALL_KINDS:
+                if name == "all":
                     result.violations += check_all(case, planned, result)
+                elif name == "downhill" and planned.plan is not None:
+                    result.violations += check_downhill(case, planned, result)
                 elif name == "remedies" and planned.plan is None:
                     result.violations += check_remedies(case, planned)
                 elif name in _OF_A_PLAN and planned.plan is not None:
@@ -383,20 +403,20 @@ def summary(results: Sequence[Result], show: int = 3) -> str:
     lines = [
         f"{len(results)} cases: " + ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
     ]
-    above = [(result.above, result.case.once) for result in results if result.above is not None]
-    if above:
-        best, median = sum(part <= CLOSE for part, _ in above), statistics.median(part for part, _ in above)
-        worst, once = max(above)
-        lines.append(
-            f"{len(above)} plans compared with all arrangements: {best} are the best, median {100 * median:.2f} % "
-            f"above it, worst {100 * worst:.1f} % ({once})"
-        )
-    gaps = [(result.gap, result.case.once) for result in results if result.gap is not None]
-    if gaps:
-        median, (worst, once) = statistics.median(gap for gap, _ in gaps), max(gaps)
-        lines.append(
-            f"plans above their bounds: median {100 * median:.2f} %, worst {100 * worst:.1f} % ({once})"
-        )
+    for field, what in (
+        ("above", "the best of all arrangements"), ("above_walk", "the end of a walk downhill"), ("gap", "their bounds")
+    ):  # fmt: skip
+        parts = [(part, r.case.once) for r in results if (part := getattr(r, field)) is not None]
+        if parts:
+            equal, median = (
+                sum(part <= CLOSE for part, _ in parts),
+                statistics.median(part for part, _ in parts),
+            )
+            worst, once = max(parts)
+            lines.append(
+                f"{len(parts)} plans beside {what}: {equal} at it, median {100 * median:.2f} % above, worst "
+                f"{100 * worst:.1f} % ({once})"
+            )
     by_check: defaultdict[str, list[Violation]] = defaultdict(list)
     for result in results:
         for violation in result.violations:

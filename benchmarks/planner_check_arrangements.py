@@ -1,9 +1,10 @@
-"""All arrangements of a small case, and the best of them by the own price."""
+"""Arrangements beside the planner's: all of a small case and the best of them, or a walk downhill, by the own price."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from planner_check_planned import Planned, tiling_of
@@ -15,15 +16,22 @@ from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import HOST_KERNELS, ShardingType
 from tilerec.spec.tile import Block, Tiling
 
+FEW = 2  # combinations of ranks of each option, where not all are tried
+
 Placement = tuple[Tiling, bool]
 """Where a table lies, and whether its rows lie in host memory behind a cache."""
 
 
 class Arrangements:
-    """All arrangements of a small case: the options that limits allow, on all combinations of ranks."""
+    """Where each table may lie: the options that limits allow, on all combinations of ranks.
 
-    def __init__(self, planned: Planned, offload: bool = False) -> None:
-        self.planned, self.topology = planned, planned.topology
+    Args:
+        offload: rows may lie in host memory where nothing is said about it.
+        some: draws a few combinations of ranks of each option instead of all.
+    """
+
+    def __init__(self, planned: Planned, offload: bool = False, some: random.Random | None = None) -> None:
+        self.planned, self.topology, self.some = planned, planned.topology, some
         request = planned.request
         pins = request.pins()
         limits = request.limits(pins, offload)
@@ -58,9 +66,8 @@ class Arrangements:
         if way in (Way.COLUMNS, Way.GRID) and (table.dim % pieces or table.dim // pieces < least):
             return
         parts = width if way is Way.GRID else pieces * width
-        even = (
-            -(-table.rows // -(-table.rows // parts)) == parts
-        )  # ranges of ceil(rows / parts) rows, none empty
+        # Ranges of ceil(rows / parts) rows, none of them empty.
+        even = -(-table.rows // -(-table.rows // parts)) == parts
         if way in (Way.ROWS, Way.GRID) and not even and not (limit.types and width > 1):
             return
         if way is Way.COPIES:
@@ -72,26 +79,36 @@ class Arrangements:
                 yield Tiling(table.rows, table.dim, (Block(0, table.dim, (0, table.rows), ((rank,),)),))
         elif way is Way.COLUMNS:
             one_host = bool(limit.types) and ShardingType.COLUMN_WISE not in limit.types
-            for some in _combinations(allowed, pieces):
-                if one_host and len({topology.host_of(rank) for rank in some}) > 1:
+            for own in self._combinations(allowed, pieces):
+                if one_host and len({topology.host_of(rank) for rank in own}) > 1:
                     continue
-                yield column_wise(table.key, table.rows, table.dim, some, topology)
+                yield column_wise(table.key, table.rows, table.dim, own, topology)
         elif way is Way.GRID:
             hosts = [h for h in topology.host_ranks if len(h) == width and set(h) <= set(allowed)]
-            for some in itertools.combinations(hosts, pieces):
-                yield grid(
-                    table.key, table.rows, table.dim, [r for host in some for r in sorted(host)], topology
-                )
+            for several in self._combinations(range(len(hosts)), pieces) if len(hosts) >= pieces else ():
+                own = tuple(rank for host in several for rank in sorted(hosts[host]))
+                yield grid(table.key, table.rows, table.dim, own, topology)
         elif width == 1:
-            order = itertools.permutations if table.ordered else _combinations
-            for some in order(allowed, pieces):
-                yield self._rows(table, some)
+            for own in self._combinations(allowed, pieces):
+                # Ranges differ where ids are ordered by frequency.
+                for order in itertools.permutations(own) if table.ordered and self.some is None else (own,):
+                    yield self._rows(table, order)
         elif width == ranks:
             yield self._rows(table, range(ranks))
         else:
             for host in topology.host_ranks:
                 if len(host) == width and set(host) <= set(allowed):
                     yield self._rows(table, sorted(host))
+
+    def _combinations(self, ranks: Sequence[int], pieces: int) -> Iterator[tuple[int, ...]]:
+        """Different ranks where there are enough, else each as often as another or once more."""
+        times, rest = divmod(pieces, len(ranks))
+        if self.some is None:
+            chosen: Iterable[Sequence[int]] = itertools.combinations(ranks, rest)
+        else:
+            chosen = [self.some.sample(ranks, rest) for _ in range(FEW)]
+        for own in chosen:
+            yield tuple(sorted([*ranks] * times + list(own)))
 
     def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
         sizes = None
@@ -113,22 +130,23 @@ class Arrangements:
             sizes = [size for size in sizes if size]
         return row_wise(table.key, table.rows, table.dim, ranks, self.topology, sizes=sizes)
 
+    def _fits(self, total: Sums) -> bool:
+        memory, tier = total.memory.copy(), self.planned.world.tier
+        memory[:, tier] += 2.0 * total.output + np.array(self.planned.reserved)
+        return bool((memory <= np.array(self.topology.caps)).all())
+
     def best(self) -> tuple[float, tuple[Placement, ...]] | None:
         """The least own price within memory, and the arrangement; None: none fits."""
-        pricing, world = self.planned.pricing, self.planned.world
-        caps = np.array(self.topology.caps, np.float64)
-        caps[:, world.tier] -= self.planned.reserved
+        pricing = self.planned.pricing
         each = [
             [(pricing.of_table(table, *placed), placed) for placed in several]
             for table, several in zip(pricing.tables, self.found, strict=True)
         ]
-        output = np.zeros_like(caps)
         found: tuple[float, tuple[Placement, ...]] | None = None
 
         def go(t: int, so_far: Sums, chosen: tuple[Placement, ...]) -> None:
             nonlocal found
-            output[:, world.tier] = 2.0 * so_far.output
-            if (so_far.memory + output > caps).any():
+            if not self._fits(so_far):
                 return
             if t == len(each):
                 seconds = pricing.finished(so_far).seconds
@@ -141,9 +159,21 @@ class Arrangements:
         go(0, pricing.nothing(), ())
         return found
 
-
-def _combinations(ranks: Sequence[int], pieces: int) -> Iterator[tuple[int, ...]]:
-    """Different ranks where there are enough, else each as often as another or once more."""
-    times, rest = divmod(pieces, len(ranks))
-    for some in itertools.combinations(ranks, rest):
-        yield tuple(sorted([*ranks] * times + list(some)))
+    def downhill(self) -> float:
+        """The least own price on a walk from the plan: table by table, the best of the placements here."""
+        pricing, planned = self.planned.pricing, self.planned
+        parts = [
+            pricing.of_table(t, tiling_of(planned.placed[t.key]), planned.is_cached(t.key))
+            for t in pricing.tables
+        ]
+        least = planned.price.seconds
+        for t, (table, several) in enumerate(zip(pricing.tables, self.found, strict=True)):
+            for placed in several:
+                before, parts[t] = parts[t], pricing.of_table(table, *placed)
+                total = sum(parts, pricing.nothing())
+                seconds = pricing.finished(total).seconds if self._fits(total) else least
+                if seconds < least:
+                    least = seconds
+                else:
+                    parts[t] = before
+        return least

@@ -170,9 +170,9 @@ class _Draw:
         tables = [table_of(t, case.constraints.get(t.key), case.batch_size) for t in case.tables]
         least = sum(t.weights(t.rows, t.dim) for t in tables) / topology.world_size
         least += sum(_buffers(t, topology.world_size) for t in tables)
-        fill = draw.choice((1.02, 1.15, 1.5, 4.0, 20.0))
+        fill = draw.choice((1.1, 1.25, 1.5, 4.0, 20.0))
         if self.kind == "infeasible":
-            fill = draw.choice((0.5, 0.8, 0.95, 1.05))
+            fill = draw.choice((0.5, 0.8, 0.95, 1.02, 1.1))
         elif "cached" in self.has:
             fill = draw.choice((0.4, 0.7, 1.2, 4.0))
         reserved = 0.0
@@ -204,7 +204,7 @@ class _Draw:
 
     def tables(self, topology: Topology) -> list[PlannedTable]:
         draw = self.random
-        count = draw.choice((2, 3)) if self.small else draw.choice((1, 2, 4, 8, 12, 20, 40))
+        count = draw.choice((2, 3)) if self.small else draw.choice((1, 2, 3, 4, 6, 8, 12, 16))
         paths = ["ebc"] if "collections" not in self.has else draw.sample(("ebc", "sparse.a", "sparse.b"), 2)
         optimizer = draw.choice(OPTIMIZERS[1:]) if draw.random() < 0.7 else draw.choice(OPTIMIZERS)
         shape = (self.rows(), self.dim())
