@@ -25,6 +25,7 @@ import torch
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, read_json
+from tilerec.spec.machines import MACHINES
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.without_effect import warn_without_effect
@@ -290,6 +291,35 @@ class Topology:
                 )
             sizes.append(int(text))
         return Topology(sizes[0], compute_device, local_world_size=sizes[1])
+
+    @staticmethod
+    def preset(machine: str, hosts: int = 1, gpus_per_host: int = 8, **more: Any) -> Topology:
+        """Hosts of a GPU that is known by name, each GPU with its own network card.
+
+        Args:
+            machine: "a100", "h100", "h200" or "b200"; figures and sources: `tilerec/spec/machines.py`.
+            hosts, gpus_per_host: how many; a rank for each GPU.
+            more: further arguments of `Topology`, which replace those of the machine.
+
+        Raises:
+            ConfigError: an unknown name, or counts that are no whole numbers from 1.
+        """
+        if machine not in MACHINES:
+            raise ConfigError(
+                f"Topology: got machine {machine!r:.80}; expected one of {', '.join(MACHINES)}. Name one of these, or give "
+                "hbm_cap=, hbm_mem_bw=, intra_host_bw= and inter_host_bw=."
+            )
+        for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
+            if not _whole(count, 1):
+                raise ConfigError(f"Topology: {name} is {count!r:.80}; it must be a whole number from 1.")
+        of, per_ms = MACHINES[machine], 1e-3
+        figures = {
+            "hbm_cap": of.memory, "hbm_mem_bw": of.memory_bw * per_ms, "hbm_to_ddr_mem_bw": of.host_bw * per_ms,
+            "intra_host_bw": of.link_bw * per_ms, "inter_host_bw": of.network_bw * per_ms,
+        }  # fmt: skip
+        if "hbm_caps" in more:
+            figures.pop("hbm_cap")
+        return Topology(hosts * gpus_per_host, "cuda", local_world_size=gpus_per_host, **{**figures, **more})
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `hosts` are texts such as `"0-7"`."""
