@@ -30,7 +30,7 @@ NETWORK_STAGES = (
     "gradients between hosts",
     "update between hosts",
 )
-"""Stages where the ranks of a host share its network card; where each has its own, its time is part of STAGE_OF_NETWORK.
+"""Stages where the ranks of a host share its network card; where each has its own, they are part of STAGE_OF_NETWORK.
 The last: replicas' gradients, and sums over rows of column blocks."""
 STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update"), strict=True))
 DEVICE, HOST = 0, 1
