@@ -245,13 +245,13 @@ def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
         best = min(way.step_ps for way in found.considered[1:] if way.allowed and not way.short)
         more = best - found.step_ps
         words = "makes the fastest step" if more > 0 else "equally fast" if not more else "would save"
-        assert words in found.reason
+        assert words in found.reason()
     tight = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=32 * 2**20))
     tight = tight.with_constraint("ebc.a", enforce_hbm=True).with_constraint("ebc.b", enforce_hbm=True)
     tight = tight.with_constraint("ebc.a", enforce_hbm=True, sharding_types=["row_wise", "table_wise"])
     found = explain(tight, "a")
     assert not [way for way in found.considered[1:] if way.allowed and not way.short]
-    assert "rows over 4 ranks is the only open way that fits with everything else" in found.reason
+    assert "rows over 4 ranks is the only open way that fits with everything else" in found.reason()
 
 
 def test_many_tables_are_explained_from_one_search() -> None:

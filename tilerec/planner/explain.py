@@ -10,7 +10,7 @@ Legend: G tables and groups, T tables, O options, S stages, R ranks, M tiers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,11 +110,11 @@ class Explanation:
             )
         names = ("way", "pieces", "bytes each", "adds on owners", "on all ranks", "step then", "")
         return "\n\n".join(
-            [f"Table '{self.table}': {self.reason}", aligned(names, rows, right=(2, 3, 4, 5)), *self.notes]
+            [f"Table '{self.table}': {self.reason()}", aligned(names, rows, right=(2, 3, 4, 5)), *self.notes]
         )
 
-    def verdict(self, way: Considered) -> str:
-        """What speaks for or against a way, in a few words."""
+    def verdict(self, way: Considered, time: Callable[[int], str] = time_text) -> str:
+        """What speaks for or against a way, in a few words; `time` writes picoseconds."""
         if way.chosen:
             return "chosen"
         if way.ruled_out:
@@ -122,11 +122,10 @@ class Explanation:
         if way.short:
             return f"does not fit: {bytes_text(way.short)} too much"
         more = way.step_ps - self.step_ps
-        return f"+{time_text(more)}" if more > 0 else ("as fast" if not more else f"-{time_text(-more)}")
+        return f"+{time(more)}" if more > 0 else ("as fast" if not more else f"-{time(-more)}")
 
-    @property
-    def reason(self) -> str:
-        """Why the chosen way, as a sentence."""
+    def reason(self, time: Callable[[int], str] = time_text) -> str:
+        """Why the chosen way, as a sentence; `time` writes picoseconds."""
         chosen = self.chosen.option
         if len(self.considered) == 1:
             return f"{chosen} is the only way to cut it on these machines."
@@ -141,13 +140,13 @@ class Explanation:
         if more > 0:
             return (
                 f"with everything else where it is, {chosen} makes the fastest step; the next best, {best.option}, "
-                f"would take {time_text(more)} more."
+                f"would take {time(more)} more."
             )
         if more == 0:
             return f"{chosen} and {best.option} make equally fast steps."
-        gap = time_text(self.step_ps - self.bound_ps)
+        gap = time(self.step_ps - self.bound_ps)
         return (
-            f"{chosen}; {best.option} would save {time_text(-more)} with everything else where it is. The search did "
+            f"{chosen}; {best.option} would save {time(-more)} with everything else where it is. The search did "
             f"not find that, and its plan may be up to {gap} above the least possible step: a larger effort may help."
         )
 
@@ -199,8 +198,8 @@ class Explainer:
         self.groups: dict[int, list[int]] = {}
         for t, row in enumerate(self.decision.row.tolist()):
             self.groups.setdefault(row, []).append(t)
-        wanted = {t.key for t in request.tables} if keys is None else set(keys)
-        self.problem, self.freed = self._freed(wanted)
+        self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
+        self.problem, self.freed = self._freed(self.wanted)
         # Tables that lie together are one table here, as in the search.
         self.instance, _ = together(self.problem.instance, request.groups(self.pins))
         place = {option: o for o, option in enumerate(self.problem.options)}

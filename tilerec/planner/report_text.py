@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from tilerec.planner.bottleneck import BALANCED, COLLECTIVES, Bottleneck
@@ -116,26 +116,26 @@ def banner_text(report: Reported) -> str:
     ranks = topology.local_world_size or max(len(host) for host in topology.host_ranks)
     return (
         f"SPEEDS ARE DEFAULTS, NOT MEASURED: times assume '{report.speeds_origin}' ({', '.join(shown)}). To "
-        f"measure this machine: tilerec calibrate --nproc {ranks} --device {device} --out topology.json, then plan with "
-        "--topology topology.json."
+        f"measure this machine: tilerec calibrate --nproc {ranks} --device {device} --out topology.json, then "
+        "plan with --topology topology.json."
     )
 
 
-def bottleneck_text(report: Reported) -> str:
-    """`"network between hosts, 75 % of the step: rows 27 ms, ..."`."""
+def bottleneck_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
+    """`"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` writes picoseconds."""
     first, *others = report.bottleneck.resources
-    said = f"{first.name}, {percent_text(first.share)} of the step ({time_text(first.ps)})"
+    said = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
     if len(first.stages) > 1:
         parts = sorted(((int(report.load_ps[:, s].max()), s) for s in first.stages), key=lambda one: -one[0])
-        said += ": " + ", ".join(f"{report.stages[s]} {time_text(ps)}" for ps, s in parts if ps)
+        said += ": " + ", ".join(f"{report.stages[s]} {time(ps)}" for ps, s in parts if ps)
     then = [f"{one.name} {percent_text(one.share)}" for one in others if one.ps]
     return said + (f"; then {', '.join(then)}" if then else "") + "."
 
 
-def balance_text(report: Reported) -> str:
+def balance_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
     """Which rank is the slowest; where none is by more than 5 %, that ranks are balanced."""
     found, ranks = report.bottleneck, report.topology.world_size
-    load = time_text(int(report.load_ps[found.rank].sum()))
+    load = time(int(report.load_ps[found.rank].sum()))
     if ranks == 1:
         return f"The one rank has {load} to do."
     if not found.balanced:
@@ -261,7 +261,7 @@ def _name(entry: TableEntry) -> str:
     return f"{entry.path}.{entry.name}" if entry.path else entry.name
 
 
-def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Columns as wide as their widest entry; those numbered in `right` end on one line."""
     widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
     lines = []
