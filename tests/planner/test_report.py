@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.planner.asked import asked, table
 from tilerec.errors import ConfigError
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.decision import decide
+from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport, TableEntry
 from tilerec.planner.report_text import gap_text, time_text
-from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from tilerec.planner.variation import varied
+from tilerec.planner.what_if import LEFT_OUT, WhatIf, what_ifs
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
+from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -76,14 +83,185 @@ def test_the_text_says_what_counts() -> None:
     text = str(report())
     for word in (
         "3 tables on 2 cuda ranks of 1 host, 64 samples each: 3 us a step; no plan takes less than 2.4 us (gap 25.0 %)",
-        "rank 1 has the most to do: 2 us. What weighs most there: ebc.user 800 ps",
-        "collectives as such   500 ns",
+        "Bottleneck: update, 50 % of the step (1.5 us); then ids 33 %, collectives as such 17 %.",
+        "Rank 1 has the most to do: 2 us, 21 % above the mean. Ranks wait for the slowest of each stage for 28 % of "
+        "the step, longest in 'update' for rank 1, which takes 67 % more than the mean there.",
+        "What weighs most on rank 1: ebc.user 800 ps, ebc.item 210 ps.",
+        "collectives as such         17 %   500 ns  500 ns           all",
         "note: made up",
     ):
         assert word in text
     assert "no bound is known" in str(replace(report(), bound_ps=0))
     many = replace(report(), tables=report().tables[:1] * 30)
-    assert "… and 10 tables that add less" in str(many)
+    names = ", ".join(["ebc.user"] * 8)
+    assert f"… and 10 tables that add less, 1.6 KiB together: {names} … ebc.user (tilerec plan show" in str(
+        many
+    )
+    few = replace(report(), tables=report().tables[:1] * 21)
+    assert "… and 1 table that adds less, 160 B together: ebc.user" in str(few)
+    assert "ebc.user 800 ps; 25 other tables there, 20 ns together." in str(many)
+
+
+def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
+    even = replace(report(), load_ps=np.array([[1_000_000, 1_000_000], [1_040_000, 1_000_000]]))
+    assert even.bottleneck.balanced
+    assert not even.bottleneck.waits
+    text = str(even)
+    assert "The ranks are balanced: none has more than 2.04 us to do, 1.0 % above the mean." in text
+    assert "has the most to do" not in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith(("ids ", "update "))] == [
+        "balanced", "balanced",
+    ]  # fmt: skip
+    assert not report().bottleneck.balanced
+    # Balanced in all, and waiting in each stage.
+    crossed = replace(report(), load_ps=np.array([[2_000_000, 1_000_000], [1_000_000, 2_000_000]]))
+    assert crossed.bottleneck.balanced
+    assert crossed.bottleneck.waits
+    assert (
+        "Ranks wait for the slowest of each stage for 22 % of the step, longest in 'ids' for rank 0"
+        in str(crossed)
+    )
+    alone = replace(
+        report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=()
+    )
+    assert "The one rank has 11 ps to do." in str(replace(alone, cap=np.array([[10, 0]])))
+
+
+def test_stages_between_hosts_are_one_bottleneck() -> None:
+    made = replace(
+        report(),
+        stages=("ids", "rows between hosts", "gradients between hosts"),
+        load_ps=np.array([[3_000_000, 2_000_000, 2_500_000]] * 2),
+        tables=(),
+        topology=Topology(2, local_world_size=1),
+    )
+    assert [(one.name, one.ps, one.stages) for one in made.bottleneck.resources] == [
+        ("network between hosts", 4_500_000, (1, 2)), ("ids", 3_000_000, (0,)), ("collectives as such", 500_000, ()),
+    ]  # fmt: skip
+    assert sum(one.share for one in made.bottleneck.resources) == pytest.approx(1)
+    assert (
+        "Bottleneck: network between hosts, 56 % of the step (4.5 us): gradients between hosts 2.5 us, rows between "
+        "hosts 2 us; then ids 38 %, collectives as such 6.2 %."
+    ) in str(made)
+
+
+def test_speeds_that_were_not_measured_are_announced_with_the_next_move() -> None:
+    one = replace(report(), topology=Topology(4, local_world_size=2, inter_host_bw=5 * 2**30 / 1000))
+    one = replace(one, load_ps=np.ones((4, 2), np.int64), memory=np.ones((4, 2), np.int64), tables=())
+    one = replace(one, cap=np.full((4, 2), 9))
+    assert one.speeds_are_default
+    text = str(one)
+    assert (
+        "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda, from bandwidths; not measured'"
+        in text
+    )
+    assert "(memory 897 GiB/s, links 600 GiB/s, network 5 GiB/s a rank)" in text
+    assert "tilerec calibrate --nproc 2 --device cuda --out topology.json" in text
+    speeds = replace(default_speeds(one.topology), origin="measured, 2 cuda ranks, torch 2")
+    measured = replace(one, topology=replace(one.topology, speeds=speeds))
+    assert not measured.speeds_are_default
+    assert "NOT MEASURED" not in str(measured)
+    preset = replace(speeds, origin="default for H100")
+    assert "times assume 'default for H100'" in str(
+        replace(one, topology=replace(one.topology, speeds=preset))
+    )
+
+
+def test_a_report_made_by_hand_is_shown_with_what_it_has() -> None:
+    """Of a plan by hand: stages and memory are priced as a whole, and nothing bounds them."""
+    whole = Tiling.of("t", 10, 4, [(0, 10, 0, 4, 1)])
+    made = replace(
+        report(), bound_ps=0, tables=(TableEntry("", "t", 10, 4, "fp32", 160, "table_wise", "pinned", whole),)
+    )
+    text = str(made)
+    assert "no bound is known" in text
+    assert "Bottleneck: update, 50 % of the step" in text
+    assert "What weighs most" not in text
+
+
+REQUEST = asked({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
+
+
+def test_what_would_help_is_what_plans_made_afresh_take() -> None:
+    made = make_plan(REQUEST).report
+    found = {one.change: one for one in made.what_would_help()}
+    assert set(found) == {
+        "bf16 on the wire", "bf16 rows in 3 tables", "twice the batch, 2,048 samples of a rank",
+        "one more host, 3 x 2 ranks",
+    }  # fmt: skip
+    for name, change, samples in (
+        ("bf16 on the wire", {"wire": "bf16"}, 1.0),
+        ("bf16 rows in 3 tables", {"data_type": "bf16"}, 1.0),
+        ("twice the batch, 2,048 samples of a rank", {"batch_size": 2048}, 2.0),
+        ("one more host, 3 x 2 ranks", {"hosts": 3}, 1.5),
+    ):
+        cost = decide(varied(REQUEST, **change)).solution.cost  # type: ignore[arg-type]
+        assert found[name].step_ps == cost
+        assert found[name].gain == pytest.approx(1 - cost / samples / made.cost_ps)
+        assert found[name].per_sample == (samples != 1)
+    gains = [one.gain for one in made.what_would_help()]
+    assert gains == sorted(gains, reverse=True)
+    assert found["bf16 on the wire"].outcome.endswith(" % of the step")
+    assert made.what_would_help() is made.what_would_help()
+    text = made.text()
+    assert all(one.change in text and one.outcome in text for one in found.values())
+    assert "what would help" not in made.text(what_would_help=False)
+    assert "what would help" not in str(made)
+
+
+def test_only_changes_that_apply_are_tried() -> None:
+    bare = asked(
+        [table("a", 1000, data_type=DataType.BF16, optimizer=None, wire=Wire("bf16", "bf16"))], Topology(2)
+    )
+    request = bare.with_constraint("ebc.a", sharding_types=["row_wise"])
+    changes = {one.change for one in make_plan(request).report.what_would_help()}
+    assert changes == {
+        "twice the batch, 1,024 samples of a rank", "one more host, 2 x 2 ranks",
+        "an optimizer in the backward pass for 1 table", "no constraints on how 1 table may lie",
+    }  # fmt: skip
+    assert {one.change for one in make_plan(asked({"a": 10}, Topology(1))).report.what_would_help()} == {
+        "bf16 rows in 1 table", "twice the batch, 1,024 samples of a rank", "one more host, 2 x 1 ranks",
+    }  # fmt: skip
+
+
+def test_changes_that_fail_or_gain_nothing_say_so() -> None:
+    full = asked({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0))
+    assert make_plan(full).report.fullest_rank == 0
+    found = {one.change: one for one in what_ifs(full, 10**12, 0.95)}
+    assert found["twice the memory, 40.0 MiB of a rank"].step_ps is not None
+    tight = asked({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0), batch_size=4096)
+    cost = make_plan(tight).report.cost_ps
+    doubled = what_ifs(varied(tight, batch_size=4096), cost)
+    (batch,) = [one for one in doubled if one.change.startswith("twice the batch")]
+    assert (batch.step_ps, batch.outcome) == (None, "no plan within the memory there is")
+    assert doubled[-1] is batch
+    assert WhatIf("x", "", 100, 0.004).outcome == WhatIf("x", "", 100, -0.2).outcome == "no gain"
+    assert WhatIf("x", "", 100, 0.123, per_sample=True).outcome == "12.3 % per sample"
+
+
+def test_of_large_problems_few_changes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilerec.planner.what_if.LARGE", 11)
+    monkeypatch.setattr("tilerec.planner.what_if.FEW", 1)
+    cost = make_plan(REQUEST).report.cost_ps
+    found = what_ifs(REQUEST, cost)
+    assert [one.change for one in found if one.step_ps is not None] == ["bf16 on the wire"]
+    assert {one.outcome for one in found[1:]} == {LEFT_OUT}
+    assert len(found) == 4
+    # It is the same plan, as host memory is not needed; where it is, nothing is tried.
+    assert found[0].step_ps == decide(varied(REQUEST, wire="bf16")).solution.cost
+    assert {one.outcome for one in what_ifs(REQUEST, cost, cached=True)} == {LEFT_OUT}
+
+
+def test_a_report_from_a_file_takes_its_request_and_no_other(tmp_path: Path) -> None:
+    made = make_plan(REQUEST).report
+    made.save(tmp_path / "r.json")
+    back = PlanReport.load(tmp_path / "r.json")
+    with pytest.raises(ConfigError, match=r"got a report without its request.*Call report\.with_request"):
+        back.what_would_help()
+    assert back.with_request(REQUEST).what_would_help() == made.what_would_help()
+    for other in (varied(REQUEST, batch_size=1), varied(REQUEST, hosts=1), varied(REQUEST, data_type="bf16")):
+        with pytest.raises(ConfigError, match="got a request with other tables, machines or another batch"):
+            back.with_request(other)
 
 
 def test_a_report_is_read_back_from_its_file(tmp_path: Path) -> None:

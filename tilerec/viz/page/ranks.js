@@ -141,7 +141,7 @@ function pickRank(rank, byHand) {
 }
 function drawRank() {
   const rank = chosenRank, mean = sum(loadOf) / R, held = onRank(rank);
-  const first = rank === largest(loadOf) && R > 1, balanced = R > 1 && isBalanced(slowestLoad, mean);
+  const first = rank === largest(loadOf) && R > 1, balanced = R > 1 && isBalanced(loadOf[largest(loadOf)], mean);
   const about = `host ${hostOf[rank]}${first ? (balanced ? "; it has the most to do, by little: the ranks are balanced" : "; the most loaded rank") : ""}`;
   const heaviest = [...held].sort((a, b) => b.ps - a.ps || inOrder(a.t, b.t)).slice(0, 10);
   const home = sum(homePs), here = sum(held.map((h) => h.ps));
