@@ -99,7 +99,7 @@ def test_the_text_says_what_counts() -> None:
     )
     few = replace(report(), tables=report().tables[:1] * 21)
     assert "… and 1 table that adds less, 160 B together: ebc.user" in str(few)
-    assert "ebc.user 800 ps; 25 other tables there, 20 ns together." in str(many)
+    assert "ebc.user 800 ps; 25 other tables there, 20 ns together" in str(many)
 
 
 def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
@@ -125,6 +125,15 @@ def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
         report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=()
     )
     assert "The one rank has 11 ps to do." in str(replace(alone, cap=np.array([[10, 0]])))
+
+
+def test_time_of_no_table_is_named() -> None:
+    """Of rank 1's 500 + 1500 ns, its tables take 100 + 700 and 30 * 2 / 6 + 600 * 2 / 6 ps, its batch 40 ps."""
+    known = replace(report(), tables=report().tables[:2])
+    assert "ebc.item 210 ps; 2 us for no single table (bookkeeping, and collectives that" in str(known)
+    assert "no single table" not in str(report())  # one is by hand, and its time unknown
+    busy = np.array([[0, 0], [110 + 10 + 10, 700 + 200 + 25]])
+    assert "no single table" not in str(replace(known, load_ps=busy, cost_ps=2_000))
 
 
 def test_stages_between_hosts_are_one_bottleneck() -> None:

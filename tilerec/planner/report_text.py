@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from tilerec.planner.bottleneck import BALANCED, COLLECTIVES, Bottleneck
+from tilerec.planner.bottleneck import BALANCED, BETWEEN_HOSTS, COLLECTIVES, Bottleneck
 from tilerec.planner.search.instance import Ints
 from tilerec.planner.table_entry import PICO, TableEntry
 from tilerec.planner.what_if import WhatIf
@@ -164,7 +164,22 @@ def _heaviest(report: Reported) -> str:
     if others:
         rest = time_text(sum(seconds for _, seconds in others) * PICO)
         shown += f"; {_count(len(others), 'other table')} there, {rest} together"
+    own = _of_no_table(report, rank, [entry for entry, _ in heavy])
+    if own > BALANCED * report.cost_ps:
+        shown += f"; {time_text(own)} for no single table (bookkeeping, and collectives that no plan avoids)"
     return f"What weighs most on rank {rank}: {shown}."
+
+
+def _of_no_table(report: Reported, rank: int, here: Sequence[TableEntry]) -> int:
+    """Picoseconds of a rank in stages inside hosts that neither its pieces nor its own batch take; 0 where unknown."""
+    if not all(entry.owner_ps for entry in report.tables):
+        return 0
+    left = 0
+    for s, name in enumerate(report.stages):
+        if not name.endswith(BETWEEN_HOSTS):
+            owned = sum(e.owner_ps[s] * e.ps_on(rank) // sum(e.owner_ps) for e in here)
+            left += int(report.load_ps[rank, s]) - owned - sum(e.home_ps[s] for e in report.tables)
+    return max(0, left)
 
 
 def _what_ifs(found: Sequence[WhatIf]) -> str:

@@ -27,7 +27,7 @@ LARGE = 1 << 19
 FEW = 3
 NO_GAIN = 0.005
 """Part of the time per sample; less is called no gain, as plans differ by as much within their gaps."""
-LEFT_OUT = "left out: there are many tables and ranks; tilerec plan whatif tries it"
+LEFT_OUT = "left out, as tables are many: tilerec plan whatif"
 FULL = 0.9
 """Part of a rank's memory beyond which more memory is tried."""
 
@@ -153,7 +153,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
         cap, name = 2 * topology.memory_cap, "ddr" if topology.compute_device == "cpu" else "hbm"
         yield _Change(
             f"twice the memory, {bytes_text(cap)} of a rank",
-            f"--{name} {cap}",
+            f"--{name} {cap / 2**30:g}GiB",
             lambda: varied(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
         )
     bound = [key for key, limits in request.constraints.items() if _freed(limits) != limits]

@@ -34,7 +34,7 @@ from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
 
-EXPLAINED = 200
+EXPLAINED = 100
 """Tables of a page that it explains; of more, those that add most to the step."""
 # In the order in which they are run: later ones use what earlier ones define.
 _SCRIPTS = ("model", "draw", "list", "ranks", "tables", "machines", "main")
