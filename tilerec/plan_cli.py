@@ -146,9 +146,11 @@ def make(
         plan = planner.make(request)
         seconds = time.perf_counter() - began
         report = plan.report.with_request(request)
-        # The result first: a disk may be full.
-        say(report.text(what_would_help=what_ifs))
-        _save(plan, request, out)
+        try:
+            _save(plan, request, out)
+        finally:
+            # Whatever becomes of the file, as a disk may be full; after it, as what-ifs take time.
+            say(report.text(what_would_help=what_ifs))
         if html is not None:
             _write_page(plan, report, html, what_ifs)
         written = f"{out}" if html is None else f"{out} and {html}"

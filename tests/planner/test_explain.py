@@ -123,7 +123,7 @@ def test_max_ranks_rules_out_ways_on_more_ranks() -> None:
     why = {way.option: way.ruled_out for way in found.considered}
     assert why["columns x 2"] == "it takes 2 ranks, and max_ranks is 1"
     assert why["copies over 4 ranks"] == "it takes 4 ranks, and max_ranks is 1"
-    assert "whole is the only way that is open" in str(found)
+    assert "whole is the only way that is open to it; every other one is ruled out." in str(found)
 
 
 def test_several_restrictions_are_all_named() -> None:

@@ -218,6 +218,18 @@ def test_what_would_help_is_what_plans_made_afresh_take() -> None:
     assert "what would help" not in str(made)
 
 
+def test_a_plan_is_made_and_shown_without_what_ifs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a what-if was planned")
+
+    monkeypatch.setattr("tilerec.planner.report.what_ifs", never)
+    made = make_plan(REQUEST).report
+    assert "Bottleneck" in str(made)
+    assert json.dumps(made.to_json())
+    with pytest.raises(AssertionError, match="a what-if was planned"):
+        made.what_would_help()
+
+
 def test_only_changes_that_apply_are_tried() -> None:
     bare = asked(
         [table("a", 1000, data_type=DataType.BF16, optimizer=None, wire=Wire("bf16", "bf16"))], Topology(2)

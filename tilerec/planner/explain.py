@@ -132,7 +132,7 @@ class Explanation:
         others = [way for way in self.considered[1:] if way.allowed]
         open_ = [way for way in others if not way.short]
         if not others:
-            return f"{chosen} is the only way that is open; the table says what rules the others out."
+            return f"{chosen} is the only way that is open to it; every other one is ruled out."
         if not open_:
             return f"{chosen} is the only open way that fits with everything else where it is."
         best = min(open_, key=lambda way: way.step_ps)
