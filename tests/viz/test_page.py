@@ -390,6 +390,16 @@ def test_colours_are_okabe_and_itos_and_stages_between_hosts_are_hatched_too(sho
     assert page.count("#ranks .bar.time .hatch") == 8
 
 
+def test_names_of_heavy_tables_are_told_apart_on_a_phone(show: Open) -> None:
+    topology = Topology(2)
+    tables = [
+        entry(f"table_{i:05d}", 100, 8, "table_wise", [0], topology, path="sparse.ebc_0") for i in range(3)
+    ]
+    page = show(report(tables, topology), width=390, height=844)
+    cut = "[...document.querySelectorAll('#heaviest button')].map((n) => n.scrollWidth > n.clientWidth)"
+    assert page.ask(cut) == [False] * 3
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_heads_of_tables_do_not_wrap(show: Open, planned: PlanReport, width: int) -> None:
     page = show(planned, width=width, height=844)
