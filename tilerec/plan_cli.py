@@ -73,7 +73,8 @@ _Ddr = Annotated[str | None, typer.Option(help="Host memory of a rank.")]
 _Batch = Annotated[int | None, typer.Option(help="Samples of a rank in a step.", min=1)]
 _Type = Annotated[str | None, typer.Option(help="Data type of all tables: fp32, bf16, fp16.")]
 _Wire = Annotated[
-    str | None, typer.Option(help="Format of rows and gradients between ranks: fp32, bf16, fp16, int8, fp8.")
+    str | None,
+    typer.Option(help="Format that sharders give rows and gradients: fp32, bf16, fp16, int8, fp8."),
 ]
 _WhatIfs = Annotated[
     bool, typer.Option("--what-ifs/--no-what-ifs", help="Plan a few changes, too, and show what each saves.")
