@@ -27,7 +27,7 @@ ROWS = {f"t{i}": 500 * 3**i for i in range(8)}
 @pytest.mark.parametrize("topology", [Topology(4), Topology(8, local_world_size=4)], ids=str)
 def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
     request = asked(ROWS, topology, batch_size=4096)
-    cost = decide(request).solution.cost
+    cost = decide(request).priced.cost_ps
     for name in ROWS:
         found = explain(request, name)
         assert found.table == f"ebc.{name}"
@@ -41,7 +41,7 @@ def test_no_way_that_fits_is_much_better_than_the_plan() -> None:
     decision = decide(request)
     for name in ROWS:
         best = min(way.step_ps for way in explain(request, name).considered if way.allowed and not way.short)
-        assert best >= decision.solution.bound
+        assert best >= decision.bound
 
 
 def reasons(request: PlanRequest, name: str) -> dict[str, str]:
@@ -142,7 +142,7 @@ def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
     assert found.together == ("ebc.t0",)
     why = {way.option: way.ruled_out for way in found.considered}
     assert why["rows x 2"] == "of 'ebc.t0', which lies with it: its sharding_types are table_wise"
-    assert found.chosen.step_ps == decide(request).solution.cost
+    assert found.chosen.step_ps == decide(request).priced.cost_ps
     assert "It lies with 'ebc.t0', as constraints say (with_table)" in str(found)
 
 
@@ -202,7 +202,7 @@ def test_ways_are_ruled_out_exactly_where_the_search_could_not_take_them(seed: i
     topology, instance = request.topology, decision.instance
     place = {str(option): o for o, option in enumerate(decision.problem.options)}
     explainer = Explainer(request)
-    assert explainer.step_ps == decision.solution.cost
+    assert explainer.step_ps == decision.priced.cost_ps
     for key in explainer.tables:
         found = explainer.explanation(key)
         row = int(decision.row[decision.problem.instance.names.index(key)])
@@ -215,8 +215,8 @@ def test_ways_are_ruled_out_exactly_where_the_search_could_not_take_them(seed: i
             assert way.allowed == (open_ or way.chosen), (key, way)
             if way.allowed and not way.short:
                 # It is a plan within the same limits: none of these is below the bound.
-                assert way.step_ps >= decision.solution.bound
-        assert found.chosen.step_ps == decision.solution.cost
+                assert way.step_ps >= decision.bound
+        assert found.chosen.step_ps == decision.priced.cost_ps
         assert not found.chosen.short
 
 
@@ -232,9 +232,9 @@ def test_a_way_that_does_not_fit_would_fill_a_rank_beyond_its_cap() -> None:
     request = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
     found = explain(request, "a")
     whole = next(way for way in found.considered if way.option == "whole")
-    forced = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short))
+    forced = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short + 2**16))
     assert decide(forced.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
-    less = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short - 1))
+    less = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short - 2**22))
     assert not decide(less.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
 
 

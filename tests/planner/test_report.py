@@ -275,3 +275,16 @@ def test_a_report_knows_its_plan() -> None:
     moved = ParameterSharding("explicit", tiling=Tiling.of("user", 10, 4, [(0, 10, 0, 4, 0)]))
     assert not one.is_of(plan.replaced("ebc", "user", moved))
     assert not one.is_of(ShardingPlan({"ebc": parts["ebc"]}, 2))
+
+
+def test_time_on_network_cards_of_their_own_is_the_networks() -> None:
+    """Two hosts whose cards are slow: no stage is named after the network, and yet it is the bottleneck."""
+    topology = Topology(4, local_world_size=2, inter_host_bw=1e5)
+    assert topology.nic == "device"
+    report = make_plan(asked({f"t{i}": 20_000 for i in range(8)}, topology, batch_size=4096)).report
+    assert not any("between hosts" in stage for stage in report.stages)
+    largest = report.bottleneck.largest
+    assert (largest.name, largest.share > 0.5) == ("network between hosts", True)
+    assert sum(one.ps for one in report.bottleneck.resources) == report.cost_ps
+    again = PlanReport.from_json(json.loads(json.dumps(report.to_json())))
+    assert again.bottleneck == report.bottleneck

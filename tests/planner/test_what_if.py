@@ -29,7 +29,7 @@ def test_what_would_help_is_what_plans_made_afresh_take() -> None:
         ("twice the batch, 2,048 samples of a rank", {"batch_size": 2048}, 2.0),
         ("one more host, 3 x 2 ranks", {"hosts": 3}, 1.5),
     ):
-        cost = decide(varied(REQUEST, **change)).solution.cost  # type: ignore[arg-type]
+        cost = decide(varied(REQUEST, **change)).priced.cost_ps  # type: ignore[arg-type]
         assert found[name].step_ps == cost
         assert found[name].gain == pytest.approx(1 - cost / samples / made.cost_ps)
         assert found[name].per_sample == (samples != 1)
@@ -82,5 +82,5 @@ def test_of_large_problems_few_changes_are_tried(monkeypatch: pytest.MonkeyPatch
     assert {one.outcome for one in found[1:]} == {LEFT_OUT}
     assert len(found) == 4
     # It is the same plan, as host memory is not needed; where it is, nothing is tried.
-    assert found[0].step_ps == decide(varied(REQUEST, wire="bf16")).solution.cost
+    assert found[0].step_ps == decide(varied(REQUEST, wire="bf16")).priced.cost_ps
     assert {one.outcome for one in what_ifs(REQUEST, cost, cached=True)} == {LEFT_OUT}

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tilerec.planner.search.instance import Ints
 
 BALANCED = 0.05
@@ -64,17 +66,27 @@ class Bottleneck:
         return self.waiting > BALANCED
 
 
-def bottleneck_of(stages: Sequence[str], load_ps: Ints, charge_ps: int) -> Bottleneck:
+def bottleneck_of(
+    stages: Sequence[str], load_ps: Ints, charge_ps: int, network_ps: Ints | None = None
+) -> Bottleneck:
     """Read off the loads of all ranks.
 
     Args:
-        stages: [S] names. load_ps: [R, S]. charge_ps: of collectives.
+        stages: [S] names. load_ps: [R, S]. charge_ps: of collectives. network_ps: [R, S] of the loads, what is on the
+            ranks' own network cards; None: nothing.
     """
     slowest, mean = load_ps.max(0, initial=0), load_ps.mean(0) if len(load_ps) else load_ps.sum(0)
     step = int(slowest.sum()) + charge_ps
     names = [NETWORK if name.endswith(BETWEEN_HOSTS) else name for name in stages]
     groups = {name: tuple(s for s, other in enumerate(names) if other == name) for name in names}
-    found = [(name, int(slowest[list(own)].sum()), own) for name, own in groups.items()]
+    time = {name: int(slowest[list(own)].sum()) for name, own in groups.items()}
+    if network_ps is not None and network_ps.any():
+        # Of each stage, as much as its slowest rank spends there.
+        away = network_ps[load_ps.argmax(0), np.arange(len(stages))].tolist()
+        time |= {name: time[name] - sum(away[s] for s in own) for name, own in groups.items()}
+        time[NETWORK] = time.get(NETWORK, 0) + sum(away)
+        groups.setdefault(NETWORK, ())
+    found = [(name, ps, groups[name]) for name, ps in time.items()]
     found.append((COLLECTIVES, charge_ps, ()))
     resources = [
         Resource(name, ps, ps / step if step else 0.0, own)

@@ -207,7 +207,10 @@ class Explainer:
         self.option = np.array([place[own.options[o]] for o in solution.option.tolist()], np.int64)
         self.work, self.memory = work_of(self.instance, self.option, solution.places, solution.rows)
         self.uses = self.instance.uses[np.arange(len(self.option)), self.option].sum(0)
-        self.step_ps = self._cost(self.work, self.uses)
+        # What the search takes a step for, and by how much the price of the plan differs from it.
+        taken, priced = self._cost(self.work, self.uses), self.decision.priced
+        assert priced is not None
+        self.step_ps, self.differs = priced.cost_ps, priced.cost_ps - taken
 
     @property
     def tables(self) -> list[str]:
@@ -274,7 +277,7 @@ class Explainer:
         others = tuple(self.names[m] for m in self.groups[row] if m != t)
         return Explanation(
             key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
-            self._tilings[key], self.decision.solution.bound, others,
+            self._tilings[key], self.decision.bound, others,
         )  # fmt: skip
 
     @cached_property
@@ -309,7 +312,7 @@ class Explainer:
             int(own.memory[t, o].sum()),
             int(_spread(own, t, o).sum()),
             int(own.home[t, o].sum()),
-            self._cost(work, uses),
+            self._cost(work, uses) + self.differs,
             max(0, int((memory - own.cap).max())),
         )
 

@@ -71,6 +71,15 @@ class PlanPrice:
         return np.rint(seconds * PICO).astype(np.int64)
 
     @property
+    def network_ps(self) -> Ints:
+        """[R, S] of `load_ps`, what is on a rank's own network card; cards that ranks share are stages of their own."""
+        found = np.zeros((len(self.cap), len(self.stage_names)))
+        for name, seconds in self.price.network.items():
+            if name not in self.stage_names:
+                found[:, self.stage_names.index(self.price.stage_of[name])] += seconds
+        return np.rint(found * PICO).astype(np.int64)
+
+    @property
     def charge_ps(self) -> int:
         """Picoseconds of collectives as such."""
         return round(self.price.calls * PICO)

@@ -52,6 +52,8 @@ class PlanReport:
         tables: one entry for each.
         topology: the machines. batch_size: samples of a rank in a step.
         planner: name and version of what made it. notes: what a reader should know beside.
+        network_ps: [R, S] of `load_ps`, what is on the ranks' own network cards; None: nothing (cards that the ranks of a
+            host share are stages of their own).
         request: what the plan was made of, which what-ifs vary; None where that is unknown. No part of the file.
     """
 
@@ -67,6 +69,7 @@ class PlanReport:
     batch_size: int
     planner: str
     notes: tuple[str, ...] = ()
+    network_ps: Ints | None = field(default=None, kw_only=True)
     request: PlanRequest | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -119,7 +122,7 @@ class PlanReport:
     @cached_property
     def bottleneck(self) -> Bottleneck:
         """What takes most of the step, and how much ranks wait for each other."""
-        return bottleneck_of(self.stages, self.load_ps, self.charge_ps)
+        return bottleneck_of(self.stages, self.load_ps, self.charge_ps, self.network_ps)
 
     @property
     def speeds_origin(self) -> str:
@@ -213,6 +216,7 @@ class PlanReport:
             "cost_ps": self.cost_ps,
             "bound_ps": self.bound_ps,
             "charge_ps": self.charge_ps,
+            "network_ps": None if self.network_ps is None else self.network_ps.tolist(),
             "stages": list(self.stages),
             "load_ps": self.load_ps.tolist(),
             "tiers": list(TIERS),
@@ -236,13 +240,13 @@ class PlanReport:
             "tiers", "memory", "cap", "notes", "columns", "tables",
         )  # fmt: skip
         again = "Plan again."
-        found = value.record(names, names, again)
+        found = value.record((*names, "network_ps"), names, again)
         check_version(found, VERSION, again)
         for name, words in (("columns", COLUMNS), ("tiers", TIERS)):
             if found[name].texts() != words:
                 raise found[name].error(f"{list(words)}", again)
         stages, topology = found["stages"].texts(), Topology.from_json(found["topology"])
-        ranks = topology.world_size
+        ranks, network = topology.world_size, found.get("network_ps")
         return PlanReport(
             cost_ps=found["cost_ps"].whole(),
             bound_ps=found["bound_ps"].whole(),
@@ -256,6 +260,7 @@ class PlanReport:
             batch_size=found["batch_size"].whole(1),
             planner=found["planner"].text(),
             notes=found["notes"].texts(),
+            network_ps=None if network is None or network.value is None else _table(network, ranks, len(stages)),
         )
 
     def save(self, path: str | Path) -> None:

@@ -88,6 +88,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
         batch_size=request.batch_size,
         planner=f"tilerec planner {VERSION}",
         notes=tuple(notes),
+        network_ps=priced.network_ps,
         request=request,
     )
 

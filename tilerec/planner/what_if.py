@@ -100,10 +100,10 @@ class _Change:
             decision = decide(_on_device(then) if on_device else then)
         except ConfigError as error:
             return replace(self.nothing, trouble=f"not possible: {error}")
-        if not decision.found:
+        if decision.priced is None:
             where = "device memory alone" if on_device and then.may_offload() else "the memory there is"
             return replace(self.nothing, trouble=f"no plan within {where}")
-        cost = decision.solution.cost
+        cost = decision.priced.cost_ps
         samples = (then.batch_size * then.topology.world_size) / (
             request.batch_size * request.topology.world_size
         )
