@@ -37,7 +37,7 @@ from tilerec.planner.report_text import aligned, gap_text, time_text
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
-from tilerec.planner.variation import INPUT_BATCHES, varied, world
+from tilerec.planner.variation import varied, world
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
@@ -251,10 +251,6 @@ def whatif(
             batch_size=batch_size,
             data_type=dtype,
             wire=wire,
-            # `tilerec plan` reserves by HeuristicalStorageReservation, of which --reserve 0 leaves bytes alone.
-            input_batches=INPUT_BATCHES
-            if request.reserved >= INPUT_BATCHES * request.input_bytes()
-            else None,
         )
         now, then = _made_or_why(request), make_plan(other)
         if isinstance(now, str):

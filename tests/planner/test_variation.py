@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -187,22 +188,13 @@ def test_a_what_if_is_the_plan_of_a_planner_with_these_inputs(seed: int) -> None
 
 
 def test_reserved_batches_of_input_grow_with_the_batch() -> None:
-    """Two batches are reserved by heuristics, none by what is fixed; the caller may know better."""
-    one = replace(REQUEST, reserved=0)
-    held = 2 * one.input_bytes()
-    for reserved, part, more in (
-        (held, 0.0, True),
-        (held + 9, 0.1, True),
-        (held + 9, 0.0, False),
-        (9, 0.1, False),
-    ):
-        request = replace(one, reserved=reserved, reserved_part=part)
-        then = varied(request, batch_size=4 * request.batch_size)
-        grown = 2 * (then.input_bytes() - request.input_bytes())
-        assert then.reserved == reserved + more * grown
-        assert varied(then, batch_size=request.batch_size, input_batches=2 * more).reserved == reserved
-    with_dense = replace(one, reserved=held + 9)
-    assert (
-        varied(with_dense, batch_size=1, input_batches=2).reserved
-        == 9 + 2 * varied(one, batch_size=1).input_bytes()
-    )
+    """They are no bytes among other bytes: another batch takes what it takes."""
+    request = replace(REQUEST, reserved=9, reserved_part=0.1, reserved_batches=2)
+    then = varied(request, batch_size=4 * request.batch_size)
+    for each in (request, then):
+        assert each.reserved_bytes() == [9 + 2 * each.input_bytes() + 100] * 8
+    assert then.input_bytes() > 3 * request.input_bytes()
+    assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))).digest() == request.digest()
+    assert varied(then, batch_size=request.batch_size).digest() == request.digest()
+    with pytest.raises(ConfigError, match="reserved_batches is -1; it must be a whole number from 0"):
+        replace(REQUEST, reserved_batches=-1)

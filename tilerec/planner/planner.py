@@ -292,10 +292,13 @@ class EmbeddingShardingPlanner:
             tuple(tables), topology, self.batch_size, self._by_key(tables), effort=self.effort
         )
         cap, part = topology.memory_cap, self.storage_reservation.percentage
-        reserved = self.storage_reservation.reserved(
-            cap, module if isinstance(module, nn.Module) else None, request.input_bytes()
+        model, one = module if isinstance(module, nn.Module) else None, request.input_bytes()
+        reserved = self.storage_reservation.reserved(cap, model, one) - math.ceil(cap * part)
+        # Batches of input are kept as such: another batch takes other bytes.
+        batches = max(0, reserved + math.ceil(cap * part) - self.storage_reservation.reserved(cap, model, 0)) // one
+        return replace(
+            request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches
         )
-        return replace(request, reserved=max(0, reserved - math.ceil(cap * part)), reserved_part=part)
 
     def _by_key(self, tables: Sequence[PlannedTable]) -> dict[str, ParameterConstraints]:
         """Constraints and pins by `PlannedTable.key`; of a table with several names, those of the first with any."""

@@ -52,7 +52,7 @@ class PlanReport:
         tables: one entry for each.
         topology: the machines. batch_size: samples of a rank in a step.
         planner: name and version of what made it. notes: what a reader should know beside.
-        network_ps: [R, S] of `load_ps`, what is on the ranks' own network cards; None: nothing (cards that the ranks of a
+        network_ps: [R, S] of `load_ps`, what is on ranks' own network cards; None: nothing (cards that the ranks of a
             host share are stages of their own).
         request: what the plan was made of, which what-ifs vary; None where that is unknown. No part of the file.
     """

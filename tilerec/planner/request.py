@@ -57,6 +57,7 @@ class PlanRequest:
         constraints: by `PlannedTable.key`; pins are among them.
         reserved, reserved_part: of every rank's memory that tables lie in, bytes and a part of it (from 0 up to, not
             including, 1) are taken, one beside the other.
+        reserved_batches: and as many batches of a rank's input, whose bytes follow from `batch_size`.
         effort: how long to search; see `solve`.
 
     Raises:
@@ -70,6 +71,7 @@ class PlanRequest:
     reserved: int = 0
     effort: int = 1
     reserved_part: float = 0.0
+    reserved_batches: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "effort"):
@@ -78,6 +80,11 @@ class PlanRequest:
                 raise ConfigError(
                     f"Planner: {name} is {value!r}; it must be a whole number from 1 (below {_MOST:,})."
                 )
+        batches = self.reserved_batches
+        if isinstance(batches, bool) or not isinstance(batches, int) or not 0 <= batches < _MOST:
+            raise ConfigError(
+                f"Planner: reserved_batches is {batches!r:.80}; it must be a whole number from 0 (below {_MOST:,})."
+            )
         whole = isinstance(self.reserved, int) and not isinstance(self.reserved, bool)
         if not whole or not 0 <= self.reserved < MOST_BYTES:
             raise ConfigError(
@@ -146,7 +153,8 @@ class PlanRequest:
 
     def reserved_bytes(self) -> list[int]:
         """Of each rank, what is taken of the memory that tables lie in."""
-        return [self.reserved + math.ceil(cap * self.reserved_part) for cap in self.topology.memory_caps]
+        always = self.reserved + (self.reserved_batches * self.input_bytes() if self.reserved_batches else 0)
+        return [always + math.ceil(cap * self.reserved_part) for cap in self.topology.memory_caps]
 
     def works(self) -> list[TableWork]:
         """What a step does with each table, by key: the order in which a model names its tables decides nothing."""
@@ -389,6 +397,7 @@ class PlanRequest:
             "batch_size": self.batch_size,
             "reserved": self.reserved,
             "reserved_part": self.reserved_part,
+            "reserved_batches": self.reserved_batches,
             "effort": self.effort,
             "topology": self.topology.to_json(),
             "tables": [self._table_to_json(table) for table in self.tables],
@@ -429,7 +438,9 @@ class PlanRequest:
             ConfigError: it is no request, or one of another version.
         """
         value = JsonValue.of(data, "Plan request JSON")
-        known = ("version", "batch_size", "reserved", "reserved_part", "effort", "topology", "tables")
+        known = (
+            "version", "batch_size", "reserved", "reserved_part", "reserved_batches", "effort", "topology", "tables",
+        )  # fmt: skip
         found = value.record(known, ("topology", "tables"))
         check_version(found, VERSION, "Plan again.")
         tables, constraints = read_tables(found["tables"])
@@ -443,6 +454,7 @@ class PlanRequest:
                 found["reserved"].whole() if "reserved" in found else 0,
                 found["effort"].whole(1) if "effort" in found else 1,
                 found["reserved_part"].number(0, 1) if "reserved_part" in found else 0.0,
+                found["reserved_batches"].whole() if "reserved_batches" in found else 0,
             )
         except ConfigError as error:
             raise error if str(error).startswith(value.where) else value.refused(error) from error

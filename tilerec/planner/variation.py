@@ -17,8 +17,6 @@ TYPES = {
     d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)
 }
 
-INPUT_BATCHES = 2
-"""Batches of input that `HeuristicalStorageReservation` and `InferenceStorageReservation` reserve."""
 
 
 def varied(
@@ -31,7 +29,6 @@ def varied(
     batch_size: int | None = None,
     data_type: str | None = None,
     wire: str | None = None,
-    input_batches: int | None = None,
 ) -> PlanRequest:
     """Return the request with the given inputs changed.
 
@@ -43,8 +40,6 @@ def varied(
         batch_size: samples of a rank.
         data_type: "bf16", …: of every table.
         wire: "bf16", …: format of rows and gradients between ranks, for every table without a pin's own.
-        input_batches: batches of input among the reserved bytes. None: 2 where the bytes hold two batches and stand
-            beside a part of the memory, or are two batches exactly (`HeuristicalStorageReservation`), else 0.
 
     Raises:
         ConfigError: a number below 1, an unknown type or format, or constraints for ranks that the new world lacks.
@@ -63,19 +58,7 @@ def varied(
         tables = tuple(replace(table, data_type=TYPES[data_type.lower()]) for table in tables)
     if wire is not None:
         tables = tuple(replace(table, wire=Wire(wire.lower(), wire.lower())) for table in tables)
-    found = replace(request, topology=topology, tables=tables)
-    return found if batch_size is None else _with_batch(found, batch_size, input_batches)
-
-
-def _with_batch(request: PlanRequest, batch_size: int, input_batches: int | None) -> PlanRequest:
-    """The request for another batch, with the bytes that its reserved batches of input take."""
-    then = replace(request, batch_size=batch_size)
-    before, after = request.input_bytes(), then.input_bytes()
-    if input_batches is None:
-        least = INPUT_BATCHES * before
-        counted = request.reserved == least or (request.reserved > least and request.reserved_part > 0)
-        input_batches = INPUT_BATCHES if counted else 0
-    return replace(then, reserved=max(0, request.reserved + input_batches * (after - before)))
+    return replace(request, topology=topology, tables=tables, batch_size=batch_size or request.batch_size)
 
 
 def world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:
