@@ -22,11 +22,12 @@ from tilerec.planner.search.instance import (
     portion,
     work_of,
 )
+from tilerec.planner.search.work import CALLS, Work
 
 HEIGHT_BITS = 12  # heights are in 1 / 4096 of a stage's average
 
 
-def level(instance: Instance, found: Solution, tables: int) -> Solution:
+def level(instance: Instance, found: Solution, tables: int, work: Work) -> Solution:
     """`found` or a better one whose divisible tables are split unevenly; looks at the `tables` largest ones."""
     every = np.arange(instance.tables)
     movable = np.flatnonzero(instance.divisible[every, found.option])
@@ -35,8 +36,8 @@ def level(instance: Instance, found: Solution, tables: int) -> Solution:
     width = instance.width[every, found.option]
     size = (instance.cost[every, found.option].sum(1) * width)[movable]
     rows = dict(found.rows)
-    work, memory = work_of(instance, found.option, found.places, rows)
-    load = loads(instance, work)
+    done, memory = work_of(instance, found.option, found.places, rows)
+    load = loads(instance, done)
     best = int(load.max(0).sum())
     for t in movable[np.argsort(-size, kind="stable")][:tables].tolist():
         o = int(found.option[t])
@@ -44,6 +45,8 @@ def level(instance: Instance, found: Solution, tables: int) -> Solution:
         parts = len(where)
         if parts < 2 or len(np.unique(where)) < parts:
             continue
+        if not work.spend(20 * CALLS + instance.ranks * instance.stages * 250):
+            break
         # What each part takes whatever its rows stays where it is.
         moving = instance.cost[t, o] - instance.fixed[t, o]
         whole, bytes_ = moving * parts, instance.memory[t, o] * parts
@@ -51,20 +54,20 @@ def level(instance: Instance, found: Solution, tables: int) -> Solution:
             own, held = portion(whole, rows[t]), portion(bytes_, rows[t])
         else:
             own, held = np.tile(moving, (parts, 1)), np.tile(instance.memory[t, o], (parts, 1))
-        work[where] -= own
+        done[where] -= own
         memory[where] -= held
-        shares = _pour(instance, loads(instance, work), memory, where, whole, bytes_)
+        shares = _pour(instance, loads(instance, done), memory, where, whole, bytes_)
         if shares is not None:
             new, new_held = portion(whole, shares), portion(bytes_, shares)
-            work[where] += new
+            done[where] += new
             memory[where] += new_held
-            cost = int(loads(instance, work).max(0).sum())
+            cost = int(loads(instance, done).max(0).sum())
             if cost < best and fits(instance, memory):
                 rows[t], best = shares, cost
                 continue
-            work[where] -= new
+            done[where] -= new
             memory[where] -= new_held
-        work[where] += own
+        done[where] += own
         memory[where] += held
     if len(rows) == len(found.rows) and all(rows[t] is found.rows.get(t) for t in rows):
         return found

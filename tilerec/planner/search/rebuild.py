@@ -26,9 +26,11 @@ import numpy.typing as npt
 from tilerec.planner.search.instance import PER_MILLE, Bools, Ints
 from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
+MOST_STEPS = 3_000
 KEPT = 8  # options of a table that are tried
 MOST = 16  # tables that are out at once, and one more
 SMOOTH = 4.0  # weight of the smooth objective beside the true one
@@ -65,14 +67,19 @@ class _Choices:
 
 
 def rebuild(
-    relaxed: Relaxed, usable: Bools, packing: Packing, steps: int, seed: int = 1, pour: bool = False
+    relaxed: Relaxed, usable: Bools, packing: Packing, work: Work, seed: int = 1, pour: bool = False
 ) -> Packing:
-    """A packing, after `steps` tables were put back.
+    """A packing, after as many tables were put back as there is work for.
 
     Its objective is not larger. With `pour`, that is so if the rows that it splits over hosts are poured to where
     their ranks bear least.
     """
-    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps)
+    instance = relaxed.instance
+    each = 8 * CALLS + instance.ranks * instance.stages * (KEPT * 20)
+    work.spend(2 * CALLS * instance.tables)
+    steps = min(MOST_STEPS, max(work.left, 0) // each)
+    work.spend(steps * each)
+    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps) if steps else packing
 
 
 class _Rebuild:
