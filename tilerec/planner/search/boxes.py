@@ -96,7 +96,7 @@ class Boxes:
         self.mass_base = relaxed.base_totals
         self.alike_base = instance.base_cost.min(0) * self.ranks
         self.all_mass = relaxed.stage_totals.sum(2) << BITS
-        self.each = 4 * CALLS + self.all_mass.size * (3 * instance.stages + 4)  # units of one evaluation
+        self.each = 5 * CALLS + self.all_mass.size * (2 * instance.stages + 2)  # units of one evaluation
         self.found: list[Choice] = []
         self.count = 0
         self.boxes: list[tuple[int, int, _Box | Kinds]] = []
@@ -227,7 +227,7 @@ class Boxes:
         low = (average * (ONE - box.weights) + (alike + box.low * self.ranks) * box.weights) >> BITS
         missing = np.where(largest > box.low, level - low, 0)
         s = int(missing.argmax())
-        if missing[s] * CLOSE <= level.sum():
+        if int(missing[s]) * CLOSE <= int(level.sum()):
             return None
         # Between what costs nothing and what was chosen.
         free = max(int(box.low[s]), int(average[s] - alike[s]) // self.ranks)

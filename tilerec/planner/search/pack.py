@@ -69,7 +69,7 @@ def pack(
     uniform = instance.everywhere(width)
     on_host = (width > 1) & ~uniform
     bytes_now = instance.base_memory + memory[uniform].sum(0)
-    work.spend(5 * CALLS + int((~uniform).sum()) * (CALLS + instance.ranks * instance.stages))
+    work.spend(5 * CALLS + instance.tables * 1000)
     if not fits(instance, bytes_now):
         return None
     places: list[tuple[int, ...]] = [()] * instance.tables
@@ -81,7 +81,7 @@ def pack(
             hosts = np.flatnonzero(instance.host_sizes == n)
             bins = _host_bins(relaxed, hosts, done, bytes_now)
             tables = np.flatnonzero(on_host & (width == n))
-            if not _fill(bins, tables, cost, memory, pieces, rule, places):
+            if not _fill(bins, tables, cost, memory, pieces, rule, places, work):
                 return None
             for t in tables.tolist():
                 places[t] = tuple(sorted(int(hosts[b]) for b in places[t]))
@@ -91,7 +91,7 @@ def pack(
     if single.any():
         bins = _rank_bins(relaxed, done, bytes_now)
         tables = np.flatnonzero(single)
-        if not _fill(bins, tables, cost, memory, pieces, rule, places, force):
+        if not _fill(bins, tables, cost, memory, pieces, rule, places, work, force):
             return None
         bytes_now = bins.cap - bins.room + bins.used
     return Packing(np.asarray(option, np.int64), places, bytes_now)
@@ -186,6 +186,7 @@ def _fill(
     pieces: Ints,
     rule: Rule,
     places: list[tuple[int, ...]],
+    work: Work,
     force: bool = False,
 ) -> bool:
     """Every piece of `tables` onto a bin, the largest first; whether all found one."""
@@ -233,6 +234,7 @@ def _fill(
                 return False
             for t, b in zip(tables[middle].tolist(), where.tolist(), strict=True):
                 places[t] = (b,)
+        work.spend(len(some) * (CALLS + count * cost.shape[1]))
         for i in some.tolist():
             t, k = int(tables[i]), int(pieces[i])
             size = memory[i]

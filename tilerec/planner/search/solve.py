@@ -39,6 +39,8 @@ CHOICES = 2  # of options, the most promising ones that one head leads to, that 
 # that leave some 64ths of the memory free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are more
+IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
 ROUNDS = 60  # of exchanges
 TURNS = 6  # times that the best packings are rebuilt
@@ -114,13 +116,14 @@ class _Search:
 
     @property
     def good(self) -> bool:
-        return self.cost <= self.bound + self.bound // GOOD or (self.any and self.best is not None)
+        near = FAIR if self.instance.tables * self.instance.ranks > MIDDLING else GOOD
+        return self.cost <= self.bound + self.bound // near or (self.any and self.best is not None)
 
     def _start(self, kinds: list[Kinds], boxes: Boxes) -> None:
         """Packs options of every fineness, as long as a finer or coarser one may be better."""
-        work = self.work.part(self.whole // 2)
+        work, idle = self.work.part(self.whole // 2), 0
         for head in HEADS:
-            packed = False
+            packed, before = False, self.cost
             for choice in self._choices(kinds, boxes, head, work):
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
                     packed = True
@@ -129,7 +132,9 @@ class _Search:
                 packed = self._try(choice, work) or packed
                 if self.good:
                     return
-            if work.over and (self.best is not None or not packed):
+            if packed and before < WORST:
+                idle = 0 if self.cost < before - before // GAIN else idle + 1
+            if idle == IDLE or work.over:
                 return
 
     def _choices(self, kinds: list[Kinds], boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
@@ -140,7 +145,7 @@ class _Search:
             if (head, thrift, slack) != (4, 1, 0):
                 memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
                 some = Boxes(relaxed, kinds, memory, self._thrifty(thrift), head)
-            bound = some.search(self.cost, work.part(self.whole // 30))
+            bound = some.search(self.cost, work.part(self.whole // (6 if some is boxes else 20)))
             if some is boxes:
                 self.bound = max(self.bound, bound)
             yield from some.found[:CHOICES]
@@ -172,9 +177,9 @@ class _Search:
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
         turn, starts = 0, sorted(self.starts, key=lambda start: start[0])[:TURNS]
-        part = self.whole // 3 // TURNS
-        while starts and turn < TURNS and not self.good and not self.work.over:
-            packing = starts[turn % len(starts)][1]
+        part, idle = self.whole // 3 // TURNS, 0
+        while starts and turn < TURNS and idle < IDLE and not self.good and not self.work.over:
+            packing, before = starts[turn % len(starts)][1], self.cost
             pour = turn % 3 != 1
             used = self.instance.uses[np.arange(self.instance.tables), packing.option].any(0)
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
@@ -183,6 +188,7 @@ class _Search:
             again, _ = exchange(self._view(again.option), again, ROUNDS, 0, self.work.part(part // 4))
             self._offer(again, True)
             turn += 1
+            idle = 0 if self.cost < before - before // GAIN else idle + 1
 
     @cached_property
     def poured(self) -> Relaxed:
