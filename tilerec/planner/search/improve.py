@@ -188,7 +188,7 @@ class _Exchange:
             # Both ranks' pieces share the budget of HALF each.
             n = 2 ** min(2 * (n - 1), 2 * HALF)
         chunk = max(CHUNK // (n if split else n * n), 1)
-        self.work.spend(20 * CALLS + len(self.table) * 300 + len(heavy) * (n if split else n * n) * instance.stages * 4)
+        self.work.spend(30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * instance.stages * 6)
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
             a, b = heavy[start : start + chunk], light[start : start + chunk]

@@ -234,8 +234,8 @@ def _fill(
                 return False
             for t, b in zip(tables[middle].tolist(), where.tolist(), strict=True):
                 places[t] = (b,)
-        work.spend(len(some) * (CALLS + count * cost.shape[1]))
         for i in some.tolist():
+            work.spend(CALLS + count * cost.shape[1])
             t, k = int(tables[i]), int(pieces[i])
             size = memory[i]
             if rule is Rule.MEMORY:

@@ -76,8 +76,8 @@ def rebuild(
     their ranks bear least.
     """
     instance = relaxed.instance
-    each = 8 * CALLS + min(instance.ranks, 2 * FEW) * instance.stages * (KEPT * 20) + instance.ranks * instance.stages * 10
-    work.spend(2 * CALLS * instance.tables)
+    each = 10 * CALLS + min(instance.ranks, 2 * FEW) * instance.stages * (KEPT * 20) + instance.ranks * instance.stages * 10
+    work.spend(5 * CALLS * instance.tables)
     steps = min(MOST_STEPS, max(work.left, 0) // each)
     work.spend(steps * each)
     return _Rebuild(relaxed, usable, packing, seed, pour).run(steps) if steps else packing

@@ -39,8 +39,10 @@ CHOICES = 2  # of options, the most promising ones that one head leads to, that 
 # that leave some 64ths of the memory free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+MIXED, ALIKE = 4, 50  # two packings within 1 / ALIKE are mixed
 MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are more
-IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
+LARGE = 1 << 20  # tables x ranks from which on pieces that do not fit are not made to by exchanges
+IDLE, GAIN = 2, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
 ROUNDS = 60  # of exchanges
 TURNS = 6  # times that the best packings are rebuilt
@@ -78,6 +80,7 @@ class _Search:
         self.work = Work(UNITS << max(effort - 1, 0))
         self.whole = self.work.left
         self.size = instance.ranks * instance.stages
+        self.middling = instance.tables * instance.ranks > MIDDLING
         self.best: Solution | None = None
         self.bound = 0  # ps that no plan is below
         self.seen: set[bytes] = set()  # options that were packed
@@ -116,7 +119,7 @@ class _Search:
 
     @property
     def good(self) -> bool:
-        near = FAIR if self.instance.tables * self.instance.ranks > MIDDLING else GOOD
+        near = FAIR if self.middling else GOOD
         return self.cost <= self.bound + self.bound // near or (self.any and self.best is not None)
 
     def _start(self, kinds: list[Kinds], boxes: Boxes) -> None:
@@ -135,7 +138,9 @@ class _Search:
             if packed and before < WORST:
                 idle = 0 if self.cost < before - before // GAIN else idle + 1
             if idle == IDLE or work.over:
-                return
+                break
+        if self.starts and not self.good:
+            self._mix()
 
     def _choices(self, kinds: list[Kinds], boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
@@ -148,7 +153,7 @@ class _Search:
             bound = some.search(self.cost, work.part(self.whole // (6 if some is boxes else 20)))
             if some is boxes:
                 self.bound = max(self.bound, bound)
-            yield from some.found[:CHOICES]
+            yield from some.found[: 1 if self.middling else CHOICES]
             if len(self.starts) > tried or work.over:
                 return
 
@@ -176,19 +181,34 @@ class _Search:
 
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
-        turn, starts = 0, sorted(self.starts, key=lambda start: start[0])[:TURNS]
-        part, idle = self.whole // 3 // TURNS, 0
-        while starts and turn < TURNS and idle < IDLE and not self.good and not self.work.over:
-            packing, before = starts[turn % len(starts)][1], self.cost
-            pour = turn % 3 != 1
+        starts = sorted(self.starts, key=lambda start: start[0])
+        turns = 2 if self.middling else TURNS
+        part, idle = self.whole // 2 // turns, 0
+        for turn in range(turns):
+            if not starts or idle == IDLE or self.good or self.work.over:
+                return
+            # The best one in every second turn, as it is by now; the others in between.
+            _, packing = starts[(turn + 1) // 2 % len(starts)]
+            if turn % 2 == 0 or self.middling:
+                _, packing = min(self.starts, key=lambda start: start[0])
+            before, pour = self.cost, turn % 3 != 1
             used = self.instance.uses[np.arange(self.instance.tables), packing.option].any(0)
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
             again = rebuild(self.relaxed, usable, packing, self.work.part(part), turn, pour)
-            self._offer(again, pour)
+            self.starts.append((self._offer(again, pour), again))
             again, _ = exchange(self._view(again.option), again, ROUNDS, 0, self.work.part(part // 4))
-            self._offer(again, True)
-            turn += 1
+            self.starts.append((self._offer(again, True), again))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
+
+    def _mix(self) -> None:
+        """Every MIXED-th table cut as in the second best packing: equal tables need not be cut alike."""
+        starts = sorted(self.starts, key=lambda start: start[0])
+        if len(starts) == 1 or starts[1][0] > starts[0][0] + starts[0][0] // ALIKE:
+            return
+        option, other = starts[0][1].option.copy(), starts[1][1].option
+        some = np.flatnonzero(option != other)[::MIXED]
+        option[some] = other[some]
+        self._try(Choice(option, 0, 0), self.work)
 
     @cached_property
     def poured(self) -> Relaxed:
@@ -209,6 +229,8 @@ class _Search:
             packing = pack(relaxed, option, rule, work)
             if packing is not None or work.over:
                 return packing
+        if self.instance.tables * self.instance.ranks > LARGE:
+            return None
         for rule in (*rules, Rule.MEMORY):
             forced = pack(relaxed, option, rule, work, force=True)
             packing = None if forced is None else repair(relaxed, forced, 200, work)
