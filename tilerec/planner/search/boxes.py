@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,8 +36,7 @@ from tilerec.planner.search.work import CALLS, Work
 
 BITS = 5
 ONE = 1 << BITS
-CLIMBS = 8  # changes of all weights in a box, and FIRST in the one that is cut first
-FIRST = 20
+CLIMBS = 8  # changes of all weights in a box
 KEPT = 8  # choices of options that are kept
 CLOSE = 2000  # boxes within 1 / CLOSE of each other are not told apart
 
@@ -53,7 +52,8 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Box:
-    """Args: allowed: [T, O]. charge: ps. low: [S] ps. weights: [S]. value: (2), rank-ps * ONE, with what it chooses."""
+    """Args: allowed: [T, O]. charge: ps. low: [S] ps. weights: [S]. value: (2), rank-ps * ONE. option,
+        expected: what is cheapest there, and (1) of it."""
 
     allowed: Bools
     charge: int
@@ -62,6 +62,7 @@ class _Box:
     prices: tuple[int, ...]
     value: int
     option: Ints
+    expected: int
 
 
 class Boxes:
@@ -93,7 +94,7 @@ class Boxes:
         for s in stages:
             alike = instance.home[:, :, s] * fastest[s] // PER_MILLE + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
-        self.mass_base = relaxed.base_totals
+        self.mass_base, self.base_total = relaxed.base_totals, relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks
         self.all_mass = relaxed.stage_totals.sum(2) << BITS
         self.each = 5 * CALLS + self.all_mass.size * (2 * instance.stages + 2)  # units of one evaluation
@@ -103,37 +104,58 @@ class Boxes:
         for some in kinds:
             if usable is not None:
                 some = Kinds(some.usable & usable, some.charge, some.dual)
-            self._push(some.dual.value + relaxed.base_total + some.charge * self.ranks << BITS, some)
+            self._push(some.dual.value + self.base_total + some.charge * self.ranks << BITS, some)
 
     def _push(self, value: int, box: _Box | Kinds) -> None:
         heapq.heappush(self.boxes, (value, self.count, box))
         self.count += 1
 
-    def search(self, upper: int, work: Work) -> int:
+    def search(self, upper: int, work: Work, dives: bool = False) -> int:
         """ps that no plan is below, as far as it is at most `upper`; `found` has options, the most promising first.
 
-        May be asked again: it goes on where it stopped.
+        May be asked again: it goes on where it stopped. `dives`: for options rather than for the bound.
         """
         top = upper * self.ranks << BITS
+        dive: _Box | None = None  # a box whose options are better than those it was cut from is cut next
         while self.boxes and self.boxes[0][0] < top and not work.over:
-            value, _, box = self.boxes[0]
-            if isinstance(box, Kinds):
-                zero = np.zeros(len(self.own), np.int64)
-                parts = [(box.usable, self._tight(box.usable, zero))] if box.usable.any(1).all() else []
-                weights, prices, charge, climbs = zero, box.dual.prices, box.charge, FIRST
-            else:
-                cut = self._cut(box)
-                if cut is None:
-                    break  # (2) is (1) of its options, as near as weights come
-                parts, weights, prices, charge, climbs = cut, box.weights, box.prices, box.charge, CLIMBS
-            heapq.heappop(self.boxes)
-            for allowed, low in parts:
-                half = self._judged(_Box(allowed, charge, low, weights, prices, value, self.rows), climbs, work)
-                if half is not None:
+            box = self.boxes[0][2] if dive is None else dive
+            cut = self._halves(box)
+            if cut is None and dive is None:
+                break  # (2) is (1) of its options, as near as weights come
+            if cut is None:
+                assert dive is not None
+                self._push(dive.value, dive)
+                dive = None
+                continue
+            if dive is None:
+                heapq.heappop(self.boxes)
+            before, dive = NEVER if isinstance(box, Kinds) else box.expected, None
+            for start in cut:
+                half = self._judged(start, work)
+                if dives and half is not None and half.expected < before and half.value < top:
+                    if dive is not None:
+                        self._push(dive.value, dive)
+                    before, dive = half.expected, half
+                elif half is not None:
                     self._push(half.value, half)
-        self.found.sort(key=lambda choice: choice.expected)
+            if dive is not None and (not self.boxes or work.over):
+                self._push(dive.value, dive)
+                dive = None
+        if dive is not None:
+            self._push(dive.value, dive)
         reached = self.boxes[0][0] if self.boxes else top
         return min(-(-reached // (self.ranks << BITS)), upper)
+
+    def _halves(self, box: _Box | Kinds) -> list[_Box] | None:
+        """What a box is cut into, not judged yet; None if it cannot be cut. A set of charges begins as one box."""
+        if not isinstance(box, Kinds):
+            return self._cut(box)
+        if not box.usable.any(1).all():
+            return []
+        zero = np.zeros(len(self.own), np.int64)
+        value = box.dual.value + self.base_total + box.charge * self.ranks << BITS
+        low = self._tight(box.usable, zero)
+        return [_Box(box.usable, box.charge, low, zero, box.dual.prices, value, self.rows, 0)]
 
     def _tight(self, allowed: Bools, low: Ints) -> Ints:
         """[S] no largest piece is below these: some table has none so small."""
@@ -142,7 +164,7 @@ class Boxes:
         ]
         return np.maximum(low, at_least)
 
-    def _judged(self, box: _Box, climbs: int, work: Work) -> _Box | None:
+    def _judged(self, box: _Box, work: Work) -> _Box | None:
         """The box with the best weights and prices found; None if no plan is in it."""
         allowed, low, weights, prices = box.allowed, box.low, box.weights, box.prices
         total = self.all_mass.copy()
@@ -157,7 +179,7 @@ class Boxes:
         value, option = self._at(total, allowed, weights, low, prices)
         work.spend(self.each)
         step, rising = ONE // 2, self._rising(option, low)
-        for turn in range(climbs):
+        for turn in range(CLIMBS):
             # At first all weights go where (2) rises, later those only that matter.
             steep = np.abs(rising) * 64 > np.abs(rising).max() if turn > 1 else rising != 0
             new = np.clip(weights + np.where(steep, np.sign(rising) * step, 0), 0, ONE)
@@ -175,9 +197,9 @@ class Boxes:
             step //= 2
             if step == 0:
                 break
-        self._keep(option)
+        expected = self._keep(option)
         value += box.charge * self.ranks << BITS
-        return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option)
+        return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option, expected)
 
     def _at(
         self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]
@@ -205,23 +227,19 @@ class Boxes:
         average, alike, _ = self._numbers(option)
         return alike + low * self.ranks - average
 
-    def _keep(self, option: Ints) -> None:
+    def _keep(self, option: Ints) -> int:
+        """(1) of these options, ps, which are kept if they are among the best."""
         average, alike, largest = self._numbers(option)
         used = self.instance.uses[self.rows, option].any(0)
         charge = int(self.instance.charge[used].sum())
         expected = int(np.maximum(average, alike + largest * self.ranks).sum()) // self.ranks + charge
-        if len(self.found) == KEPT:
-            worst = max(range(KEPT), key=lambda i: self.found[i].expected)
-            if expected >= self.found[worst].expected:
-                return
-            self.found.pop(worst)
-        if all(
-            choice.expected != expected or not np.array_equal(choice.option, option) for choice in self.found
-        ):
+        if not any(np.array_equal(choice.option, option) for choice in self.found):
             self.found.append(Choice(option, int(average.sum()) // self.ranks + charge, expected))
+            self.found.sort(key=lambda choice: choice.expected)
+            del self.found[KEPT:]
+        return expected
 
-    def _cut(self, box: _Box) -> list[tuple[Bools, Ints]] | None:
-        """Two boxes instead of one: options and least largest pieces of each; None if there is nothing to cut."""
+    def _cut(self, box: _Box) -> list[_Box] | None:
         average, alike, largest = self._numbers(box.option)
         level = np.maximum(average, alike + largest * self.ranks)
         low = (average * (ONE - box.weights) + (alike + box.low * self.ranks) * box.weights) >> BITS
@@ -235,9 +253,9 @@ class Boxes:
         small = box.allowed & (self.own[s] <= edge)
         halves = []
         if small.any(1).all():
-            halves.append((small, self._tight(small, box.low)))
+            halves.append(replace(box, allowed=small, low=self._tight(small, box.low)))
         above = self.own[s][box.allowed & (self.own[s] > edge)]
         raised = box.low.copy()
         raised[s] = int(above.min())  # the chosen one's is there
-        halves.append((box.allowed, raised))
+        halves.append(replace(box, low=raised))
         return halves

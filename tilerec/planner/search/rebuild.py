@@ -77,10 +77,13 @@ def rebuild(
     """
     instance = relaxed.instance
     each = 10 * CALLS + min(instance.ranks, 2 * FEW) * instance.stages * (KEPT * 20) + instance.ranks * instance.stages * 10
-    work.spend(5 * CALLS * instance.tables)
-    steps = min(MOST_STEPS, max(work.left, 0) // each)
+    first = 5 * CALLS * instance.tables
+    steps = min(MOST_STEPS, (work.left - first) // each)
+    if steps <= 0:
+        return packing
+    work.spend(first)
     work.spend(steps * each)
-    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps) if steps else packing
+    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps)
 
 
 class _Rebuild:

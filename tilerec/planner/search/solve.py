@@ -23,28 +23,29 @@ from tilerec.planner.search.bound import Kinds, kinds_of
 from tilerec.planner.search.boxes import Boxes, Choice
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
+from tilerec.planner.search.granularity import choose
 from tilerec.planner.search.improve import exchange, repair
-from tilerec.planner.search.instance import Bools, Instance, Ints, Proof, Solution, Status, evaluate, fits
+from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.level import level
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.poured import poured
 from tilerec.planner.search.rebuild import rebuild
-from tilerec.planner.search.relaxed import Relaxed, Resource
+from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 
-UNITS = 1_400_000_000  # of work, for an effort of 1
+UNITS = 1_600_000_000  # of work, for an effort of 1
 HEADS = (4, 5, 3, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
-GOOD = 100  # a plan within 1 / GOOD of the bound is not searched on
+GOOD = 120  # a plan within 1 / GOOD of the bound is not searched on
 MIXED, ALIKE = 4, 50  # two packings within 1 / ALIKE are mixed
 MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are more
-LARGE = 1 << 20  # tables x ranks from which on pieces that do not fit are not made to by exchanges
-IDLE, GAIN = 2, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
+LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
+IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
-ROUNDS = 60  # of exchanges
+ROUNDS = 40  # of exchanges
 TURNS = 6  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
 PROMISING = 5
@@ -81,6 +82,7 @@ class _Search:
         self.whole = self.work.left
         self.size = instance.ranks * instance.stages
         self.middling = instance.tables * instance.ranks > MIDDLING
+        self.large = instance.tables * instance.ranks > LARGE
         self.best: Solution | None = None
         self.bound = 0  # ps that no plan is below
         self.seen: set[bytes] = set()  # options that were packed
@@ -91,11 +93,13 @@ class _Search:
         if proof is not None:
             return _nothing(Status.NONE_EXISTS, proof)
         kinds = kinds_of(self.relaxed)
+        wide = max(kinds, key=lambda some: int(some.usable.sum()), default=None)
         self.bound = kinds[0].bound(self.relaxed) if kinds else 0
         complete = self._enumerate(self.whole // 4)
         if not complete:
             boxes = Boxes(self.relaxed, kinds, self.relaxed.memory)
-            self._start(kinds, boxes)
+            if wide is not None:
+                self._start(wide, boxes)
             if not self.any:
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
@@ -105,12 +109,12 @@ class _Search:
             )
         if self.any:
             return self.best
-        best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 4))
-        best = self.best = level(self.instance, best, 64, self.work.part(self.whole // 8))
+        best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 16))
+        best = self.best = level(self.instance, best, 64, self.work.part(self.whole // 16))
         if complete:
             self.bound = best.cost
         elif best.cost > self.bound + self.bound // NEAR:
-            self.bound = max(self.bound, boxes.search(best.cost, self.work.part(self.whole // 4)))
+            self.bound = max(self.bound, boxes.search(best.cost, self.work.part(self.whole // (12 if self.good else 4))))
         return evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
 
     @property
@@ -120,14 +124,16 @@ class _Search:
     @property
     def good(self) -> bool:
         near = FAIR if self.middling else GOOD
+        if self.large:
+            near = PASSABLE
         return self.cost <= self.bound + self.bound // near or (self.any and self.best is not None)
 
-    def _start(self, kinds: list[Kinds], boxes: Boxes) -> None:
+    def _start(self, wide: Kinds, boxes: Boxes) -> None:
         """Packs options of every fineness, as long as a finer or coarser one may be better."""
         work, idle = self.work.part(self.whole // 2), 0
         for head in HEADS:
             packed, before = False, self.cost
-            for choice in self._choices(kinds, boxes, head, work):
+            for choice in self._choices(wide, boxes, head, work):
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
                     packed = True
                     continue
@@ -142,30 +148,20 @@ class _Search:
         if self.starts and not self.good:
             self._mix()
 
-    def _choices(self, kinds: list[Kinds], boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
+    def _choices(self, wide: Kinds, boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
         relaxed, tried = self.relaxed, len(self.starts)
         for thrift, slack in LADDER:
-            some = boxes
-            if (head, thrift, slack) != (4, 1, 0):
-                memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
-                some = Boxes(relaxed, kinds, memory, self._thrifty(thrift), head)
-            bound = some.search(self.cost, work.part(self.whole // (6 if some is boxes else 20)))
-            if some is boxes:
+            if (head, thrift, slack) == (4, 1, 0):
+                bound = boxes.search(self.cost, work.part(self.whole // 8), True)
                 self.bound = max(self.bound, bound)
-            yield from some.found[: 1 if self.middling else CHOICES]
+                yield from boxes.found[: 1 if self.middling else CHOICES]
+            else:
+                choice = choose(relaxed, wide, head, thrift, slack, work)
+                if choice is not None:
+                    yield choice
             if len(self.starts) > tried or work.over:
                 return
-
-    def _thrifty(self, thrift: int) -> Bools | None:
-        """[T, O] pieces of at most 1 / thrift of a rank's free memory, where a table has any so small."""
-        if thrift == 1:
-            return None
-        relaxed, instance = self.relaxed, self.instance
-        small = relaxed.usable.copy()
-        for m in range(instance.tiers):
-            small &= (instance.memory[:, :, m] * thrift <= int(relaxed.room[:, m].max())) | relaxed.everywhere
-        return small | ~small.any(1, keepdims=True)
 
     def _try(self, choice: Choice, work: Work) -> bool:
         """Packs options and polishes that; whether they could be packed."""
@@ -183,9 +179,10 @@ class _Search:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
         starts = sorted(self.starts, key=lambda start: start[0])
         turns = 2 if self.middling else TURNS
-        part, idle = self.whole // 2 // turns, 0
+        work = self.work.part(self.work.left - self.whole * 5 // 16)
+        part, idle = work.left // turns, 0
         for turn in range(turns):
-            if not starts or idle == IDLE or self.good or self.work.over:
+            if not starts or idle == IDLE or self.good or work.over:
                 return
             # The best one in every second turn, as it is by now; the others in between.
             _, packing = starts[(turn + 1) // 2 % len(starts)]
@@ -194,9 +191,9 @@ class _Search:
             before, pour = self.cost, turn % 3 != 1
             used = self.instance.uses[np.arange(self.instance.tables), packing.option].any(0)
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
-            again = rebuild(self.relaxed, usable, packing, self.work.part(part), turn, pour)
+            again = rebuild(self.relaxed, usable, packing, work.part(part), turn, pour)
             self.starts.append((self._offer(again, pour), again))
-            again, _ = exchange(self._view(again.option), again, ROUNDS, 0, self.work.part(part // 4))
+            again, _ = exchange(self._view(again.option), again, ROUNDS, 0, work.part(part // 4))
             self.starts.append((self._offer(again, True), again))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
 
@@ -229,7 +226,7 @@ class _Search:
             packing = pack(relaxed, option, rule, work)
             if packing is not None or work.over:
                 return packing
-        if self.instance.tables * self.instance.ranks > LARGE:
+        if self.large:
             return None
         for rule in (*rules, Rule.MEMORY):
             forced = pack(relaxed, option, rule, work, force=True)
@@ -257,7 +254,7 @@ class _Search:
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
         if pour and not self.any and new.cost < self.cost + self.cost // PROMISING:
-            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 20))
+            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 40))
         if new.cost < self.cost:
             self.best = new
         return new.cost
