@@ -7,19 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilerec.planner.search.bound import averages, certify, kinds_of
+from tilerec.planner.search.bound import averages, kinds_of
+from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import SHARE, Instance, evaluate
 from tilerec.planner.search.level import level
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import Work
 
 FAR = 1 << 61
 
 
 def bound_of(instance: Instance, upper: int) -> int:
     relaxed = Relaxed(instance)
-    return certify(relaxed, kinds_of(relaxed), upper)
+    return Boxes(relaxed, kinds_of(relaxed), relaxed.memory).search(upper, Work(10**8))
 
 
 def test_the_bound_is_never_above_the_optimum(small_instance: Callable[..., Instance]) -> None:
@@ -99,7 +101,11 @@ def test_no_uneven_split_is_below_the_bound_whatever_its_parts_pay_in_any_case(
                 rows[t] = np.diff(np.concatenate([[0], edges, [SHARE]]))
             assert bound <= evaluate(instance, best.option, best.places, rows).cost, seed
         even = evaluate(instance, best.option, best.places)
-        assert bound <= level(instance, flow(instance, even, 120), 8).cost <= best.cost, seed
+        assert (
+            bound
+            <= level(instance, flow(instance, even, 120, Work(10**10)), 8, Work(10**10)).cost
+            <= best.cost
+        ), seed
 
 
 def test_options_that_no_good_plan_has_do_not_lower_floors() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from tilerec.planner.search.instance import SHARE, Instance, evaluate
 from tilerec.planner.search.level import level
+from tilerec.planner.search.work import Work
 
 
 def lump_and_water(cap: int = 10**9, slow: int = 1000) -> Instance:
@@ -31,7 +32,7 @@ def test_water_fills_up_to_one_height() -> None:
     instance = lump_and_water()
     even = evaluate(instance, np.zeros(2, np.int64), [(0,), ()])
     assert even.cost == 100_000
-    found = level(instance, even, 8)
+    found = level(instance, even, 8, Work(10**10))
     assert 60_000 <= found.cost <= 60_100
     assert int(found.rows[1].sum()) == SHARE
     assert found.rows[1][0] < SHARE // 1000
@@ -39,7 +40,7 @@ def test_water_fills_up_to_one_height() -> None:
 
 def test_a_slow_rank_gets_fewer_rows() -> None:
     instance = lump_and_water(slow=2000)
-    found = level(instance, evaluate(instance, np.zeros(2, np.int64), [(0,), ()]), 8)
+    found = level(instance, evaluate(instance, np.zeros(2, np.int64), [(0,), ()]), 8, Work(10**10))
     # 160 over ranks 1 and 2 at full speed and rank 3 at half: 64 each in time.
     assert 60_000 <= found.cost <= 64_200
     assert abs(int(found.rows[1][3]) * 2 - int(found.rows[1][1])) < SHARE // 500
@@ -47,7 +48,7 @@ def test_a_slow_rank_gets_fewer_rows() -> None:
 
 def test_memory_limits_a_share() -> None:
     instance = lump_and_water(cap=1200)
-    found = level(instance, evaluate(instance, np.zeros(2, np.int64), [(0,), ()]), 8)
+    found = level(instance, evaluate(instance, np.zeros(2, np.int64), [(0,), ()]), 8, Work(10**10))
     assert int(found.memory.max()) <= 1200
     assert found.cost < 100_000
 
@@ -55,4 +56,4 @@ def test_memory_limits_a_share() -> None:
 def test_what_is_level_already_stays() -> None:
     instance = lump_and_water()
     even = evaluate(instance.take(np.array([1])), np.zeros(1, np.int64), [()])
-    assert level(instance.take(np.array([1])), even, 8) is even
+    assert level(instance.take(np.array([1])), even, 8, Work(10**10)) is even

@@ -13,14 +13,13 @@ Legend: T tables, O options, S stages, R ranks. rank-ps: ps times R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Ints
-from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, Resource, least
+from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, least
+
 
 @dataclass(frozen=True, eq=False)
 class Kinds:

@@ -5,8 +5,8 @@ bears alike, and the largest piece, which some rank bears on top of that. So
 
     cost >= sum over s of max(average_s, alike_s + largest_s)  +  charges                                       (1)
 
-A box limits the largest pieces: low_s <= largest_s <= high_s. It leaves the options whose pieces are at most high_s, and
-for any weights 0 <= w_s <= 1 the right side of (1) is at least
+A box limits the largest pieces: low_s <= largest_s <= high_s. It leaves the options whose pieces are at most high_s,
+and for any weights 0 <= w_s <= 1 the right side of (1) is at least
 
     sum over s of (1 - w_s) average_s + w_s (alike_s + low_s)                                                   (2)
 
@@ -53,7 +53,7 @@ class Choice:
 @dataclass(frozen=True, eq=False)
 class _Box:
     """Args: allowed: [T, O]. charge: ps. low: [S] ps. weights: [S]. value: (2), rank-ps * ONE. option,
-        expected: what is cheapest there, and (1) of it."""
+    expected: what is cheapest there, and (1) of it."""
 
     allowed: Bools
     charge: int

@@ -18,7 +18,7 @@ import numpy as np
 
 from tilerec.planner.search.bound import Kinds, averages
 from tilerec.planner.search.boxes import Choice
-from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.instance import Bools
 from tilerec.planner.search.relaxed import NEVER, Relaxed, Resource, least
 from tilerec.planner.search.work import CALLS, Work
 
@@ -26,9 +26,7 @@ STEPS = 24  # limits lowered
 STALE = 8  # of these, without a gain
 
 
-def choose(
-    relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work
-) -> Choice | None:
+def choose(relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work) -> Choice | None:
     """Options of the least expected cost.
 
     Args:

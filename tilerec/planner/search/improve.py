@@ -30,9 +30,7 @@ HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
 CHUNK = 400_000  # swaps judged at once
 
 
-def exchange(
-    relaxed: Relaxed, packing: Packing, rounds: int, enough: int, work: Work
-) -> tuple[Packing, int]:
+def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int, work: Work) -> tuple[Packing, int]:
     """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
     return _Exchange(relaxed, packing, work).run(rounds, enough)
 
@@ -188,7 +186,9 @@ class _Exchange:
             # Both ranks' pieces share the budget of HALF each.
             n = 2 ** min(2 * (n - 1), 2 * HALF)
         chunk = max(CHUNK // (n if split else n * n), 1)
-        self.work.spend(30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * instance.stages * 6)
+        self.work.spend(
+            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * instance.stages * 6
+        )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
             a, b = heavy[start : start + chunk], light[start : start + chunk]

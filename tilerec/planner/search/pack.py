@@ -55,9 +55,7 @@ class Packing:
     memory: Ints
 
 
-def pack(
-    relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = False
-) -> Packing | None:
+def pack(relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = False) -> Packing | None:
     """The tables placed with these options, or None if a piece fitted nowhere any more.
 
     `force`: a single piece that fits nowhere goes where the most is free, beyond the cap.

@@ -67,23 +67,28 @@ class _Choices:
     fixed: Floats
 
 
+def steps_within(relaxed: Relaxed, work: Work) -> int:
+    """How many tables can be put back within some work, which is spent on that."""
+    instance = relaxed.instance
+    size = instance.ranks * instance.stages
+    each = 10 * CALLS + min(size, 2 * FEW * instance.stages) * KEPT * 20 + size * 10
+    first = 5 * CALLS * instance.tables
+    steps = min(MOST_STEPS, (work.left - first) // each)
+    if steps <= 0:
+        return 0
+    work.spend(first + steps * each)
+    return steps
+
+
 def rebuild(
-    relaxed: Relaxed, usable: Bools, packing: Packing, work: Work, seed: int = 1, pour: bool = False
+    relaxed: Relaxed, usable: Bools, packing: Packing, steps: int, seed: int = 1, pour: bool = False
 ) -> Packing:
-    """A packing, after as many tables were put back as there is work for.
+    """A packing, after `steps` tables were put back.
 
     Its objective is not larger. With `pour`, that is so if the rows that it splits over hosts are poured to where
     their ranks bear least.
     """
-    instance = relaxed.instance
-    each = 10 * CALLS + min(instance.ranks, 2 * FEW) * instance.stages * (KEPT * 20) + instance.ranks * instance.stages * 10
-    first = 5 * CALLS * instance.tables
-    steps = min(MOST_STEPS, (work.left - first) // each)
-    if steps <= 0:
-        return packing
-    work.spend(first)
-    work.spend(steps * each)
-    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps)
+    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps) if steps else packing
 
 
 class _Rebuild:

@@ -29,7 +29,7 @@ from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Sta
 from tilerec.planner.search.level import level
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.poured import poured
-from tilerec.planner.search.rebuild import rebuild
+from tilerec.planner.search.rebuild import rebuild, steps_within
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 
@@ -55,14 +55,15 @@ PART = 60  # units that a part of an enumeration takes, by rank and stage
 WORST = 1 << 61
 
 
-def solve(instance: Instance, *, effort: int = 1) -> Solution:
+def solve(instance: Instance, *, effort: int = 1, work: Work | None = None) -> Solution:
     """A plan within all caps, its cost, and a bound that no plan's cost is below.
 
     Args:
         effort: each step doubles the work. 0: the first plan that fits, with a bound that says little.
+        work: what the search may do at most; what it does is spent there.
     """
     order = np.array(sorted(range(instance.tables), key=instance.names.__getitem__), np.int64)
-    found = _Search(instance.take(order), effort).run()
+    found = _Search(instance.take(order), effort, work).run()
     if found.status is not Status.FOUND:
         return found
     option = np.empty_like(found.option)
@@ -75,11 +76,11 @@ def solve(instance: Instance, *, effort: int = 1) -> Solution:
 
 
 class _Search:
-    def __init__(self, instance: Instance, effort: int) -> None:
+    def __init__(self, instance: Instance, effort: int, work: Work | None) -> None:
         self.instance, self.relaxed = instance, Relaxed(instance)
         self.any = effort == 0
-        self.work = Work(UNITS << max(effort - 1, 0))
-        self.whole = self.work.left
+        self.whole = UNITS << max(effort - 1, 0)
+        self.work = Work(self.whole) if work is None else work.part(self.whole)
         self.size = instance.ranks * instance.stages
         self.middling = instance.tables * instance.ranks > MIDDLING
         self.large = instance.tables * instance.ranks > LARGE
@@ -114,7 +115,8 @@ class _Search:
         if complete:
             self.bound = best.cost
         elif best.cost > self.bound + self.bound // NEAR:
-            self.bound = max(self.bound, boxes.search(best.cost, self.work.part(self.whole // (12 if self.good else 4))))
+            work = self.work.part(self.whole // (12 if self.good else 4))
+            self.bound = max(self.bound, boxes.search(best.cost, work))
         return evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
 
     @property
@@ -162,6 +164,9 @@ class _Search:
                     yield choice
             if len(self.starts) > tried or work.over:
                 return
+            if self.best is None and work.left < self.whole // 4:
+                work.spend(work.left)  # what does not fit in half of the work does not fit
+                return
 
     def _try(self, choice: Choice, work: Work) -> bool:
         """Packs options and polishes that; whether they could be packed."""
@@ -191,7 +196,8 @@ class _Search:
             before, pour = self.cost, turn % 3 != 1
             used = self.instance.uses[np.arange(self.instance.tables), packing.option].any(0)
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
-            again = rebuild(self.relaxed, usable, packing, work.part(part), turn, pour)
+            steps = steps_within(self.relaxed, work.part(part))
+            again = rebuild(self.relaxed, usable, packing, steps, turn, pour)
             self.starts.append((self._offer(again, pour), again))
             again, _ = exchange(self._view(again.option), again, ROUNDS, 0, work.part(part // 4))
             self.starts.append((self._offer(again, True), again))
