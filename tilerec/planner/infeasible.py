@@ -233,9 +233,10 @@ class _Search:
                 self.work.spend(PER_TABLE * len(request.tables))
                 problem = problem_of(request, pins, offload)
                 instance, row = together(_adapted(request, problem), request.groups(pins))
-                solution = _of_nothing(instance)
                 if instance.tables:
                     solution = solve(instance, effort=0, work=self.work)
+                else:
+                    solution = _of_nothing(instance)
                 if solution.status is Status.FOUND:
                     return Decision(request, pins, problem, instance, row, solution, offload)
         except ConfigError:
