@@ -90,3 +90,22 @@ def test_a_slower_rank_gets_fewer_pieces() -> None:
     assert found is not None
     assert np.bincount([b for (b,) in found.places]).tolist() == [9, 3]
     assert evaluate(instance, found.option, found.places).cost == 900
+
+
+def test_pieces_of_a_table_lie_on_as_many_hosts_as_there_are() -> None:
+    # All of a host's ranks share its link: two pieces on one host take it twice as long.
+    cost = np.full((1, 1, 1), 80)
+    instance = Instance(
+        ["a"],
+        np.array([[1]]),
+        np.array([[4]]),
+        cost,
+        np.zeros_like(cost),
+        np.zeros_like(cost),
+        np.full((8, 1), 1),
+        np.arange(8) // 2,
+        shared=np.array([True]),
+    )
+    found = pack(Relaxed(instance), np.zeros(1, np.int64), Rule.TIME, Work(10**10))
+    assert found is not None
+    assert sorted(instance.host_of[list(found.places[0])].tolist()) == [0, 1, 2, 3]
