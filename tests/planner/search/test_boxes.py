@@ -12,7 +12,6 @@ from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import SHARE, Instance, evaluate
-from tilerec.planner.search.level import level
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 

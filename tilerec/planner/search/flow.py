@@ -45,7 +45,7 @@ POWERS = (4, 5, 6)  # weights are loads to the power of 2 ** these, one after th
 def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solution:
     """`found` or a better one, whose divisible tables are split unevenly, after at most so many steps.
 
-    A linear program would find the best shares; this comes close without one, and `level` polishes what it leaves.
+    A linear program would find the best shares; this comes close without one.
     """
     tables, places = _movable(instance, found)
     if not tables:

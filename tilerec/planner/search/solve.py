@@ -5,7 +5,7 @@
     3  which charges to pay, and how fine to cut: options for all tables at once, with a bound (bound.py, boxes.py)
     4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks (improve.py)
     5  a few tables taken out and put back (rebuild.py)
-    6  rows that may be uneven: flowing (flow.py), and levelled (level.py)
+    6  rows that may be uneven: flowing (flow.py)
     7  the rest of the work: a better bound (boxes.py)
 
 Work is counted in units (work.py), never in seconds, and tables are taken in the order of their names: the same
@@ -26,7 +26,6 @@ from tilerec.planner.search.flow import flow
 from tilerec.planner.search.granularity import choose
 from tilerec.planner.search.improve import exchange, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
-from tilerec.planner.search.level import level
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.poured import poured
 from tilerec.planner.search.rebuild import rebuild, steps_within
@@ -111,7 +110,6 @@ class _Search:
         if self.any:
             return self.best
         best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 16))
-        best = self.best = level(self.instance, best, 64, self.work.part(self.whole // 16))
         if complete:
             self.bound = best.cost
         elif best.cost > self.bound + self.bound // NEAR:
@@ -152,20 +150,20 @@ class _Search:
 
     def _choices(self, wide: Kinds, boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
-        relaxed, tried = self.relaxed, len(self.starts)
+        relaxed, tried, half = self.relaxed, len(self.starts), work.left // 2
         for thrift, slack in LADDER:
-            if (head, thrift, slack) == (4, 1, 0):
+            if (head, thrift, slack) == (4, 1, 0) and not self.any:
                 bound = boxes.search(self.cost, work.part(self.whole // 8), True)
                 self.bound = max(self.bound, bound)
                 yield from boxes.found[: 1 if self.middling else CHOICES]
-            else:
+            if len(self.starts) == tried:
                 choice = choose(relaxed, wide, head, thrift, slack, work)
                 if choice is not None:
                     yield choice
             if len(self.starts) > tried or work.over:
                 return
-            if self.best is None and work.left < self.whole // 4:
-                work.spend(work.left)  # what does not fit in half of the work does not fit
+            if self.best is None and work.left < half and not self.any:
+                work.spend(work.left)  # what does not fit after half of the work does not fit
                 return
 
     def _try(self, choice: Choice, work: Work) -> bool:
