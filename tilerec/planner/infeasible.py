@@ -20,11 +20,14 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Workload
-from tilerec.planner.decision import Decision, decide
+from tilerec.planner.decision import Decision, _adapted, _of_nothing, problem_of
 from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
+from tilerec.planner.search.solve import solve
+from tilerec.planner.search.work import Work
+from tilerec.planner.together import together
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ShardingType
@@ -33,7 +36,9 @@ from tilerec.spec.table import DataType
 from tilerec.spec.topology import MOST_BYTES, Topology
 
 SHOWN = 5
-TRIES, FEW_TRIES, LARGE = 10, 4, 1 << 20  # plans tried for one remedy; of tables x ranks beyond LARGE, few
+TRIES = 10  # plans tried for one remedy
+UNITS = 900_000_000  # of work on all remedies
+PER_TABLE = 40_000  # of these, to state the problem
 MOST = 64  # times as many ranks as there are; nobody has more
 WIDE = 8  # ranks that a host is taken to have room for
 
@@ -103,8 +108,8 @@ class _Search:
             self.least = np.zeros(0, np.int64)
         self.need = int(self.least.sum()) + int(self.taken.sum())
         self.room = int(self.instance.cap[:, self.tier].sum())
-        large = len(self.request.tables) * self.topology.world_size > LARGE
-        self.tries = FEW_TRIES if large else TRIES
+        self.tries = TRIES
+        self.work = Work(UNITS)
 
     def error(self) -> PlannerError:
         decision, names = self.decision, self.instance.names
@@ -200,10 +205,13 @@ class _Search:
     # ---------------------------------------------------------------------------------------------- what would help
 
     def _remedies(self) -> Iterator[Remedy]:
-        for way in (
+        ways = (
             self._more_ranks, self._larger_cap, self._host_memory, self._attached, self._bf16, self._other_types,
             self._unpinned,
-        ):  # fmt: skip
+        )  # fmt: skip
+        whole = Work(UNITS)
+        for i, way in enumerate(ways):
+            self.work = whole.part(whole.left // (len(ways) - i))
             found = way()
             if found is not None:
                 yield found
@@ -211,8 +219,28 @@ class _Search:
     def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
         """The first that there is a plan for."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
-            if _decided(request) is not None:
+            if self._decided(request) is not None:
                 return Remedy(text, request)
+        return None
+
+    def _decided(self, request: PlanRequest) -> Decision | None:
+        """A decision with some plan, or None; also where there is no work left."""
+        try:
+            pins = request.pins()
+            for offload in (False, True):
+                if self.work.over or (offload and not request.may_offload()):
+                    return None
+                self.work.spend(PER_TABLE * len(request.tables))
+                problem = problem_of(request, pins, offload)
+                instance, row = together(_adapted(request, problem), request.groups(pins))
+                if instance.tables:
+                    solution = solve(instance, effort=0, work=self.work)
+                else:
+                    solution = _of_nothing(instance)
+                if solution.status is Status.FOUND:
+                    return Decision(request, pins, problem, instance, row, solution, offload)
+        except ConfigError:
+            pass
         return None
 
     def _more_ranks(self) -> Remedy | None:
@@ -258,7 +286,7 @@ class _Search:
             cap = _readable(low + max(1, low * step // 100))
             if cap >= MOST_BYTES:
                 break
-            if _decided(self._with_cap(cap)) is not None:
+            if self._decided(self._with_cap(cap)) is not None:
                 high = cap
             else:
                 low, step = cap, min(4 * step, 100)
@@ -267,7 +295,7 @@ class _Search:
             middle = _readable((low + high) // 2)
             if middle >= high:
                 break
-            if _decided(self._with_cap(middle)) is not None:
+            if self._decided(self._with_cap(middle)) is not None:
                 high = middle
             else:
                 low = middle
@@ -372,10 +400,10 @@ class _Search:
         wide = [
             names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
         ]
-        if not wide or _decided(_narrowed(request, wide)) is None:
+        if not wide or self._decided(_narrowed(request, wide)) is None:
             return None
         count = least_that(
-            len(wide), lambda k: _decided(_narrowed(request, wide[:k])) is not None, self.tries
+            len(wide), lambda k: self._decided(_narrowed(request, wide[:k])) is not None, self.tries
         )
         some = ", ".join(f"'{name}'" for name in wide[: min(count, SHOWN)])
         more = f" and {count - SHOWN} more" if count > SHOWN else ""
@@ -392,7 +420,7 @@ class _Search:
 
         for key in bound[: max(1, self.tries - 1)]:
             request = _freed(self.request, [key])
-            found = _decided(request)
+            found = self._decided(request)
             if found is not None:
                 kind, says = found.shardings()[key].kind, _says(self.request.constraints[key])
                 if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
@@ -496,15 +524,6 @@ def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
         else:
             low = middle + 1
     return high
-
-
-def _decided(request: PlanRequest) -> Decision | None:
-    """A decision that found a plan, or None."""
-    try:
-        decision = decide(request)
-    except ConfigError:
-        return None
-    return decision if decision.found else None
 
 
 def _readable(size: int) -> int:

@@ -11,6 +11,7 @@ from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import SHARE, Instance, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.work import Work
 
 
 def chain(lumps: list[int], cap: int = 10**9) -> Instance:
@@ -40,17 +41,19 @@ def test_rows_flow_from_table_to_table_until_ranks_are_level() -> None:
     instance = chain([60_000, 20_000, 20_000, 0])
     even = evaluate(instance, np.zeros(7, np.int64), places(4))
     assert even.cost == 100_000
-    found = flow(instance, even, 300)
+    found = flow(instance, even, 300, Work(10**10))
     assert 86_667 <= found.cost <= 86_900
     assert all(int(shares.sum()) == SHARE for shares in found.rows.values())
     assert found.cost == evaluate(instance, found.option, found.places, found.rows).cost
 
 
 def test_memory_stops_the_flow() -> None:
-    free = flow(chain([60_000, 0]), evaluate(chain([60_000, 0]), np.zeros(3, np.int64), places(2)), 200)
+    free = flow(
+        chain([60_000, 0]), evaluate(chain([60_000, 0]), np.zeros(3, np.int64), places(2)), 200, Work(10**10)
+    )
     assert int(free.memory.max()) > 1500
     tight = chain([60_000, 0], 1300)
-    found = flow(tight, evaluate(tight, np.zeros(3, np.int64), places(2)), 200)
+    found = flow(tight, evaluate(tight, np.zeros(3, np.int64), places(2)), 200, Work(10**10))
     assert fits(tight, found.memory)
     assert free.cost < found.cost < 100_000
 
@@ -58,9 +61,9 @@ def test_memory_stops_the_flow() -> None:
 def test_more_rounds_are_no_worse_than_what_was_found_and_level_plans_stay() -> None:
     instance = chain([10_000, 10_000])
     even = evaluate(instance, np.zeros(3, np.int64), places(2))
-    assert flow(instance, even, 100) is even
+    assert flow(instance, even, 100, Work(10**10)) is even
     nothing = replace(instance, divisible=np.zeros_like(instance.divisible))
-    assert flow(nothing, even, 100) is even
+    assert flow(nothing, even, 100, Work(10**10)) is even
 
 
 def test_of_random_plans_none_gets_dearer_or_leaves_a_cap(small_instance: Callable[..., Instance]) -> None:
@@ -71,11 +74,11 @@ def test_of_random_plans_none_gets_dearer_or_leaves_a_cap(small_instance: Callab
         instance = replace(instance, divisible=divisible)
         relaxed = Relaxed(instance)
         option = np.where(divisible.any(1), divisible.argmax(1), least(relaxed.totals, relaxed.memory).option)
-        packed = pack(relaxed, option, Rule.BOTH)
+        packed = pack(relaxed, option, Rule.BOTH, Work(10**10))
         if packed is None:
             continue
         before = evaluate(instance, packed.option, packed.places)
-        after = flow(instance, before, 90)
+        after = flow(instance, before, 90, Work(10**10))
         assert fits(instance, after.memory)
         assert after.cost <= before.cost
         assert after.cost == evaluate(instance, after.option, after.places, after.rows).cost

@@ -10,6 +10,7 @@ from tilerec.planner.search.improve import exchange, repair
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.work import Work
 
 
 def test_an_exchange_never_makes_a_plan_worse(small_instance: Callable[..., Instance]) -> None:
@@ -17,11 +18,11 @@ def test_an_exchange_never_makes_a_plan_worse(small_instance: Callable[..., Inst
     for seed in range(60):
         instance = small_instance(seed)
         relaxed = Relaxed(instance)
-        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.MEMORY)
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.MEMORY, Work(10**10))
         if found is None:
             continue
         before = int(evaluate(instance, found.option, found.places).stage.sum())
-        after, cost = exchange(relaxed, found, 20)
+        after, cost = exchange(relaxed, found, 20, 0, Work(10**10))
         now = evaluate(instance, after.option, after.places)
         assert int(now.stage.sum()) == cost <= before
         assert fits(instance, now.memory)
@@ -55,17 +56,17 @@ def on_one_rank(times: list[int], sizes: list[int], ranks: int, cap: int) -> tup
 
 def test_a_heap_on_one_rank_is_levelled_to_the_optimum() -> None:
     relaxed, heap = on_one_rank([7, 6, 5, 4, 3, 3, 2], [0] * 7, 3, 1)
-    _, cost = exchange(relaxed, heap, 60)
+    _, cost = exchange(relaxed, heap, 60, 0, Work(10**10))
     assert cost == 10
 
 
 def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
     relaxed, heap = on_one_rank([1] * 6, [6, 4, 5, 5, 3, 7], 3, 10)
-    found = repair(relaxed, heap, 100)
+    found = repair(relaxed, heap, 100, Work(10**10))
     assert found is not None
     assert found.memory[:, 0].tolist() == [10, 10, 10]
 
 
 def test_what_does_not_fit_is_not_repaired() -> None:
     relaxed, heap = on_one_rank([1, 1, 1], [6, 6, 6], 2, 10)
-    assert repair(relaxed, heap, 50) is None
+    assert repair(relaxed, heap, 50, Work(10**10)) is None

@@ -10,6 +10,7 @@ from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.layers import lay, split
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import Work
 
 
 def crumbs(ranks: int, tables: int, cap: int) -> Instance:
@@ -35,10 +36,10 @@ def test_layers_come_out_almost_as_level_as_pieces_one_by_one(
 ) -> None:
     instance = crumbs(32, 900, 450)
     relaxed, option = Relaxed(instance), np.zeros(900, np.int64)
-    slow = pack(relaxed, option, rule)
+    slow = pack(relaxed, option, rule, Work(10**10))
     monkeypatch.setattr(packing, "MANY", 8)
     assert len(split(np.arange(900), instance.pieces[:, 0], 32)[1]) > 300
-    quick = pack(relaxed, option, rule)
+    quick = pack(relaxed, option, rule, Work(10**10))
     assert slow is not None
     assert quick is not None
     assert slow.places != quick.places

@@ -11,6 +11,7 @@ import pytest
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.work import Work
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -22,7 +23,7 @@ def test_what_is_packed_is_within_caps_on_allowed_ranks_and_apart(
         instance = small_instance(seed)
         relaxed = Relaxed(instance)
         option = least(relaxed.totals, relaxed.memory).option
-        found = pack(relaxed, option, rule)
+        found = pack(relaxed, option, rule, Work(10**10))
         if found is None:
             continue
         packed += 1
@@ -56,7 +57,7 @@ def singles(time: list[int], size: list[int], ranks: int, cap: int) -> Instance:
 
 def test_the_largest_piece_comes_first_and_loads_come_out_even() -> None:
     instance = singles([3, 5, 2, 7, 4], [0] * 5, 3, 1)
-    found = pack(Relaxed(instance), np.zeros(5, np.int64), Rule.TIME)
+    found = pack(Relaxed(instance), np.zeros(5, np.int64), Rule.TIME, Work(10**10))
     assert found is not None
     assert evaluate(instance, found.option, found.places).cost == 7
 
@@ -65,11 +66,11 @@ def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond()
     # 6 + 4 and 5 + 5 fill two ranks of 10; by time a 5 comes first, and the 4 joins the other 5.
     instance = singles([1, 8, 9, 7], [6, 4, 5, 5], 2, 10)
     relaxed, option = Relaxed(instance), np.zeros(4, np.int64)
-    assert pack(relaxed, option, Rule.TIME) is None
-    found = pack(relaxed, option, Rule.MEMORY)
+    assert pack(relaxed, option, Rule.TIME, Work(10**10)) is None
+    found = pack(relaxed, option, Rule.MEMORY, Work(10**10))
     assert found is not None
     assert found.memory[:, 0].tolist() == [10, 10]
-    forced = pack(relaxed, option, Rule.TIME, force=True)
+    forced = pack(relaxed, option, Rule.TIME, Work(10**10), force=True)
     assert forced is not None
     assert int(forced.memory.sum()) == 20
 
@@ -77,7 +78,7 @@ def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond()
 def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
     instance = singles([5], [1], 3, 10)
     five = replace(instance, pieces=instance.pieces * 5)
-    found = pack(Relaxed(five), np.zeros(1, np.int64), Rule.TIME)
+    found = pack(Relaxed(five), np.zeros(1, np.int64), Rule.TIME, Work(10**10))
     assert found is not None
     assert sorted(np.bincount(found.places[0]).tolist()) == [1, 2, 2]
 
@@ -85,7 +86,26 @@ def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
 def test_a_slower_rank_gets_fewer_pieces() -> None:
     """Twelve pieces of 100 ps; on rank 1 each takes three times as long: 9 and 3 take 900 ps on both."""
     instance = replace(singles([100] * 12, [0] * 12, 2, 1), slow=np.array([[1000], [3000]]))
-    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME)
+    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME, Work(10**10))
     assert found is not None
     assert np.bincount([b for (b,) in found.places]).tolist() == [9, 3]
     assert evaluate(instance, found.option, found.places).cost == 900
+
+
+def test_pieces_of_a_table_lie_on_as_many_hosts_as_there_are() -> None:
+    # All of a host's ranks share its link: two pieces on one host take it twice as long.
+    cost = np.full((1, 1, 1), 80)
+    instance = Instance(
+        ["a"],
+        np.array([[1]]),
+        np.array([[4]]),
+        cost,
+        np.zeros_like(cost),
+        np.zeros_like(cost),
+        np.full((8, 1), 1),
+        np.arange(8) // 2,
+        shared=np.array([True]),
+    )
+    found = pack(Relaxed(instance), np.zeros(1, np.int64), Rule.TIME, Work(10**10))
+    assert found is not None
+    assert sorted(instance.host_of[list(found.places[0])].tolist()) == [0, 1, 2, 3]

@@ -11,6 +11,7 @@ from tilerec.planner.search.instance import Instance, Solution, evaluate
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.poured import poured
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import Work
 
 
 def two_hosts_of_two() -> Instance:
@@ -46,9 +47,9 @@ def test_without_such_rows_nothing_is_added() -> None:
 
 def test_a_large_piece_is_put_beside_rows_that_can_leave_it_the_rank() -> None:
     def packed(view: Instance) -> Solution:
-        found = pack(Relaxed(view), np.zeros(5, np.int64), Rule.TIME)
+        found = pack(Relaxed(view), np.zeros(5, np.int64), Rule.TIME, Work(10**10))
         assert found is not None
-        return flow(instance, evaluate(instance, found.option, found.places), 240)
+        return flow(instance, evaluate(instance, found.option, found.places), 240, Work(10**10))
 
     # 120 over a host's two ranks, 100 whole, and three of 40: 340 / 4 = 85, and 100 is one rank's.
     cost = np.array([60, 100, 40, 40, 40])[:, None, None] * 1000

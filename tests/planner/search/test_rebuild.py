@@ -12,6 +12,7 @@ from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.rebuild import Dice, _Rebuild, rebuild
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.work import Work
 
 
 def test_a_rebuilt_plan_is_never_worse_and_within_caps(small_instance: Callable[..., Instance]) -> None:
@@ -19,7 +20,7 @@ def test_a_rebuilt_plan_is_never_worse_and_within_caps(small_instance: Callable[
     for seed in range(40):
         instance = small_instance(seed)
         relaxed = Relaxed(instance)
-        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.BOTH)
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.BOTH, Work(10**10))
         if found is None:
             continue
         before = int(evaluate(instance, found.option, found.places).stage.sum())
@@ -46,7 +47,7 @@ def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Calla
         # The option with the most pieces: some share a rank or a host.
         on_host = (instance.width > 1) & (instance.width < instance.ranks)
         pieces = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0)
-        found = pack(relaxed, pieces.argmax(1), Rule.BOTH)
+        found = pack(relaxed, pieces.argmax(1), Rule.BOTH, Work(10**10))
         if found is None:
             continue
         repeated += any(len(set(where)) < len(where) for where in found.places)
@@ -89,11 +90,11 @@ def lumps_and_water() -> Instance:
 def test_tables_that_pour_over_a_host_count_where_it_has_room() -> None:
     instance = lumps_and_water()
     relaxed = Relaxed(instance)
-    start = pack(relaxed, np.zeros(6, np.int64), Rule.TIME)
+    start = pack(relaxed, np.zeros(6, np.int64), Rule.TIME, Work(10**10))
     assert start is not None
     found = rebuild(relaxed, relaxed.usable, start, 300, 1, True)
     assert found.memory.tolist() == evaluate(instance, found.option, found.places).memory.tolist()
-    poured = flow(instance, evaluate(instance, found.option, found.places), 300)
+    poured = flow(instance, evaluate(instance, found.option, found.places), 300, Work(10**10))
     # A lump of each kind and one of the tables on each host; evenly split, no arrangement is below 100.
     assert 90_000 <= poured.cost <= 90_200
     even = rebuild(relaxed, relaxed.usable, start, 300, 1)
@@ -110,7 +111,7 @@ def test_what_pours_is_never_taken_for_more_than_it_is_evenly_split(
         instance = replace(instance, divisible=on_host)
         relaxed = Relaxed(instance)
         option = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0).argmax(1)
-        found = pack(relaxed, option, Rule.BOTH)
+        found = pack(relaxed, option, Rule.BOTH, Work(10**10))
         if found is None:
             continue
         poured, even = (
@@ -135,7 +136,7 @@ def test_a_large_piece_is_cut_where_that_is_cheaper() -> None:
         np.zeros(2, np.int64),
     )
     relaxed = Relaxed(instance)
-    start = pack(relaxed, np.zeros(4, np.int64), Rule.TIME)
+    start = pack(relaxed, np.zeros(4, np.int64), Rule.TIME, Work(10**10))
     assert start is not None
     found = rebuild(relaxed, relaxed.usable, start, 200)
     assert found.option[0] == 1

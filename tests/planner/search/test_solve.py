@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tilerec.planner.search.bound import certify, kinds_of
+from tilerec.planner.search.bound import kinds_of
+from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.instance import Instance, Solution, Status, evaluate, fits
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.solve import solve
+from tilerec.planner.search.work import Work
 
 FAR = 1 << 61
 
@@ -54,7 +56,9 @@ def test_small_instances_are_solved_to_the_optimum_and_the_bound_is_not_above_it
         check(instance, found)
         assert found.cost == found.bound == best.cost, seed
         # The certificate alone, without the enumeration.
-        assert certify(relaxed, kinds_of(relaxed), 2 * best.cost) <= best.cost, seed
+        assert (
+            Boxes(relaxed, kinds_of(relaxed), relaxed.memory).search(2 * best.cost, Work(10**8)) <= best.cost
+        ), seed
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 3))

@@ -75,13 +75,14 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
 class Optimum:
     """The best arrangement below the cost that was known; option is None if none was seen.
 
-    `complete`: every arrangement was seen or known to be no better.
+    `complete`: every arrangement was seen or known to be no better. `left`: of the steps.
     """
 
     option: Ints | None
     places: list[tuple[int, ...]]
     cost: int
     complete: bool
+    left: int
 
 
 def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Optimum | None:
@@ -90,7 +91,7 @@ def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 
     if found is None:
         return None
     complete = found.grow()
-    return Optimum(found.option, found.places, found.best, complete)
+    return Optimum(found.option, found.places, found.best, complete, max(found.steps, 0))
 
 
 class _Enumeration:

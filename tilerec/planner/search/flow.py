@@ -31,6 +31,7 @@ from tilerec.planner.search.instance import (
     parts_of,
     work_of,
 )
+from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,15 +42,16 @@ GROW, SHRINK = 1.5, 0.5  # of a step that led down, and of one that did not
 POWERS = (4, 5, 6)  # weights are loads to the power of 2 ** these, one after the other
 
 
-def flow(instance: Instance, found: Solution, steps: int) -> Solution:
+def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solution:
     """`found` or a better one, whose divisible tables are split unevenly, after at most so many steps.
 
-    A linear program would find the best shares; this comes close without one, and `level` polishes what it leaves.
+    A linear program would find the best shares; this comes close without one.
     """
     tables, places = _movable(instance, found)
     if not tables:
         return found
-    shares = _Flow(instance, found, tables, places).run(steps)
+    flowing = _Flow(instance, found, tables, places)
+    shares = flowing.run(min(steps, work.left // flowing.each), work)
     rows = {**found.rows, **dict(zip(tables, shares, strict=True))}
     new = evaluate(instance, found.option, found.places, rows, found.bound)
     return new if new.cost < found.cost and fits(instance, new.memory) else found
@@ -92,6 +94,8 @@ class _Flow:
         self.held = memory / np.maximum(instance.cap, 1) - self._sums(self.bytes * self.share[:, None])
         self.stages = np.flatnonzero(self.time.any(0)).tolist()
         self.tiers = np.flatnonzero(self.bytes.any(0)).tolist()
+        # Units of a step.
+        self.each = 10 * CALLS + (len(self.share) + instance.ranks) * 15 * (instance.stages + instance.tiers)
 
     def _sums(self, values: Floats) -> Floats:
         """[R, ·] of [n, ·], added up in their order."""
@@ -106,7 +110,7 @@ class _Flow:
         mean: Floats = np.bincount(host, values)[host] / self.sizes
         return mean
 
-    def run(self, steps: int) -> list[Ints]:
+    def run(self, steps: int, work: Work) -> list[Ints]:
         best, kept = np.inf, self.share
         share, step = self.share, FIRST
         for power in POWERS:
@@ -117,6 +121,7 @@ class _Flow:
                 new = self._moved(share, price, step)
                 if new is None:
                     break  # all prices are alike
+                work.spend(self.each)
                 then_true, then, then_price = self._judged(new, power)
                 if then < smooth:
                     share, true, smooth, price = new, then_true, then, then_price

@@ -14,29 +14,19 @@ Legend: T tables, O options, S stages, M tiers, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tilerec.planner.search.bound import Kinds, averages
-from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.boxes import Choice
+from tilerec.planner.search.instance import Bools
 from tilerec.planner.search.relaxed import NEVER, Relaxed, Resource, least
+from tilerec.planner.search.work import CALLS, Work
 
-STALE = 8  # limits lowered without a gain
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """Args: option: [T]. average: ps, of all stages. expected: ps, the sum of levels."""
-
-    option: Ints
-    average: int
-    expected: int
+STEPS = 24  # limits lowered
+STALE = 8  # of these, without a gain
 
 
-def choose(
-    relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int = 0, steps: int = 24
-) -> Choice | None:
+def choose(relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work) -> Choice | None:
     """Options of the least expected cost.
 
     Args:
@@ -51,7 +41,8 @@ def choose(
     best: Choice | None = None
     base = instance.base_cost.min(0)
     stale, stuck = 0, np.zeros(instance.stages, np.bool_)
-    for _ in range(steps):
+    for _ in range(STEPS):
+        work.spend(4 * CALLS + small.size * (6 + 20 * len(memory)))
         dual = least(np.where(small, relaxed.totals, NEVER), memory)
         if dual.short >= 0:
             break
@@ -62,11 +53,11 @@ def choose(
         alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, alike + largest * head // 4)
         expected = int(level.sum())
-        if best is None or expected < best.expected:
-            best, stale = Choice(option, int(average.sum()), expected), 0
+        if best is None or expected + kinds.charge < best.expected:
+            best, stale = Choice(option, int(average.sum()) + kinds.charge, expected + kinds.charge), 0
         else:
             stale += 1
-        if stale == STALE or int(average.sum()) >= best.expected:
+        if stale == STALE or int(average.sum()) + kinds.charge >= best.expected:
             break
         excess = np.where(stuck, 0, level - average)
         s = int(excess.argmax())

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, evaluate, fits
 from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,20 +30,20 @@ HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
 CHUNK = 400_000  # swaps judged at once
 
 
-def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int = 0) -> tuple[Packing, int]:
+def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int, work: Work) -> tuple[Packing, int]:
     """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
-    return _Exchange(relaxed, packing).run(rounds, enough)
+    return _Exchange(relaxed, packing, work).run(rounds, enough)
 
 
-def repair(relaxed: Relaxed, packing: Packing, rounds: int) -> Packing | None:
+def repair(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing | None:
     """A packing within all caps, from one that may not be; None if exchanges do not lead there."""
-    return _Exchange(relaxed, packing).repair(rounds)
+    return _Exchange(relaxed, packing, work).repair(rounds)
 
 
 class _Exchange:
-    def __init__(self, relaxed: Relaxed, packing: Packing) -> None:
+    def __init__(self, relaxed: Relaxed, packing: Packing, work: Work) -> None:
         instance = self.instance = relaxed.instance
-        self.option = packing.option
+        self.option, self.work = packing.option, work
         every = np.arange(instance.tables)
         self.width = instance.width[every, packing.option]
         self.places = packing.places
@@ -77,7 +78,7 @@ class _Exchange:
             idle = 0
             cycle = (1 + self.splitting) * (1 + self.linked) * (instance.stages + 1)
             for turn in range(rounds):
-                if found <= enough:
+                if found <= enough or self.work.over:
                     break
                 power = 3 + min(turn // cycle, 2)
                 gained = self._round(turn, power)
@@ -111,7 +112,7 @@ class _Exchange:
                     Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
                 )
             idle = 0 if self._round(turn, 3) else idle + 1
-            if idle >= 16:
+            if idle >= 16 or self.work.over:
                 break
             self._reload()
         return None
@@ -185,6 +186,9 @@ class _Exchange:
             # Both ranks' pieces share the budget of HALF each.
             n = 2 ** min(2 * (n - 1), 2 * HALF)
         chunk = max(CHUNK // (n if split else n * n), 1)
+        self.work.spend(
+            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * instance.stages * 6
+        )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
             a, b = heavy[start : start + chunk], light[start : start + chunk]

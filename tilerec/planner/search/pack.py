@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, fits
 from tilerec.planner.search.layers import MANY, lay, split
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,7 +55,7 @@ class Packing:
     memory: Ints
 
 
-def pack(relaxed: Relaxed, option: Ints, rule: Rule, force: bool = False) -> Packing | None:
+def pack(relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = False) -> Packing | None:
     """The tables placed with these options, or None if a piece fitted nowhere any more.
 
     `force`: a single piece that fits nowhere goes where the most is free, beyond the cap.
@@ -66,28 +67,29 @@ def pack(relaxed: Relaxed, option: Ints, rule: Rule, force: bool = False) -> Pac
     uniform = instance.everywhere(width)
     on_host = (width > 1) & ~uniform
     bytes_now = instance.base_memory + memory[uniform].sum(0)
+    work.spend(5 * CALLS + instance.tables * 1000)
     if not fits(instance, bytes_now):
         return None
     places: list[tuple[int, ...]] = [()] * instance.tables
     single = ~uniform & ~on_host
     # Loads beyond what every rank has alike; the least slow rank's time for a unit of work is 1.
-    work = np.zeros((instance.ranks, instance.stages), np.int64)
+    done = np.zeros((instance.ranks, instance.stages), np.int64)
     if on_host.any():
         for n in np.unique(width[on_host]).tolist():
             hosts = np.flatnonzero(instance.host_sizes == n)
-            bins = _host_bins(relaxed, hosts, work, bytes_now)
+            bins = _host_bins(relaxed, hosts, done, bytes_now)
             tables = np.flatnonzero(on_host & (width == n))
-            if not _fill(bins, tables, cost, memory, pieces, rule, places):
+            if not _fill(bins, tables, cost, memory, pieces, rule, places, work):
                 return None
             for t in tables.tolist():
                 places[t] = tuple(sorted(int(hosts[b]) for b in places[t]))
                 for h in places[t]:
-                    work[instance.host_ranks[h]] += cost[t]
+                    done[instance.host_ranks[h]] += cost[t]
                     bytes_now[instance.host_ranks[h]] += memory[t]
     if single.any():
-        bins = _rank_bins(relaxed, work, bytes_now)
+        bins = _rank_bins(relaxed, done, bytes_now)
         tables = np.flatnonzero(single)
-        if not _fill(bins, tables, cost, memory, pieces, rule, places, force):
+        if not _fill(bins, tables, cost, memory, pieces, rule, places, work, force):
             return None
         bytes_now = bins.cap - bins.room + bins.used
     return Packing(np.asarray(option, np.int64), places, bytes_now)
@@ -182,6 +184,7 @@ def _fill(
     pieces: Ints,
     rule: Rule,
     places: list[tuple[int, ...]],
+    work: Work,
     force: bool = False,
 ) -> bool:
     """Every piece of `tables` onto a bin, the largest first; whether all found one."""
@@ -230,6 +233,7 @@ def _fill(
             for t, b in zip(tables[middle].tolist(), where.tolist(), strict=True):
                 places[t] = (b,)
         for i in some.tolist():
+            work.spend(CALLS + count * cost.shape[1])
             t, k = int(tables[i]), int(pieces[i])
             size = memory[i]
             if rule is Rule.MEMORY:
@@ -289,14 +293,28 @@ def _several(score: Floats, k: int, bins: _Bins, t: int, size: Ints) -> list[int
         edge = float(np.partition(score, k - 1)[k - 1])
         if edge == np.inf:
             return None
-        below = np.flatnonzero(score < edge)
-        best = np.concatenate([below, np.flatnonzero(score == edge)[: k - len(below)]]).tolist()
+        if bins.shared.any() and len(bins.size) > 1:
+            best = spread(score, k, bins.host, bins.size).tolist()
+        else:
+            below = np.flatnonzero(score < edge)
+            best = np.concatenate([below, np.flatnonzero(score == edge)[: k - len(below)]]).tolist()
         if bins.host_room is not None:
             counts = np.bincount(bins.host[best], minlength=len(bins.host_room))
             if np.any(counts[:, None] * size > bins.host_room):
                 return None
         chosen = chosen + best
     return sorted(chosen)
+
+
+def spread(score: Floats, k: int, host: Ints, size: Ints) -> Ints:
+    """The k bins of the least score, no more of them on one host than must be: pieces of a table share its link."""
+    order = np.argsort(score, kind="stable")
+    order = order[score[order] < np.inf]
+    by_host = np.argsort(host[order], kind="stable")
+    counts = np.bincount(host[order], minlength=len(size))
+    turn = np.empty(len(order), np.int64)
+    turn[by_host] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return order[np.argsort(turn, kind="stable")[:k]]
 
 
 class _Slopes:

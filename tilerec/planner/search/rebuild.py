@@ -24,11 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tilerec.planner.search.instance import PER_MILLE, Bools, Ints
-from tilerec.planner.search.pack import Packing
+from tilerec.planner.search.pack import Packing, spread
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
+MOST_STEPS = 3_000
+FEW = 64  # bins that are looked at closely
 KEPT = 8  # options of a table that are tried
 MOST = 16  # tables that are out at once, and one more
 SMOOTH = 4.0  # weight of the smooth objective beside the true one
@@ -64,6 +67,19 @@ class _Choices:
     fixed: Floats
 
 
+def steps_within(relaxed: Relaxed, work: Work) -> int:
+    """How many tables can be put back within some work, which is spent on that."""
+    instance = relaxed.instance
+    size = instance.ranks * instance.stages
+    each = 10 * CALLS + min(size, 2 * FEW * instance.stages) * KEPT * 20 + size * 10
+    first = 5 * CALLS * instance.tables
+    steps = min(MOST_STEPS, (work.left - first) // each)
+    if steps <= 0:
+        return 0
+    work.spend(first + steps * each)
+    return steps
+
+
 def rebuild(
     relaxed: Relaxed, usable: Bools, packing: Packing, steps: int, seed: int = 1, pour: bool = False
 ) -> Packing:
@@ -72,7 +88,7 @@ def rebuild(
     Its objective is not larger. With `pour`, that is so if the rows that it splits over hosts are poured to where
     their ranks bear least.
     """
-    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps)
+    return _Rebuild(relaxed, usable, packing, seed, pour).run(steps) if steps else packing
 
 
 class _Rebuild:
@@ -432,6 +448,16 @@ class _Rebuild:
         hopeful = np.flatnonzero(choices.fair < best)
         if not len(hopeful):
             return best, found
+        if len(load) > 2 * FEW:
+            closed = (room < choices.memory[hopeful].min(0)).any(1)
+            if allowed is not None:
+                closed |= ~allowed
+            some = self._few(choices, hopeful, load, factor, bar, closed)
+            load, factor, room = load[some], factor[some], room[some]
+            allowed = None if allowed is None else allowed[some]
+            hosts_or_ranks = some if hosts is None else hosts[some]
+        else:
+            hosts_or_ranks = np.arange(len(load)) if hosts is None else hosts
         # [S, J, B], added up over stages one after the other.
         time = choices.time[hopeful].T[:, :, None]
         more = time * factor.T[:, None, :]
@@ -440,13 +466,13 @@ class _Rebuild:
             mean = load
         elif hosts is None:
             # A piece on one rank of a host: the mean rises by its part of it.
-            mean = self._means()[self.instance.host_of]
-            y = np.maximum(y, mean.T[:, None, :] + more * self.part)
+            mean = self._means()[self.instance.host_of[hosts_or_ranks]]
+            y = np.maximum(y, mean.T[:, None, :] + more * self.part[:, :, hosts_or_ranks])
         else:
-            mean = self._means()[hosts]
+            mean = self._means()[hosts_or_ranks]
             fluid = choices.fluid[hopeful][None, :, None]
             fixed = choices.fixed[hopeful].T[:, :, None] * factor.T[:, None, :]
-            poured = np.maximum(load.T[:, None, :] + fixed, self.mean[hosts].T[:, None, :] + more)
+            poured = np.maximum(load.T[:, None, :] + fixed, self.mean[hosts_or_ranks].T[:, None, :] + more)
             y = np.where(fluid, poured, np.maximum(y, mean.T[:, None, :] + more))
         over = np.maximum(y - bar[:, None, None], 0.0).sum(0)
         # Where nothing overflows, steep decides (how much it adds to the sum of 4th powers); else the overflow.
@@ -469,14 +495,40 @@ class _Rebuild:
             k = int(choices.pieces[j])
             if k == 1:
                 where = [int(rank_by[i].argmin())]
+            elif hosts is None and self.linked:
+                where = spread(
+                    rank_by[i], k, self.instance.host_of[hosts_or_ranks], self.instance.host_sizes
+                ).tolist()
             else:
                 where = np.argsort(rank_by[i], kind="stable")[:k].tolist()
-            last = where[-1]
-            if len(where) < k or rank_by[i, last] == np.inf:
+            if len(where) < k or rank_by[i, where[-1]] == np.inf:
                 continue
+            last = where[-1]
             price = float(choices.fair[j]) + float(over[i, where].max()) + 1e-4 * float(steep[i, last])
             if price < best:
                 best = price
-                names = where if hosts is None else hosts[where].tolist()
-                found = (int(choices.option[j]), tuple(sorted(names)))
+                found = (int(choices.option[j]), tuple(sorted(hosts_or_ranks[where].tolist())))
         return best, found
+
+    def _few(
+        self, choices: _Choices, hopeful: Ints, load: Floats, factor: Floats, bar: Floats, closed: Bools
+    ) -> Ints:
+        """The bins that overflow least with the largest piece, or the smallest, of those looked at."""
+        size = choices.time[hopeful].sum(1)
+        count = max(FEW, 2 * int(choices.pieces[hopeful].max()))
+        kept = np.zeros(len(load), np.bool_)
+        for j in {int(size.argmax()), int(size.argmin())}:
+            y = load + choices.time[hopeful[j]] * factor
+            over = np.maximum(y - bar, 0.0)
+            level = np.maximum(bar, 1.0)
+            y /= level
+            y *= y
+            y *= y
+            y *= level * 1e-3
+            key = np.zeros(len(load))
+            for s in range(load.shape[1]):
+                key += over[:, s]
+                key += y[:, s]
+            key[closed] = np.inf
+            kept[np.argsort(key, kind="stable")[:count]] = True
+        return np.flatnonzero(kept)
