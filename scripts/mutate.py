@@ -19,7 +19,8 @@ The sample depends on the seed and on the text of the lines alone: an edit elsew
 
 `scripts/mutate_equivalents.txt` lists mutants that no test can notice, each with the reason. They do not count.
 
-Not mutated: annotations, decorators, assertions, error messages, and the Triton kernels (`make sanitize` covers those).
+Not mutated: annotations, decorators, assertions, error messages, and the Triton kernels (`make sanitize` covers those);
+functions that run on a GPU alone (`GPU_ONLY`), which tests/cuda covers, on a GPU or by `make simulated-gpu`.
 
 Exits with 1 if a room notices less than `--floor` percent of its mutants.
 """
@@ -69,6 +70,14 @@ ROOMS = {
     "optim": Room(("tilerec/optim",), ("tests/optim",)),
     "sparse": Room(("tilerec/sparse",), ("tests/sparse",)),
 }
+
+GPU_ONLY = {
+    "tilerec/ops/later.py": ("_new_copy",),
+    "tilerec/storage/host_rows.py": ("_DeviceView.__init__", "_over_pinned", "_forget_error", "_pin"),
+    "tilerec/storage/made_ahead.py": ("Moment.__init__", "Moment.wait"),
+}
+"""Functions of which no line runs without a GPU, by file. A function with any other line does not belong here: its GPU
+lines are entries of the list of equivalents."""
 
 # ---------------------------------------------------------------------------------------------------- mutants
 
@@ -129,10 +138,16 @@ SILENT_KEYWORDS = {"strict", "stacklevel"}
 
 
 class _Sites(ast.NodeVisitor):
-    """Collects every edit of a module: (start, end, new), as byte offsets."""
+    """Collects every edit of a module: (start, end, new), as byte offsets.
 
-    def __init__(self, source: bytes) -> None:
+    Args:
+        skipped: functions that are left alone, as "name" or "Class.name".
+    """
+
+    def __init__(self, source: bytes, skipped: Sequence[str] = ()) -> None:
         self.source = source
+        self.skipped = skipped
+        self.within = ""  # "Class." inside of a class
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
@@ -206,12 +221,16 @@ class _Sites(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if self.within + node.name in self.skipped:
+            return
         for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
             self.visit(part)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outer, self.within = self.within, f"{self.within}{node.name}."
         for part in node.body:
             self.visit(part)
+        self.within = outer
 
     def _skip(self, node: ast.AST) -> None:
         pass
@@ -235,7 +254,7 @@ def _is_type(node: ast.expr) -> bool:
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every mutant of a file, in the order of its text."""
-    sites = _Sites(source)
+    sites = _Sites(source, GPU_ONLY.get(path, ()))
     sites.visit(ast.parse(source))
     lines = source.splitlines()
     made = []

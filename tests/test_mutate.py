@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from pathlib import Path
@@ -58,6 +59,22 @@ def test_a_mutant_changes_one_operator_or_constant(mutate: Any, line: str, made:
 )  # fmt: skip
 def test_text_types_and_assertions_are_left_alone(mutate: Any, source: str) -> None:
     assert mutate.mutants_of("f.py", source.encode()) == []
+
+
+def test_functions_that_a_gpu_alone_runs_are_left_alone(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = b"def f():\n    x = 0\nclass C:\n    def f(self):\n        x = 1 < a\n    def g(self):\n        y = a + b\n"
+    monkeypatch.setitem(mutate.GPU_ONLY, "p.py", ("C.f",))
+    assert {mutant.before for mutant in mutate.mutants_of("p.py", source)} == {"x = 0", "y = a + b"}
+    assert len(mutate.mutants_of("q.py", source)) > len(mutate.mutants_of("p.py", source))
+
+
+def test_the_functions_listed_as_the_gpus_exist(mutate: Any) -> None:
+    for path, names in mutate.GPU_ONLY.items():
+        tree = ast.parse((mutate.ROOT / path).read_text())
+        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        for own in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            found |= {f"{own.name}.{node.name}" for node in own.body if isinstance(node, ast.FunctionDef)}
+        assert found.issuperset(names), path
 
 
 def test_a_sample_keeps_its_mutants_when_another_line_is_edited(mutate: Any) -> None:
