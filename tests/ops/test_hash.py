@@ -629,6 +629,17 @@ def test_numbers_out_of_range_are_refused(table: HashRange, options: dict[str, A
         _assign(empty_state(1, 2), table, **options)
 
 
+def test_clocks_and_times_to_live_reach_to_2_to_the_61() -> None:
+    """Both at once: an expiry is their sum, which int64 holds."""
+    state = empty_state(1, 2, expires=True)
+    _assign(state, policy=Policy.TTL, step=2**61, now=2**61, ttl=2**61)
+    assert state.expires_E is not None
+    assert state.expires_E.max() == 2**62
+    for name in ("step", "now", "ttl"):
+        with pytest.raises(ConfigError, match=rf"{name} is {2**61 + 1}, wanted"):
+            _assign(empty_state(1, 2), **{name: 2**61 + 1})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -677,8 +688,11 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
     resize = _both("zch_resize")[which]
     state = _filled(HashRange(6, 4), 6, 40)
 
-    def call(first: int, buckets: int, slots: int, new: int, take: int = 24) -> Any:
-        return resize(*[v[:take] for v in state[:6]], first, buckets, slots, new, 4, 128, 1, 0, 1.0)
+    def call(
+        first: int, buckets: int, slots: int, new: int, take: int = 24, new_slots: int = 4, probe: int = 128, step: int = 1
+    ) -> Any:  # fmt: skip
+        state_E = [v[:take] for v in state[:6]]
+        return resize(*state_E, first, buckets, slots, new, new_slots, probe, step, 0, 1.0)
 
     with pytest.raises(ConfigError, match="6 buckets cannot become 4; wanted a multiple or a divisor"):
         call(0, 6, 4, 4)
@@ -686,6 +700,13 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
         call(0, 6, 4, 3, 12)
     with pytest.raises(ConfigError, match="new number of buckets is 0"):
         call(0, 6, 4, 0)
+    for option, message in (
+        ({"new_slots": 0}, "new number of slots per bucket is 0"),
+        ({"probe": 0}, "max_probe is 0"),
+        ({"step": -1}, "step is -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call(0, 6, 4, 6, **option)
     wrong = state.ids_E.clone()
     wrong[0] = int(torch.arange(100)[zch_buckets(torch.arange(100), 12) > 0][0])
     message = r"row 0 \(bucket 0\) holds id \d+, which belongs to bucket [1-9]\d* of 12"

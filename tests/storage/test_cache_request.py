@@ -21,8 +21,11 @@ from tests.storage.test_cached import (
     ebc,
     output,
     step,
+    test_a_batch_prefetched_in_inference_mode_is_trained_on,  # noqa: F401
     test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
     test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
+    test_rows_that_are_only_read_are_not_written_back,  # noqa: F401
+    test_some_tables_of_a_collection_may_be_cached,  # noqa: F401
 )
 from tilerec import (
     CacheAlgorithm,
@@ -175,7 +178,16 @@ def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
 
 
 def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they run out: 31 bits, of which up to 16 fly, and serials of 31 bits."""
+    """Before they run out: 31 bits, of which up to 16 fly, and serials, which the op takes up to 2^31 - 2."""
+    serials = []
+    real = RowCache._ask
+
+    def ask(cache: Any, want: Any, ids: Any) -> Any:
+        got = real(cache, want, ids)
+        serials.append(got.serial)
+        return got
+
+    monkeypatch.setattr(RowCache, "_ask", ask)
     plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
     rng = random.Random(5)
     for i in range(40):
@@ -185,8 +197,9 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(step(plain, kjt), step(other, kjt))
         if i == 35:
             for _, rows in rows_below(other):
-                rows.cache._serial = MOST - 2
+                rows.cache._serial = MOST - 3
     assert all(rows.cache._serial < 10 for _, rows in rows_below(other))
+    assert (min(serials), max(serials)) == (1, 2**31 - 2)
     assert_same(plain, other)
 
 
@@ -285,6 +298,17 @@ def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch:
                 with pytest.raises(KeyboardInterrupt):
                     other.prefetch(batch(rng, samples=20))
             _goes_on_alike(plain, other, rng)
+
+
+def test_a_module_is_copied_right_after_an_interrupted_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, other, rng = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15), random.Random(8)
+    kjt = batch(rng)
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_request, "OPS", _Interrupted(3, behind=False))
+        with pytest.raises(KeyboardInterrupt):
+            other.prefetch(batch(rng))
+    _goes_on_alike(plain, copy.deepcopy(other), rng)
 
 
 def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:

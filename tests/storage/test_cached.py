@@ -335,6 +335,26 @@ def test_counts_are_those_of_a_cache_in_plain_python(algorithm: CacheAlgorithm) 
     assert module.cache_stats()["a"] == CacheStats()
 
 
+def test_rows_that_are_only_read_are_not_written_back() -> None:
+    module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(42)
+    with torch.no_grad():
+        for _ in range(6):
+            output(module, batch(rng, samples=20))
+    flush_caches(module)
+    stats = module.cache_stats()["a"]
+    assert stats.evictions > 0
+    assert stats.write_backs == 0
+
+
+def test_a_batch_prefetched_in_inference_mode_is_trained_on() -> None:
+    plain, other, rng = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15), random.Random(43)
+    kjt = batch(rng)
+    with torch.inference_mode():
+        other.prefetch(kjt)
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    _goes_on_alike(plain, other, rng)
+
+
 def test_a_prefetched_batch_is_asked_for_once() -> None:
     module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(7)
     kjt = batch(rng)
