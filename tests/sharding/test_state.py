@@ -209,6 +209,15 @@ def test_nothing_is_claimed_that_torch_would_read_otherwise() -> None:
     assert Cover.of_cells((ROWS, DIM), tiles_of("columns")).shard_dim(4) is None
 
 
+def test_neither_two_copies_on_one_rank_nor_a_single_number_is_a_shard() -> None:
+    """What is written to a shard would miss the second copy; a number has no dimension to cut."""
+    twice = Cover.of_rows(ROWS, [Tile(0, ROWS, 0, 2, (0,)), Tile(0, ROWS, 2, DIM, (0,))])
+    assert twice.repeated
+    assert twice.shard_dim(1) is None
+    assert Cover.of_one(tiles_of("everywhere")).shard_dim(3) is None
+    assert Cover.of_one(tiles_of("one rank")).shard_dim(3) is None
+
+
 def test_a_number_per_row_beside_columns_is_written_once() -> None:
     cover = Cover.of_rows(ROWS, tiles_of("columns"))
     assert cover.tiles == (Tile(0, 7, 0, 1, (0, 1, 2)),)
