@@ -62,7 +62,7 @@ def test_text_types_and_assertions_are_left_alone(mutate: Any, source: str) -> N
 
 
 def test_functions_that_a_gpu_alone_runs_are_left_alone(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = b"def f():\n    x = 0\nclass C:\n    def f(self):\n        x = 1 < a\n    def g(self):\n        y = a + b\n"
+    source = b"def f():\n  x = 0\nclass C:\n  def f(self):\n    x = 1 < a\n  def g(self):\n    y = a + b\n"
     monkeypatch.setitem(mutate.GPU_ONLY, "p.py", ("C.f",))
     assert {mutant.before for mutant in mutate.mutants_of("p.py", source)} == {"x = 0", "y = a + b"}
     assert len(mutate.mutants_of("q.py", source)) > len(mutate.mutants_of("p.py", source))
@@ -102,3 +102,51 @@ def test_equivalent_mutants_do_not_count_for_the_percentage(mutate: Any) -> None
     mutant = mutate.mutants_of("f.py", b"x = 0")[0]
     assert mutate.Score("room", noticed=19, equivalent=4, survivors=(mutant,)).percent == 95.0
     assert mutate.Score("room").percent == 100.0
+
+
+class OneTestElsewhere:
+    """A copy of a package of which one test file outside of the room notices every mutant; the room's own pass."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken, self.mutated = broken, False
+        self.ran: list[tuple[str, bool]] = []  # test file, and whether the package was mutated
+
+    def run(self, files: list[str], limit: float) -> tuple[str, dict[str, float]]:
+        self.ran += [(file, self.mutated) for file in files]
+        fails = "tests/other.py" in files and (self.mutated or self.broken)
+        return "a test failed" if fails else "passed", dict.fromkeys(files, 0.1)
+
+    def mutate(self, mutant: Any) -> None:
+        self.mutated = True
+
+    def restore(self, mutant: Any) -> None:
+        self.mutated = False
+
+    def last_line(self) -> str:
+        return "FAILED tests/other.py::test"
+
+
+@pytest.fixture
+def one_test_elsewhere(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "test_files", lambda room: ["tests/own.py"])
+    monkeypatch.setattr(mutate, "other_test_files", lambda room: ["tests/other.py", "tests/far.py"])
+    monkeypatch.setattr(mutate, "nearest", lambda path, files: [f for f in files if f == "tests/other.py"])
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what a run sets is taken back
+    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+
+
+@pytest.mark.usefixtures("one_test_elsewhere")
+def test_tests_of_other_rooms_run_last_and_once_on_the_unchanged_package(mutate: Any) -> None:
+    copy, mutants = OneTestElsewhere(broken=False), mutate.mutants_of("f.py", b"x = 8")
+    score = mutate.run_room("sparse", mutants, copy, set())
+    assert (score.noticed, score.survivors) == (2, ())
+    own, other = "tests/own.py", "tests/other.py"
+    assert copy.ran == [(own, False), (own, True), (other, True), (other, False), (own, True), (other, True)]
+
+
+@pytest.mark.usefixtures("one_test_elsewhere")
+def test_a_test_of_another_room_that_fails_anyway_notices_nothing(mutate: Any) -> None:
+    copy, mutants = OneTestElsewhere(broken=True), mutate.mutants_of("f.py", b"x = 8")
+    message = r"sparse: tests of the unchanged package: a test failed \(FAILED tests/other\.py::test\)"
+    with pytest.raises(SystemExit, match=message):
+        mutate.run_room("sparse", mutants, copy, set())

@@ -688,11 +688,9 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
     resize = _both("zch_resize")[which]
     state = _filled(HashRange(6, 4), 6, 40)
 
-    def call(
-        first: int, buckets: int, slots: int, new: int, take: int = 24, new_slots: int = 4, probe: int = 128, step: int = 1
-    ) -> Any:  # fmt: skip
-        state_E = [v[:take] for v in state[:6]]
-        return resize(*state_E, first, buckets, slots, new, new_slots, probe, step, 0, 1.0)
+    def call(first: int, buckets: int, held: int, new: int, take: int = 24, **options: int) -> Any:
+        numbers = {"slots": 4, "max_probe": 128, "step": 1, **options}
+        return resize(*[v[:take] for v in state[:6]], first, buckets, held, new, *numbers.values(), 0, 1.0)
 
     with pytest.raises(ConfigError, match="6 buckets cannot become 4; wanted a multiple or a divisor"):
         call(0, 6, 4, 4)
@@ -701,12 +699,12 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
     with pytest.raises(ConfigError, match="new number of buckets is 0"):
         call(0, 6, 4, 0)
     for option, message in (
-        ({"new_slots": 0}, "new number of slots per bucket is 0"),
-        ({"probe": 0}, "max_probe is 0"),
+        ({"slots": 0}, "new number of slots per bucket is 0"),
+        ({"max_probe": 0}, "max_probe is 0"),
         ({"step": -1}, "step is -1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            call(0, 6, 4, 6, **option)
+            call(0, 6, 4, 6, 24, **option)
     wrong = state.ids_E.clone()
     wrong[0] = int(torch.arange(100)[zch_buckets(torch.arange(100), 12) > 0][0])
     message = r"row 0 \(bucket 0\) holds id \d+, which belongs to bucket [1-9]\d* of 12"

@@ -1,4 +1,4 @@
-"""Plain DTensors are loaded in place where they are cut over the same ranks in the same order, and gathered elsewhere."""
+"""Plain DTensors are loaded in place where they are cut over the same ranks in their order; else gathered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def shard_of(ranks: list[int], local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
 
-def test_rows_that_this_rank_has_are_taken_from_the_dtensor_without_a_message(group: ProcessGroupComms) -> None:
+def test_rows_that_this_rank_has_are_taken_from_the_dtensor_without_a_message(
+    group: ProcessGroupComms,
+) -> None:
     target = cut_rows(group)
     load(target, shard_of([0, 1], WHOLE[:2].clone()))
     assert torch.equal(target.pieces[0].memory, WHOLE[:2])

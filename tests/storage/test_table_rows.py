@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.comms.group import Group
 from tilerec.modules.cached_tables import cache_tables
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam
@@ -133,7 +133,7 @@ def test_a_shallow_copy_of_cached_rows_has_a_cache_of_its_own() -> None:
         (True, "cpu", {}, False),
         (True, "cuda:1", {"cache": "a cache"}, False),
         (True, "cuda:1", {"device": "cuda:0"}, False),
-        (True, "cuda:1", {"dtype": torch.float64}, False),  # the kernels have no fp64: its reference serves it
+        (True, "cuda:1", {"dtype": torch.float64}, False),  # fp64 is for the reference
     ],
 )
 def test_orders_are_made_only_for_kernels_that_read_them(
