@@ -217,3 +217,12 @@ def test_only_the_optimizer_can_be_saved_and_set() -> None:
     state = get_optimizer_state_dict(model, PositionalOptimizer(fused(model)))
     set_optimizer_state_dict(twin, PositionalOptimizer(fused(twin)), optim_state_dict=state)
     same(fused(twin).state_dict(), fused(model).state_dict())
+
+
+def test_groups_have_no_setting_of_ours_where_no_state_is_beside_the_parameters() -> None:
+    """What an optimizer without a warm-up saves, torch's own optimizer over the same parameters loads."""
+    model = Model()
+    inside = keyed(model)
+    (group,) = PositionalOptimizer(inside).state_dict()["param_groups"]
+    plain = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()["param_groups"][0]
+    assert set(group) == set(plain)

@@ -269,6 +269,23 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
     run_virtual_ranks(WORLD, run)
 
 
+def test_an_empty_state_for_a_table_that_has_one_is_refused_and_changes_nothing() -> None:
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        optimizer = KeyedOptimizerWrapper(dict(own.named_parameters()), lambda p: torch.optim.Adam(p))
+        (name,) = dict(own.named_parameters())
+        optimizer.init_state()
+        saved = optimizer.state_dict()
+        saved["state"] = {name: {}}
+        with pytest.raises(ConfigError, match=rf"{name}.*exp_avg"):
+            optimizer.load_state_dict(saved)
+        assert "exp_avg" in optimizer.state_dict()["state"][name]
+
+    run_virtual_ranks(1, run)
+
+
 def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
     own = copy.deepcopy(BASE)
     attached, frozen, sparse, plain = own.parameters()
