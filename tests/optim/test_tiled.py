@@ -269,6 +269,40 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
     run_virtual_ranks(WORLD, run)
 
 
+def test_a_column_of_numbers_per_row_is_adopted_as_one() -> None:
+    whole = torch.arange(42.0).view(7, 6)
+
+    def run(group: Group) -> None:
+        one, plan = table(sharded(group), "rows"), list[Any]()
+        parts = adopted_parts(one, {"own": whole[:, :1]}, "state", plan)
+        for write in plan:
+            write()
+        for tile, part in zip(one.tiles, parts, strict=False):
+            assert torch.equal(part["own"], whole[tile.r0 : tile.r1, :1])
+
+    run_virtual_ranks(WORLD, run)
+
+
+class OneLeaf:
+    """A table that lies whole in one leaf."""
+
+    def __init__(self, device: str) -> None:
+        self.leaf = torch.nn.Parameter(torch.zeros(ROWS, DIM, device=device))
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        return [self.leaf]
+
+    def shape_of(self, parts: list[Tensor], what: str) -> tuple[int, ...]:
+        return tuple(parts[0].shape)
+
+
+def test_adopted_state_lies_where_the_leaf_does_and_a_step_count_where_it_was() -> None:
+    """torch keeps step counts on the CPU, so that a step needs no readback."""
+    loaded = {"step": torch.tensor(3.0), "exp_avg": torch.ones(ROWS, DIM)}
+    (part,) = adopted_parts(cast(Any, OneLeaf("meta")), loaded, "state", [])
+    assert {name: own.device.type for name, own in part.items()} == {"step": "cpu", "exp_avg": "meta"}
+
+
 def test_an_empty_state_for_a_table_that_has_one_is_refused_and_changes_nothing() -> None:
     def run(group: Group) -> None:
         own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])

@@ -32,6 +32,7 @@ from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding.buckets_view import BucketsView
+from tilerec.sharding.header import room_of
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.logical import Cover
 from tilerec.sharding.managed_collision import (
@@ -781,3 +782,16 @@ def test_a_view_says_where_each_bucket_lies() -> None:
     for rows, counts in run_virtual_ranks(2, fn):
         assert rows.tolist() == [0, 1, 2, 3, 4, 5]
         assert counts.shape == (3, 3)
+
+
+def test_headers_of_a_channel_with_ids_are_whole_int64_numbers() -> None:
+    """Headers of ids are int64, those of other collections int32 words, of which there may be an odd number."""
+
+    def fn(group: Group) -> tuple[list[int], list[int]]:
+        module = build("lru and lfu, shared rows")
+        shard(module, {"_embedding_module": {name: row_wise() for name in ROWS}}, group)
+        room = room_of(module.managed_collision_collection.exchange.group)
+        room.enter(room.number(), [2**10 + 1] * 2, [2**10 + 3] * 2)
+        return room.sizes([0] * 2, [0] * 2)
+
+    assert run_virtual_ranks(2, fn) == [([2**10 + 2] * 2, [2**10 + 4] * 2)] * 2

@@ -187,6 +187,7 @@ def test_torch_would_cut_alike_wherever_a_shard_is_claimed(rows: int, size: int)
     cuts = ceil_chunks(rows, size)
     tiles = [Tile(r0, r1, 0, 4, (rank,)) for rank, (r0, r1) in enumerate(pairwise(cuts))]
     assert Cover.of_cells((rows, 4), tiles).shard_dim(size) == 0
+    assert Cover.of_rows(rows, tiles).shard_dim(size) == 0
     parts = torch.arange(rows).chunk(size)
     assert [(int(p[0]), int(p[-1]) + 1) for p in parts] == [(t.r0, t.r1) for t in tiles]
     columns = [Tile(0, 4, t.r0, t.r1, t.owners) for t in tiles]
