@@ -142,6 +142,15 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
     assert spare == [32, 64, 64]
 
 
+def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list[int]) -> None:
+    module, kjt = one_table(32)
+    _spare_only(module)
+    for _ in range(3):
+        step(module, kjt)
+    (cache,) = (rows.cache for _, rows in rows_below(module))
+    assert cache._made.sets.spare == 32
+
+
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "UNASKED", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))

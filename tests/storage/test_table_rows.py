@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -145,3 +146,17 @@ def test_orders_are_made_only_for_kernels_that_read_them(
     monkeypatch.setattr(table_rows, "TRITON", served)
     several = [table(), table(**change)]
     assert table_rows._sorted_there(several, torch.device(device)) is sorts
+
+
+@pytest.mark.parametrize(("tables", "others"), [(1, ""), (2, r" \(and 1 more\)"), (3, r" \(and 2 more\)")])
+def test_a_captured_update_by_numbers_of_the_host_is_refused(
+    tables: int, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays would repeat the learning rate and the count; the first of its tables is named."""
+    ebc: Any = EmbeddingBagCollection([EmbeddingBagConfig(4, 3, name) for name in "abc"[:tables]])
+    apply_optimizer_in_backward(Adam(lr=0.1), ebc.parameters())
+    rows = [table.rows for table in ebc.embedding_bags.values()]
+    monkeypatch.setattr(table_rows, "capturing", lambda: True)
+    with pytest.raises(ConfigError, match=rf"^Table 'a'{others}: its update by Adam is captured.*capturable"):
+        table_rows.counting(rows, rows[0].rule(), torch.device("cpu"))
+    assert [own.updates for own in rows] == [0] * tables
