@@ -272,6 +272,15 @@ def test_only_expired_ids_give_way_under_ttl_and_hits_renew_them() -> None:
     assert result.evicted_ids_M.tolist() == [2]
 
 
+def test_without_a_time_to_live_an_id_may_go_at_once() -> None:
+    table, state = HashRange(1, 1), empty_state(1, 1, expires=True)
+    zch_assign_(torch.tensor([1]), state, table, step=1, now=7, policy=Policy.TTL)
+    assert state.expires_E is not None
+    assert state.expires_E.tolist() == [7]
+    later = zch_assign_(torch.tensor([2]), state, table, step=2, now=7, policy=Policy.TTL)
+    assert later.evicted_ids_M.tolist() == [1]
+
+
 def test_an_id_is_admitted_when_it_was_seen_often_enough() -> None:
     table, state = HashRange(2, 8), empty_state(2, 8, counters=64)
     result = zch_assign_(torch.tensor([5, 6, 5, 5, 5, 6]), state, table, step=1, threshold=3)
@@ -617,6 +626,7 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Tensor], message
         (ONE, {"ttl": -1}, "ttl is -1"),
         (ONE, {"evict": -1}, "evict is -1"),
         (ONE, {"threshold": 0}, "threshold is 0"),
+        (ONE, {"threshold": 2**31}, "threshold is 2147483648"),
         (ONE, {"threshold": 2}, "threshold 2 needs counters"),
         (ONE, {"policy": 4}, "policy 4 is none of"),
         (ONE, {"policy": Policy.TTL}, "TTL needs `expires`"),

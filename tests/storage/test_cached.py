@@ -355,6 +355,18 @@ def test_a_batch_prefetched_in_inference_mode_is_trained_on() -> None:
     _goes_on_alike(plain, other, rng)
 
 
+def test_counts_of_requests_stop_at_the_largest_number_there_is() -> None:
+    """Round to the least, the row that is used most would be the first to go."""
+    module = cache_tables(ebc(SGD(0.1)), 0.2, CacheAlgorithm.LFU)
+    kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([5]), torch.tensor([1, 0, 0]))
+    step(module, kjt)
+    counts = module.embedding_bags["a"].rows.cache._made.sets.count_E
+    counts[5] = 2**31 - 2
+    for _ in range(3):
+        step(module, kjt)
+    assert int(counts[5]) == 2**31 - 1
+
+
 def test_a_prefetched_batch_is_asked_for_once() -> None:
     module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(7)
     kjt = batch(rng)
