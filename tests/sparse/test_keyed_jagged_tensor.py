@@ -353,6 +353,22 @@ def test_equality_sees_every_part() -> None:
     assert not kjt_is_equal(empty, KeyedJaggedTensor([], torch.arange(0), lengths=empty.lengths(), stride=4))
 
 
+def test_equality_sees_inverse_indices() -> None:
+    keys, indices = _inverse()
+    base = _variable(inverse_indices=(keys, indices))
+    assert kjt_is_equal(base, _variable(inverse_indices=(list(keys), indices.clone())))
+    assert not kjt_is_equal(base, _variable())
+    assert not kjt_is_equal(_variable(), base)
+    assert not kjt_is_equal(base, _variable(inverse_indices=(keys[::-1], indices)))
+    assert not kjt_is_equal(base, _variable(inverse_indices=(keys, torch.zeros_like(indices))))
+
+
+def test_a_batch_without_keys_has_no_weights_unless_asked_for() -> None:
+    assert KeyedJaggedTensor.empty().weights_or_none() is None
+    assert JaggedTensor.empty().weights_or_none() is None
+    assert KeyedJaggedTensor.empty().lengths().dtype == torch.int32
+
+
 def test_a_batch_without_keys_keeps_its_size() -> None:
     empty = KeyedJaggedTensor.empty(True, None, torch.int64, torch.float16, torch.int64)
     assert (empty.values().dtype, empty.weights().dtype, empty.lengths().dtype) == (
