@@ -109,10 +109,10 @@ class OneTestElsewhere:
 
     def __init__(self, broken: bool) -> None:
         self.broken, self.mutated = broken, False
-        self.ran: list[tuple[str, bool]] = []  # test file, and whether the package was mutated
+        self.ran: list[tuple[tuple[str, ...], bool]] = []  # test files, and whether the package was mutated
 
-    def run(self, files: list[str], limit: float) -> tuple[str, dict[str, float]]:
-        self.ran += [(file, self.mutated) for file in files]
+    def run(self, files: list[str], limit: float, per_test: int = 0) -> tuple[str, dict[str, float]]:
+        self.ran.append((tuple(files), self.mutated))
         fails = "tests/other.py" in files and (self.mutated or self.broken)
         return "a test failed" if fails else "passed", dict.fromkeys(files, 0.1)
 
@@ -126,27 +126,35 @@ class OneTestElsewhere:
         return "FAILED tests/other.py::test"
 
 
+OWN, FAR, OTHER = "tests/own.py", "tests/far.py", "tests/other.py"
+
+
 @pytest.fixture
-def one_test_elsewhere(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutate, "test_files", lambda room: ["tests/own.py"])
-    monkeypatch.setattr(mutate, "other_test_files", lambda room: ["tests/other.py", "tests/far.py"])
-    monkeypatch.setattr(mutate, "nearest", lambda path, files: [f for f in files if f == "tests/other.py"])
+def two_files_elsewhere(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "test_files", lambda room: [OWN])
+    monkeypatch.setattr(mutate, "other_test_files", lambda room: [FAR, OTHER])
+    monkeypatch.setattr(mutate, "nearest", lambda path, files: [f for f in files if f != OWN])
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what a run sets is taken back
     monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
 
 
-@pytest.mark.usefixtures("one_test_elsewhere")
-def test_tests_of_other_rooms_run_last_and_once_on_the_unchanged_package(mutate: Any) -> None:
+@pytest.mark.usefixtures("two_files_elsewhere")
+def test_what_notices_a_mutant_elsewhere_is_run_once_on_the_unchanged_package(mutate: Any) -> None:
     copy, mutants = OneTestElsewhere(broken=False), mutate.mutants_of("f.py", b"x = 8")
     score = mutate.run_room("sparse", mutants, copy, set())
     assert (score.noticed, score.survivors) == (2, ())
-    own, other = "tests/own.py", "tests/other.py"
-    assert copy.ran == [(own, False), (own, True), (other, True), (other, False), (own, True), (other, True)]
+    first = [((OWN,), True), ((FAR, OTHER), True), ((OTHER,), False)]
+    assert copy.ran == [((OWN,), False), *first, ((OWN,), True), ((FAR, OTHER), True)]
 
 
-@pytest.mark.usefixtures("one_test_elsewhere")
-def test_a_test_of_another_room_that_fails_anyway_notices_nothing(mutate: Any) -> None:
+@pytest.mark.usefixtures("two_files_elsewhere")
+def test_a_test_that_fails_on_the_unchanged_package_notices_nothing(
+    mutate: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy, mutants = OneTestElsewhere(broken=True), mutate.mutants_of("f.py", b"x = 8")
-    message = r"sparse: tests of the unchanged package: a test failed \(FAILED tests/other\.py::test\)"
-    with pytest.raises(SystemExit, match=message):
-        mutate.run_room("sparse", mutants, copy, set())
+    score = mutate.run_room("sparse", mutants, copy, set())
+    assert (score.noticed, score.survivors) == (0, tuple(mutants))
+    again = [((OWN,), True), ((FAR,), True)]
+    first = [((OWN,), True), ((FAR, OTHER), True), ((OTHER,), False), ((FAR,), True)]
+    assert copy.ran == [((OWN,), False), *first, *again]
+    assert capsys.readouterr().out.count("unchanged package: tests/other.py\n") == 1
