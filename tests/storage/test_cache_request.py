@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,3 +380,20 @@ def test_ids_that_begin_where_others_do_are_others() -> None:
     other.prefetch(every[0])
     assert torch.equal(step(plain, every[1]), step(other, every[1]))
     assert_same(plain, other)
+
+
+def test_tables_that_count_requests_are_asked_together_up_to_a_billion_rows() -> None:
+    """Keys of an LFU table take 31 bits beside the row's, and the keys of a request have 2^61 at most."""
+
+    def ask(rows: int, counts: bool) -> Any:
+        sets = SimpleNamespace(line_of_E=torch.empty(rows, device="meta"), count_E=torch.zeros(int(counts)))
+        return SimpleNamespace(made=SimpleNamespace(sets=sets))
+
+    def sizes(*asks: Any) -> list[int]:
+        return [len(chunk) for chunk in cache_request.in_chunks(asks)]
+
+    half = 1 << 29
+    assert sizes() == []
+    assert sizes(ask(half, True), ask(half, True)) == [2]
+    assert sizes(ask(half, True), ask(half, True), ask(1, True), ask(1, True)) == [2, 2]
+    assert sizes(*[ask(1 << 40, False)] * 9) == [9]

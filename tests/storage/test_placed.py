@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tilerec.storage import cached
+from tilerec.storage.cached import RowCache
 from tilerec.storage.placed import _line_up, place
 
 
@@ -38,3 +40,22 @@ def test_bags_that_no_feature_reads_are_left_out_though_they_have_no_ids() -> No
     assert placed.offsets is not None
     assert placed.offsets.tolist() == [0, 1, 2]
     assert placed.ids.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_ids_of_tables_without_a_cache_stay_what_they_are(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those of a cached table, in one batch: line numbers, and row numbers."""
+    monkeypatch.setattr(cached, "_served", lambda device: together)
+    tables = [torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)]
+    holders: list[Any] = [
+        SimpleNamespace(cache=cache, host=lambda own=own: [own])
+        for cache, own in zip((RowCache("t", None), None), tables, strict=True)
+    ]
+    ids = torch.tensor([3, 1, 2, 3])
+    placed = place(holders, [0, 1], ids, torch.tensor([0, 2, 4]), None, [0, 1], [1, 1], lambda *_: None)
+    lines, rows = placed.ids.long().split(2)
+    assert rows.tolist() == [2, 3]
+    assert torch.equal(placed.weights[0][lines], tables[0][ids[:2]])
+    assert torch.equal(placed.weights[1][rows], tables[1][ids[2:]])

@@ -160,3 +160,17 @@ def test_a_captured_update_by_numbers_of_the_host_is_refused(
     with pytest.raises(ConfigError, match=rf"^Table 'a'{others}: its update by Adam is captured.*capturable"):
         table_rows.counting(rows, rows[0].rule(), torch.device("cpu"))
     assert [own.updates for own in rows] == [0] * tables
+
+
+@pytest.mark.parametrize("first", ["shared", "attached"])
+def test_optimizer_state_of_tables_in_shared_memory_is_shared(first: str) -> None:
+    """Processes that train on one table see one state."""
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(4, 3, "t")])
+    if first == "shared":
+        ebc.share_memory()
+    apply_optimizer_in_backward(Adam(lr=0.1), ebc.parameters())
+    slots: list[torch.Tensor] = ebc.embedding_bags["t"].rows.slots
+    if first == "attached":
+        assert not any(slot.is_shared() for slot in slots)
+        ebc.share_memory()
+    assert all(slot.is_shared() for slot in ebc.embedding_bags["t"].rows.slots)
