@@ -51,9 +51,8 @@ EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MOST_MEMORY = 8 << 30
 """Bytes that a mutant's process may occupy before it is ended."""
 
-SECONDS_PER_TEST, SECONDS_ELSEWHERE = 30, 120
-"""Time limits of one test of the room, of which the slowest takes 5 s, and of one of another room, which may start
-processes."""
+SECONDS_PER_TEST = 120
+"""Time limit of one test. The slowest takes 5 s, or several times as long on a busy machine if it starts processes."""
 
 
 @dataclass(frozen=True)
@@ -345,22 +344,20 @@ class Copy:
 
         assert "tilerec" not in sys.modules
 
-    def run(
-        self, files: Sequence[str], limit: float, per_test: int = SECONDS_PER_TEST
-    ) -> tuple[str, dict[str, float]]:
+    def run(self, files: Sequence[str], limit: float) -> tuple[str, dict[str, float]]:
         """Run test files up to the first failure: why they ended ("passed", ...), and seconds per file."""
         log, report = self.folder / "log.txt", self.folder / "durations.json"
         report.unlink(missing_ok=True)
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            self._child(files, log, report, per_test)
+            self._child(files, log, report)
         ended = _wait(pid, limit)
         _kill_group(pid)
         seconds = json.loads(report.read_text()) if report.exists() else {}
         return ended, seconds
 
-    def _child(self, files: Sequence[str], log: Path, report: Path, per_test: int) -> None:
+    def _child(self, files: Sequence[str], log: Path, report: Path) -> None:
         code = 70
         try:
             os.setsid()
@@ -378,7 +375,7 @@ class Copy:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                f"--timeout={per_test}",
+                f"--timeout={SECONDS_PER_TEST}",
             ]
             code = int(pytest.main([*options, *files], plugins=[durations]))
             report.write_text(json.dumps(durations.seconds))
@@ -504,13 +501,13 @@ class Elsewhere:
         """Run files on the mutated package: why they ended, and the line that names what failed."""
         copy = self.copy
         while files := [file for file in files if file not in self.unsound]:
-            ended, _ = copy.run(files, limit=60 + 360.0 * len(files), per_test=SECONDS_ELSEWHERE)
+            ended, _ = copy.run(files, limit=60 + 360.0 * len(files))
             line = copy.last_line() if ended == "a test failed" else ""
             failed = _named(line, files)
             if ended == "passed" or failed <= self.sound:
                 return ended, line
             copy.restore(mutant)
-            if copy.run(sorted(failed), limit=1800, per_test=SECONDS_ELSEWHERE)[0] == "passed":
+            if copy.run(sorted(failed), limit=1800)[0] == "passed":
                 self.sound |= failed
                 return ended, line
             anyway = _named(copy.last_line(), failed)

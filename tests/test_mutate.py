@@ -111,7 +111,7 @@ class OneTestElsewhere:
         self.broken, self.mutated = broken, False
         self.ran: list[tuple[tuple[str, ...], bool]] = []  # test files, and whether the package was mutated
 
-    def run(self, files: list[str], limit: float, per_test: int = 0) -> tuple[str, dict[str, float]]:
+    def run(self, files: list[str], limit: float) -> tuple[str, dict[str, float]]:
         self.ran.append((tuple(files), self.mutated))
         fails = "tests/other.py" in files and (self.mutated or self.broken)
         return "a test failed" if fails else "passed", dict.fromkeys(files, 0.1)

@@ -200,6 +200,19 @@ def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
     assert params["one"].grad is None
 
 
+def test_state_that_is_no_dict_is_kept_as_it_was_set() -> None:
+    class Bare(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p] = ("seen", p.numel())
+
+    params = parameters()
+    own = KeyedOptimizerWrapper(params, lambda p: Bare(p, lr=0.1))
+    own.init_state()
+    assert {own.state[p] for p in params.values()} == {("seen", p.numel()) for p in params.values()}
+
+
 def test_an_optimizer_of_ones_own_steps_by_its_own_step() -> None:
     class Own(KeyedOptimizer):
         def step(self, closure: Any = None) -> Any:

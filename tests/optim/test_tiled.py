@@ -320,6 +320,45 @@ def test_an_empty_state_for_a_table_that_has_one_is_refused_and_changes_nothing(
     run_virtual_ranks(1, run)
 
 
+def test_state_with_a_last_dimension_of_one_is_loaded() -> None:
+    """Numbers per row come as a column from other libraries."""
+
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        named = dict(own.named_parameters())
+        optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
+        optimizer.init_state()
+        (name,) = named
+        state = dict(optimizer.state_dict()["state"][name])
+        cells = torch.arange(42.0).view(ROWS, DIM)
+        optimizer.load_state_dict({"state": {name: {**state, "exp_avg": cells[..., None]}}})
+        assert torch.equal(optimizer.state_dict()["state"][name]["exp_avg"], cells)
+
+    run_virtual_ranks(1, run)
+
+
+def test_state_of_a_table_that_is_frozen_now_is_kept_for_later() -> None:
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        own.requires_grad_(False)
+        named = dict(own.named_parameters())
+        optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
+        (name,) = named
+        for wrong in ("a word", torch.ones(2)):
+            with pytest.raises(ConfigError, match=f"{name}.*wanted a dict"):
+                optimizer.load_state_dict({"state": {name: wrong}})
+        optimizer.load_state_dict({"state": {name: {}}})
+        assert optimizer.state_dict()["state"].get(name, {}) == {}
+        optimizer.load_state_dict({"state": {name: {"exp_avg": torch.full((ROWS, DIM), 2.0)}}})
+        assert optimizer.state_dict()["state"][name]["exp_avg"].eq(2.0).all()
+
+    run_virtual_ranks(1, run)
+
+
 def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
     own = copy.deepcopy(BASE)
     attached, frozen, sparse, plain = own.parameters()

@@ -51,7 +51,7 @@ from tilerec.spec.optimizer import (
 )
 from tilerec.storage import cached
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.table_rows import NonFiniteGradientError
+from tilerec.storage.table_rows import NonFiniteGradientError, TableRows
 
 RULES: list[OptimizerSpec] = [
     SGD(0.1), SGD(0.1, momentum=0.9), Adagrad(0.1), RowWiseAdagrad(0.1, max_norm=1.0), Adam(0.1),
@@ -194,6 +194,17 @@ def test_pooled_weighted_and_sequence_modules(make: Callable[..., Any], weighted
         if more:
             assert torch.equal(grads[0], grads[1])
     assert_same(plain, other)
+
+
+def test_gradients_are_divided_alike_with_a_cache_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of ranks that they are summed over."""
+    monkeypatch.setattr(TableRows, "divisor", property(lambda self: 4.0))
+    for spec in (SGD(0.1), RowWiseAdagrad(0.1)):
+        plain, other, rng = ebc(spec), cache_tables(ebc(spec), 0.15), random.Random(44)
+        for _ in range(3):
+            kjt = batch(rng)
+            assert torch.equal(step(plain, kjt), step(other, kjt))
+        assert_same(plain, other)
 
 
 def test_lines_for_batches_in_flight_only() -> None:
