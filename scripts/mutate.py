@@ -51,7 +51,7 @@ EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MOST_MEMORY = 8 << 30
 """Bytes that a mutant's process may occupy before it is ended."""
 
-SECONDS_PER_TEST = 120
+SECONDS_PER_TEST = 60
 """Time limit of one test. The slowest takes 5 s, or several times as long on a busy machine if it starts processes."""
 
 

@@ -160,6 +160,8 @@ def test_concat_undoes_split(kjt: KeyedJaggedTensor, data: st.DataObject) -> Non
         fetched = part.offset_per_key()
         assert part.unsync().offset_per_key() == fetched
     joined = KeyedJaggedTensor.concat(parts)
+    known = KeyedJaggedTensor.concat([part.sync() for part in parts]) if parts else joined
+    assert known.offset_per_key() == kjt.offset_per_key()
     if kjt.keys():
         assert kjt_is_equal(joined, kjt)
     assert _features(joined) == features
