@@ -160,8 +160,9 @@ def test_concat_undoes_split(kjt: KeyedJaggedTensor, data: st.DataObject) -> Non
         fetched = part.offset_per_key()
         assert part.unsync().offset_per_key() == fetched
     joined = KeyedJaggedTensor.concat(parts)
-    known = KeyedJaggedTensor.concat([part.sync() for part in parts]) if parts else joined
-    assert known.offset_per_key() == kjt.offset_per_key()
+    synced, unsynced = [part.sync() for part in parts], [part.unsync() for part in kjt.split(segments)]
+    for known in (synced, unsynced, [*synced[:1], *unsynced[1:]]):
+        assert KeyedJaggedTensor.concat(known).offset_per_key() == kjt.offset_per_key()
     if kjt.keys():
         assert kjt_is_equal(joined, kjt)
     assert _features(joined) == features
