@@ -320,21 +320,27 @@ def test_an_empty_state_for_a_table_that_has_one_is_refused_and_changes_nothing(
     run_virtual_ranks(1, run)
 
 
-def test_state_with_a_last_dimension_of_one_is_loaded() -> None:
-    """Numbers per row come as a column from other libraries."""
+@pytest.mark.parametrize("dim", [1, DIM])
+def test_state_with_a_last_dimension_of_one_and_numbers_are_loaded(dim: int) -> None:
+    """Numbers per row come as a column from other libraries, and step counts as plain numbers."""
 
     def run(group: Group) -> None:
-        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
-        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, dim, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, dim, [(0, ROWS, 0, dim, 0)])}
         shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
         named = dict(own.named_parameters())
         optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
         optimizer.init_state()
         (name,) = named
-        state = dict(optimizer.state_dict()["state"][name])
-        cells = torch.arange(42.0).view(ROWS, DIM)
-        optimizer.load_state_dict({"state": {name: {**state, "exp_avg": cells[..., None]}}})
-        assert torch.equal(optimizer.state_dict()["state"][name]["exp_avg"], cells)
+        cells = torch.arange(7.0 * dim).view(ROWS, dim)
+        state = {"step": 3, "exp_avg": cells[..., None], "exp_avg_sq": cells}
+        optimizer.load_state_dict({"state": {name: state}})
+        loaded = optimizer.state_dict()["state"][name]
+        assert float(loaded["step"]) == 3.0
+        assert torch.equal(loaded["exp_avg"], cells)
+        assert torch.equal(loaded["exp_avg_sq"], cells)
+        with pytest.raises(ConfigError, match=rf"exp_avg': got 2.0, wanted a tensor of shape \(7, {dim}\)"):
+            optimizer.load_state_dict({"state": {name: {**state, "exp_avg": 2.0}}})
 
     run_virtual_ranks(1, run)
 
