@@ -32,6 +32,7 @@ from tilerec.ops.hash import (
     zch_find,
     zch_resize,
 )
+from tilerec.ops.hash_checks import checked
 
 OPS = torch.ops.tilerec
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32), -2, -1, 0, 1, 2**31, 2**63 - 1]
@@ -648,6 +649,14 @@ def test_clocks_and_times_to_live_reach_to_2_to_the_61() -> None:
     for name in ("step", "now", "ttl"):
         with pytest.raises(ConfigError, match=rf"{name} is {2**61 + 1}, wanted"):
             _assign(empty_state(1, 2), **{name: 2**61 + 1})
+
+
+@BOTH
+def test_finding_probes_one_slot_at_least(which: str) -> None:
+    state = empty_state(1, 2)
+    find = _both("zch_find")[which] if which == "op" else checked("zch_find", REFERENCE["zch_find"])
+    with pytest.raises(ConfigError, match="max_probe is 0"):
+        find(torch.tensor([1]), state.ids_E, state.used_E, 0, 1, 2, 0)
 
 
 @pytest.mark.parametrize(
