@@ -267,6 +267,7 @@ def test_an_interrupt_anywhere_in_a_request_loses_no_row() -> None:
                 mode.left = 10**9
         except KeyboardInterrupt:
             assert_same(plain, other)
+            copy.deepcopy(other)
             assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
             stopped.add(calls)
         else:

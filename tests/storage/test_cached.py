@@ -892,6 +892,18 @@ def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> No
     _goes_on_alike(plain, other, random.Random(32))
 
 
+def test_lines_that_an_evaluation_adds_for_ids_that_an_array_changed_are_trained_on() -> None:
+    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    array = torch.arange(40).remainder(3).numpy()
+    kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.from_numpy(array), torch.tensor([40, 0, 0]))
+    other.prefetch(kjt)
+    array[:] = range(40)  # more rows than there are lines
+    with torch.inference_mode():
+        assert torch.equal(output(plain, kjt), output(other, kjt))
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    _goes_on_alike(plain, other, random.Random(45))
+
+
 class _RaisesAfter(TorchDispatchMode):
     """Ctrl-C after so many of torch's calls."""
 
@@ -933,6 +945,7 @@ def test_an_interrupt_anywhere_in_a_prefetch_loses_no_row() -> None:
                 flush_caches(other)
         except KeyboardInterrupt:
             assert_same(plain, other)
+            copy.deepcopy(other)
             assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
         else:
             break
