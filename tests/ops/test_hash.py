@@ -272,6 +272,15 @@ def test_only_expired_ids_give_way_under_ttl_and_hits_renew_them() -> None:
     assert result.evicted_ids_M.tolist() == [2]
 
 
+def test_without_a_time_to_live_an_id_may_go_at_once() -> None:
+    table, state = HashRange(1, 1), empty_state(1, 1, expires=True)
+    zch_assign_(torch.tensor([1]), state, table, step=1, now=7, policy=Policy.TTL)
+    assert state.expires_E is not None
+    assert state.expires_E.tolist() == [7]
+    later = zch_assign_(torch.tensor([2]), state, table, step=2, now=7, policy=Policy.TTL)
+    assert later.evicted_ids_M.tolist() == [1]
+
+
 def test_an_id_is_admitted_when_it_was_seen_often_enough() -> None:
     table, state = HashRange(2, 8), empty_state(2, 8, counters=64)
     result = zch_assign_(torch.tensor([5, 6, 5, 5, 5, 6]), state, table, step=1, threshold=3)
@@ -617,6 +626,7 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Tensor], message
         (ONE, {"ttl": -1}, "ttl is -1"),
         (ONE, {"evict": -1}, "evict is -1"),
         (ONE, {"threshold": 0}, "threshold is 0"),
+        (ONE, {"threshold": 2**31}, "threshold is 2147483648"),
         (ONE, {"threshold": 2}, "threshold 2 needs counters"),
         (ONE, {"policy": 4}, "policy 4 is none of"),
         (ONE, {"policy": Policy.TTL}, "TTL needs `expires`"),
@@ -627,6 +637,25 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Tensor], message
 def test_numbers_out_of_range_are_refused(table: HashRange, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _assign(empty_state(1, 2), table, **options)
+
+
+def test_clocks_and_times_to_live_reach_to_2_to_the_61() -> None:
+    """Both at once: an expiry is their sum, which int64 holds."""
+    state = empty_state(1, 2, expires=True)
+    _assign(state, policy=Policy.TTL, step=2**61, now=2**61, ttl=2**61)
+    assert state.expires_E is not None
+    assert state.expires_E.max() == 2**62
+    for name in ("step", "now", "ttl"):
+        with pytest.raises(ConfigError, match=rf"{name} is {2**61 + 1}, wanted"):
+            _assign(empty_state(1, 2), **{name: 2**61 + 1})
+
+
+@BOTH
+def test_finding_probes_one_slot_at_least(which: str) -> None:
+    state = empty_state(1, 2)
+    find = _both("zch_find")[which]
+    with pytest.raises(ConfigError, match="max_probe is 0"):
+        find(torch.tensor([1]), state.ids_E, state.used_E, 0, 1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -677,8 +706,9 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
     resize = _both("zch_resize")[which]
     state = _filled(HashRange(6, 4), 6, 40)
 
-    def call(first: int, buckets: int, slots: int, new: int, take: int = 24) -> Any:
-        return resize(*[v[:take] for v in state[:6]], first, buckets, slots, new, 4, 128, 1, 0, 1.0)
+    def call(first: int, buckets: int, held: int, new: int, take: int = 24, **options: int) -> Any:
+        numbers = {"slots": 4, "max_probe": 128, "step": 1, **options}
+        return resize(*[v[:take] for v in state[:6]], first, buckets, held, new, *numbers.values(), 0, 1.0)
 
     with pytest.raises(ConfigError, match="6 buckets cannot become 4; wanted a multiple or a divisor"):
         call(0, 6, 4, 4)
@@ -686,6 +716,13 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
         call(0, 6, 4, 3, 12)
     with pytest.raises(ConfigError, match="new number of buckets is 0"):
         call(0, 6, 4, 0)
+    for option, message in (
+        ({"slots": 0}, "new number of slots per bucket is 0"),
+        ({"max_probe": 0}, "max_probe is 0"),
+        ({"step": -1}, "step is -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call(0, 6, 4, 6, 24, **option)
     wrong = state.ids_E.clone()
     wrong[0] = int(torch.arange(100)[zch_buckets(torch.arange(100), 12) > 0][0])
     message = r"row 0 \(bucket 0\) holds id \d+, which belongs to bucket [1-9]\d* of 12"

@@ -193,6 +193,15 @@ def test_row_sums_equal_a_loop_over_occurrences(lengths, mean, weighted, dim) ->
         torch.testing.assert_close(grads.double(), want[rows], rtol=1e-5, atol=1e-6)
 
 
+def test_a_gradient_inside_of_a_larger_storage_is_read_where_it_begins() -> None:
+    storage = torch.arange(18.0).view(6, 3)
+    args = (torch.tensor([2, 0]), None, None, 4, 3, [0], [2], [0], [3], [0])
+    for sums in (sum_row_gradients_reference, torch.ops.tilerec.sum_row_gradients):
+        rows, grads = sums(storage[3:5], *args)
+        assert rows.tolist() == [0, 2]
+        assert torch.equal(grads, storage[[4, 3]])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rows_with_gradients_that_are_not_finite_are_left_alone_and_counted(bad: float) -> None:
     weights = [torch.ones(4, 3), torch.ones(5, 3)]

@@ -45,6 +45,13 @@ def test_norm_clipping_equals_torchs(norm_type: Any, max_gradient: float) -> Non
     torch.testing.assert_close(opt.last_total_grad_norm, total, rtol=0, atol=0)
 
 
+def test_the_norm_is_euclidean_unless_another_is_named() -> None:
+    params = _params()
+    opt = _clipping(params, clipping="norm", max_gradient=1e3)
+    opt.step()
+    assert float(opt.last_total_grad_norm) == pytest.approx(50.0**0.5)  # type: ignore[arg-type]
+
+
 def test_value_clipping_clamps_every_element() -> None:
     params = _params()
     opt = _clipping(params, clipping="value", max_gradient=1.5)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tilerec.errors import ConfigError
+from tilerec.optim import initial
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
@@ -198,6 +199,39 @@ def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
         same(params[key], want)
     assert params["w"].grad is not None
     assert params["one"].grad is None
+
+
+def test_empty_state_that_was_only_looked_at_is_made_as_if_it_were_not_there() -> None:
+    params = parameters()
+    own = KeyedOptimizerWrapper(params, FACTORIES["Adam"])
+    assert [own._optimizer.state[p] for p in params.values()] == [{}] * 3
+    own.init_state()
+    assert [float(own.state[p]["step"]) for p in params.values()] == [0.0] * 3
+
+
+def test_a_start_of_equal_elements_takes_no_memory_of_its_own() -> None:
+    """State of a table may be as large as the table: a copy of its zeros would be, too."""
+    zeros, counts = torch.zeros(5, 2), torch.arange(3)
+    starts = [initial._Start(value) for value in (zeros, counts)]
+    assert starts[0]._was == 0.0
+    zeros += 3.0
+    counts += 1
+    assert starts[0].again() is zeros
+    assert not zeros.any()
+    assert starts[1].again().tolist() == [0, 1, 2]
+
+
+def test_state_that_is_no_dict_is_kept_as_it_was_set() -> None:
+    class Bare(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p] = ("seen", p.numel())
+
+    params = parameters()
+    own = KeyedOptimizerWrapper(params, lambda p: Bare(p, lr=0.1))
+    own.init_state()
+    assert {own.state[p] for p in params.values()} == {("seen", p.numel()) for p in params.values()}
 
 
 def test_an_optimizer_of_ones_own_steps_by_its_own_step() -> None:

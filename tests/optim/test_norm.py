@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilerec.optim.norm import clip_grad_norm_, grads_of
+from tilerec.optim.norm import clip_grad_norm_, grads_of, total_norm
 
 
 def params() -> list[nn.Parameter]:
@@ -26,6 +26,22 @@ def test_it_equals_torchs(p: Any, max_norm: float) -> None:
     got = clip_grad_norm_(iter(ours), max_norm, p)
     want = torch.nn.utils.clip_grad_norm_([q for q in theirs if q.numel()], max_norm, float(p))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+def test_it_equals_torchs_where_gradients_are_tiny_and_no_norm_is_named() -> None:
+    """torch adds 1e-6 to the norm that it divides by, and takes the Euclidean one."""
+    ours, theirs = params(), params()
+    for one in (*ours, *theirs):
+        if one.grad is not None:
+            one.grad *= 1e-6
+    got = clip_grad_norm_(ours, 1e-6)
+    want = torch.nn.utils.clip_grad_norm_([q for q in theirs if q.numel()], 1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    grads = [q.grad for q in theirs if q.grad is not None and q.numel()]
+    want = torch.cat([g.reshape(-1) for g in grads]).norm()
+    torch.testing.assert_close(total_norm(theirs), want, rtol=1e-5, atol=0)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 

@@ -217,3 +217,25 @@ def test_only_the_optimizer_can_be_saved_and_set() -> None:
     state = get_optimizer_state_dict(model, PositionalOptimizer(fused(model)))
     set_optimizer_state_dict(twin, PositionalOptimizer(fused(twin)), optim_state_dict=state)
     same(fused(twin).state_dict(), fused(model).state_dict())
+
+
+def test_groups_have_no_setting_of_ours_where_no_state_is_beside_the_parameters() -> None:
+    """What an optimizer without a warm-up saves, torch's own optimizer over the same parameters loads."""
+    model = Model()
+    inside = keyed(model)
+    (group,) = PositionalOptimizer(inside).state_dict()["param_groups"]
+    plain = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()["param_groups"][0]
+    assert set(group) == set(plain)
+
+
+def test_numbers_that_another_program_added_are_loaded_and_tensors_are_not() -> None:
+    """A scheduler's numbers are no memory; a tensor that this optimizer has no place for would be of another device."""
+    model = Model()
+    optimizer = keyed(model)
+    face = PositionalOptimizer(optimizer)
+    saved = face.state_dict()
+    saved["param_groups"][0] |= {"initial_lr": 0.7, "lr": 0.2, "mark": torch.ones(1)}
+    face.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["initial_lr"]) == (0.2, 0.7)
+    assert "mark" not in group

@@ -269,6 +269,102 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
     run_virtual_ranks(WORLD, run)
 
 
+def test_a_column_of_numbers_per_row_is_adopted_as_one() -> None:
+    whole = torch.arange(42.0).view(7, 6)
+
+    def run(group: Group) -> None:
+        one, plan = table(sharded(group), "rows"), list[Any]()
+        parts = adopted_parts(one, {"own": whole[:, :1]}, "state", plan)
+        for write in plan:
+            write()
+        for tile, part in zip(one.tiles, parts, strict=False):
+            assert torch.equal(part["own"], whole[tile.r0 : tile.r1, :1])
+
+    run_virtual_ranks(WORLD, run)
+
+
+class OneLeaf:
+    """A table that lies whole in one leaf."""
+
+    def __init__(self, device: str) -> None:
+        self.leaf = torch.nn.Parameter(torch.zeros(ROWS, DIM, device=device))
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        return [self.leaf]
+
+    def shape_of(self, parts: list[Tensor], what: str) -> tuple[int, ...]:
+        return tuple(parts[0].shape)
+
+
+def test_adopted_state_lies_where_the_leaf_does_and_a_step_count_where_it_was() -> None:
+    """torch keeps step counts on the CPU, so that a step needs no readback."""
+    loaded = {"step": torch.tensor(3.0), "exp_avg": torch.ones(ROWS, DIM)}
+    (part,) = adopted_parts(cast(Any, OneLeaf("meta")), loaded, "state", [])
+    assert {name: own.device.type for name, own in part.items()} == {"step": "cpu", "exp_avg": "meta"}
+
+
+def test_an_empty_state_for_a_table_that_has_one_is_refused_and_changes_nothing() -> None:
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        optimizer = KeyedOptimizerWrapper(dict(own.named_parameters()), lambda p: torch.optim.Adam(p))
+        (name,) = dict(own.named_parameters())
+        optimizer.init_state()
+        saved = optimizer.state_dict()
+        saved["state"] = {name: {}}
+        with pytest.raises(ConfigError, match=rf"{name}.*exp_avg"):
+            optimizer.load_state_dict(saved)
+        assert "exp_avg" in optimizer.state_dict()["state"][name]
+
+    run_virtual_ranks(1, run)
+
+
+@pytest.mark.parametrize("dim", [1, DIM])
+def test_state_with_a_last_dimension_of_one_and_numbers_are_loaded(dim: int) -> None:
+    """Numbers per row come as a column from other libraries, and step counts as plain numbers."""
+
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, dim, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, dim, [(0, ROWS, 0, dim, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        named = dict(own.named_parameters())
+        optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
+        optimizer.init_state()
+        (name,) = named
+        cells = torch.arange(7.0 * dim).view(ROWS, dim)
+        state = {"step": 3, "exp_avg": cells[..., None], "exp_avg_sq": cells}
+        optimizer.load_state_dict({"state": {name: state}})
+        loaded = optimizer.state_dict()["state"][name]
+        assert float(loaded["step"]) == 3.0
+        assert torch.equal(loaded["exp_avg"], cells)
+        assert torch.equal(loaded["exp_avg_sq"], cells)
+        with pytest.raises(ConfigError, match=rf"exp_avg': got 2.0, wanted a tensor of shape \(7, {dim}\)"):
+            optimizer.load_state_dict({"state": {name: {**state, "exp_avg": 2.0}}})
+
+    run_virtual_ranks(1, run)
+
+
+def test_state_of_a_table_that_is_frozen_now_is_kept_for_later() -> None:
+    def run(group: Group) -> None:
+        own: Any = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        tilings = {"t": Tiling.of("t", ROWS, DIM, [(0, ROWS, 0, DIM, 0)])}
+        shard_collection(own, tilings, group, group.split("route"), Topology(1, "cpu"))
+        own.requires_grad_(False)
+        named = dict(own.named_parameters())
+        optimizer = KeyedOptimizerWrapper(named, lambda p: torch.optim.Adam(p))
+        (name,) = named
+        for wrong in ("a word", torch.ones(2)):
+            with pytest.raises(ConfigError, match=f"{name}.*wanted a dict"):
+                optimizer.load_state_dict({"state": {name: wrong}})
+        optimizer.load_state_dict({"state": {name: {}}})
+        assert optimizer.state_dict()["state"].get(name, {}) == {}
+        optimizer.load_state_dict({"state": {name: {"exp_avg": torch.full((ROWS, DIM), 2.0)}}})
+        assert optimizer.state_dict()["state"][name]["exp_avg"].eq(2.0).all()
+
+    run_virtual_ranks(1, run)
+
+
 def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
     own = copy.deepcopy(BASE)
     attached, frozen, sparse, plain = own.parameters()

@@ -46,6 +46,8 @@ def _rates(stages: list[WarmupStage], steps: int, lr: float = 1.0) -> list[float
             [WarmupStage(P.LINEAR, 4, 0.1), WarmupStage(P.LINEAR, 8, 0.6)],
             [0.1, 0.325, 0.55, 0.775, 1.0, 0.85, 0.9, 0.95, 1.0, 1.0],
         ),
+        ([WarmupStage()], [1.0, 1.0]),
+        ([WarmupStage(P.POLY, 5, 2.0, decay_iters=5)], [1.0, 0.64, 0.36, 0.16, 0.04, 0.0, 1.0]),
         ([WarmupStage(P.POLY, 5, 2.0)], [1.0, 0.64, 0.36, 0.16, 0.04, 0.0, 1.0]),
         ([WarmupStage(P.POLY, 2, 2.0, decay_iters=4)], [1.0, 0.5625, 0.25, 1.0]),
         ([WarmupStage(P.POLY, 2, 1.0, decay_iters=0)], [1.0, 0.5, 0.0, 1.0]),

@@ -431,3 +431,18 @@ def test_a_routed_batch_is_neither_copied_nor_pickled() -> None:
                 way(routed)
 
     run_virtual_ranks(4, fn)
+
+
+def test_a_table_of_a_mib_has_memory_of_its_own_and_smaller_ones_share_theirs() -> None:
+    """Large memory is free as soon as its table has moved; small tables cost no allocation each."""
+    rows = {"small": 100, "less": 1023, "mib": 1024}  # of 1 KiB
+    configs = [EmbeddingBagConfig(count, 256, name, feature_names=[name]) for name, count in rows.items()]
+    tilings = {name: Tiling.of(name, count, 256, [(0, count, 0, 256, 0)]) for name, count in rows.items()}
+
+    def fn(group: Group) -> dict[str, int]:
+        module = shard(EmbeddingBagCollection(configs), group, tilings, [[0]])
+        return {name: module.embedding_bags[name].weight.untyped_storage().data_ptr() for name in rows}
+
+    (memory,) = run_virtual_ranks(1, fn)
+    assert memory["small"] == memory["less"]
+    assert memory["mib"] != memory["less"]

@@ -20,6 +20,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise, table_wise
+from tilerec.sharding import header
 from tilerec.sharding.header import HeaderRoom
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.table import EmbeddingBagConfig
@@ -189,3 +190,9 @@ def test_headers_are_as_long_as_the_longest_between_two_ranks() -> None:
     assert room.sizes([3, 9], [5, 5]) == ([7, 9], [5, 6])
     room.enter(room.number(), [2, 2], [2, 2], unit=2)
     assert room.sizes([0, 0], [0, 0]) == ([8, 10], [6, 6])
+
+
+def test_an_error_lists_eight_ranks_and_no_more() -> None:
+    assert header._ranks([3]) == "rank 3"
+    assert header._ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert header._ranks(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, …"

@@ -32,6 +32,7 @@ from tilerec.parallel.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding.buckets_view import BucketsView
+from tilerec.sharding.header import FLAG_BITS, room_of
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.logical import Cover
 from tilerec.sharding.managed_collision import (
@@ -39,6 +40,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
+from tilerec.sharding.route import WEIGHTS_NEED_GRAD
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
@@ -781,3 +783,36 @@ def test_a_view_says_where_each_bucket_lies() -> None:
     for rows, counts in run_virtual_ranks(2, fn):
         assert rows.tolist() == [0, 1, 2, 3, 4, 5]
         assert counts.shape == (3, 3)
+
+
+def test_headers_of_a_channel_with_ids_are_whole_int64_numbers() -> None:
+    """Headers of ids are int64, those of other collections int32 words, of which there may be an odd number."""
+
+    def fn(group: Group) -> tuple[list[int], list[int]]:
+        module = build("lru and lfu, shared rows")
+        shard(module, {"_embedding_module": {name: row_wise() for name in ROWS}}, group)
+        room = room_of(module.managed_collision_collection.exchange.group)
+        room.enter(room.number(), [2**10 + 1] * 2, [2**10 + 3] * 2)
+        return room.sizes([0] * 2, [0] * 2)
+
+    assert run_virtual_ranks(2, fn) == [([2**10 + 2] * 2, [2**10 + 4] * 2)] * 2
+
+
+@pytest.mark.parametrize(("flag", "refused"), [(0, False), (1, True), (WEIGHTS_NEED_GRAD, False)])
+def test_a_header_of_ids_has_the_flags_of_a_lookups(flag: int, refused: bool) -> None:
+    """Both may meet on a channel: a lookup whose weights need gradients is no batch that was refused."""
+
+    def fn(group: Group) -> str:
+        module = build("lru and lfu, shared rows")
+        shard(module, {"_embedding_module": {name: row_wise() for name in ROWS}}, group)
+        exchange = module.managed_collision_collection.exchange
+        header = [exchange.facts.digest() << FLAG_BITS | flag] + [0] * exchange._width
+        try:
+            exchange._check([header])
+        except InputError as error:
+            return str(error)
+        return ""
+
+    (said,) = run_virtual_ranks(1, fn)
+    assert said.startswith("Rank 0 refused its batch") is refused
+    assert bool(said) is refused

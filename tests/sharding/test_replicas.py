@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.gradient import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
 from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.replicas import Form, choose_form
+from tilerec.sharding.replicas import Form, ReplicaTable, agree_on_gradients, choose_form
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
@@ -125,3 +126,22 @@ def test_all_tables_share_one_message_of_each_kind(
     monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
     for _, made in run_virtual_ranks(2, train, attached()):
         assert {name: count for name, count in made.items() if name.startswith("replica")} == calls
+
+
+@pytest.mark.parametrize("form", [Form.BAGS, Form.ROWS])
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31 + 1])
+def test_rows_beyond_32_bits_keep_their_numbers(
+    rows: int, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row numbers travel as int32 where they fit, and as int64 where one table has more rows."""
+    monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
+
+    def fn(group: Group) -> list[int]:
+        ids = torch.tensor([rows - 1, group.rank])
+        record = GradientRecord(
+            0, torch.ones(2, 3), ids, None, None, (7,), (3,), (0,), (2,), (0,), (3,), (0,)
+        )  # fmt: skip
+        agreed = agree_on_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)
+        return sorted(set(agreed.ids.tolist()))
+
+    assert run_virtual_ranks(2, fn) == [[0, 1, rows - 1]] * 2

@@ -187,6 +187,7 @@ def test_torch_would_cut_alike_wherever_a_shard_is_claimed(rows: int, size: int)
     cuts = ceil_chunks(rows, size)
     tiles = [Tile(r0, r1, 0, 4, (rank,)) for rank, (r0, r1) in enumerate(pairwise(cuts))]
     assert Cover.of_cells((rows, 4), tiles).shard_dim(size) == 0
+    assert Cover.of_rows(rows, tiles).shard_dim(size) == 0
     parts = torch.arange(rows).chunk(size)
     assert [(int(p[0]), int(p[-1]) + 1) for p in parts] == [(t.r0, t.r1) for t in tiles]
     columns = [Tile(0, 4, t.r0, t.r1, t.owners) for t in tiles]
@@ -207,6 +208,15 @@ def test_nothing_is_claimed_that_torch_would_read_otherwise() -> None:
         assert Cover.of_cells((ROWS, DIM), tiles_of(name)).shard_dim(3) is None
     assert Cover.of_cells((ROWS, DIM), tiles_of("columns")).shard_dim(3) == 1
     assert Cover.of_cells((ROWS, DIM), tiles_of("columns")).shard_dim(4) is None
+
+
+def test_neither_two_copies_on_one_rank_nor_a_single_number_is_a_shard() -> None:
+    """What is written to a shard would miss the second copy; a number has no dimension to cut."""
+    twice = Cover.of_rows(ROWS, [Tile(0, ROWS, 0, 2, (0,)), Tile(0, ROWS, 2, DIM, (0,))])
+    assert twice.repeated
+    assert twice.shard_dim(1) is None
+    assert Cover.of_one(tiles_of("everywhere")).shard_dim(3) is None
+    assert Cover.of_one(tiles_of("one rank")).shard_dim(3) is None
 
 
 def test_a_number_per_row_beside_columns_is_written_once() -> None:

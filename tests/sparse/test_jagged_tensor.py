@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -319,3 +320,12 @@ def test_repr_is_short_and_needs_no_contents() -> None:
     assert repr(jt.to(torch.device("meta"))).endswith("device='meta')")
     small = JaggedTensor(torch.arange(2), lengths=torch.tensor([2]))
     assert repr(small) == str(small)
+
+
+@pytest.mark.parametrize(
+    ("bags", "listed"), [(8, "1, 1, 1, 1, 1, 1, 1, 1]"), (9, "1, 1, 1, 1, 1, 1, 1, 1, …]")]
+)
+def test_an_error_lists_the_sizes_of_eight_bags(bags: int, listed: str) -> None:
+    short = JaggedTensor(torch.arange(3), offsets=torch.arange(bags + 1))
+    with pytest.raises(InputError, match=f"bags of .{re.escape(listed)} items from 0 on do not fit 3 values"):
+        short.to_dense()

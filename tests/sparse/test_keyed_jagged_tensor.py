@@ -160,6 +160,9 @@ def test_concat_undoes_split(kjt: KeyedJaggedTensor, data: st.DataObject) -> Non
         fetched = part.offset_per_key()
         assert part.unsync().offset_per_key() == fetched
     joined = KeyedJaggedTensor.concat(parts)
+    synced, unsynced = [part.sync() for part in parts], [part.unsync() for part in kjt.split(segments)]
+    for known in (synced, unsynced, [*synced[:1], *unsynced[1:]]):
+        assert KeyedJaggedTensor.concat(known).offset_per_key() == kjt.offset_per_key()
     if kjt.keys():
         assert kjt_is_equal(joined, kjt)
     assert _features(joined) == features
@@ -351,6 +354,22 @@ def test_equality_sees_every_part() -> None:
         assert not kjt_is_equal(base, other)
     empty = KeyedJaggedTensor([], torch.arange(0), lengths=torch.zeros(0, dtype=torch.int64), stride=3)
     assert not kjt_is_equal(empty, KeyedJaggedTensor([], torch.arange(0), lengths=empty.lengths(), stride=4))
+
+
+def test_equality_sees_inverse_indices() -> None:
+    keys, indices = _inverse()
+    base = _variable(inverse_indices=(keys, indices))
+    assert kjt_is_equal(base, _variable(inverse_indices=(list(keys), indices.clone())))
+    assert not kjt_is_equal(base, _variable())
+    assert not kjt_is_equal(_variable(), base)
+    assert not kjt_is_equal(base, _variable(inverse_indices=(keys[::-1], indices)))
+    assert not kjt_is_equal(base, _variable(inverse_indices=(keys, torch.zeros_like(indices))))
+
+
+def test_a_batch_without_keys_has_no_weights_unless_asked_for() -> None:
+    assert KeyedJaggedTensor.empty().weights_or_none() is None
+    assert JaggedTensor.empty().weights_or_none() is None
+    assert KeyedJaggedTensor.empty().lengths().dtype == torch.int32
 
 
 def test_a_batch_without_keys_keeps_its_size() -> None:

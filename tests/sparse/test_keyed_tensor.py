@@ -117,6 +117,14 @@ def test_text_shows_blocks() -> None:
     assert repr(_example()) == str(_example())
 
 
+def test_columns_are_the_keys_dimension_unless_another_is_named() -> None:
+    x, y = torch.arange(8.0).view(2, 2, 2), torch.arange(12.0).view(2, 3, 2)
+    keyed = KeyedTensor.from_tensor_list(["x", "y"], [x, y])
+    assert (keyed.key_dim(), keyed.length_per_key()) == (1, [2, 3])
+    assert torch.equal(keyed["y"], y)
+    assert KeyedTensor(["x"], [2], torch.ones(3, 2)).key_dim() == 1
+
+
 def test_what_does_not_fit_is_refused() -> None:
     values = torch.zeros(2, 5)
     for attempt, message in (

@@ -47,6 +47,12 @@ def test_only_lists_of_strings_are_names(names: object) -> None:
         Keys.of(names)  # type: ignore[arg-type]
 
 
+def test_three_close_names_are_suggested_and_no_more() -> None:
+    names = tuple(f"user_{c}" for c in "abcd")
+    with pytest.raises(UnknownKeyError, match=r"did you mean ('user_\w' or ){2}'user_\w'\?"):
+        Keys.of(names).position("user_x")
+
+
 def test_a_missing_name_is_both_errors_and_suggests_close_ones() -> None:
     keys = Keys(["user_id", "item_id"])
     with pytest.raises(UnknownKeyError, match=r"^Unknown key 'user_di': did you mean 'user_id'") as caught:

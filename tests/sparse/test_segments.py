@@ -31,6 +31,7 @@ def test_what_was_derived_is_remembered_and_announced() -> None:
     assert segments.offsets() is segments.offsets()
     assert segments.offsets_or_none() is segments.offsets()
     backwards = Segments(None, torch.tensor([0, 2, 2, 3]))
+    assert backwards.offsets_or_none() is backwards.given_offsets
     assert backwards.lengths_or_none() is None
     assert backwards.lengths() is backwards.lengths_or_none()
 

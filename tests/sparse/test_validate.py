@@ -79,6 +79,14 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
             lambda: KeyedJaggedTensor(["a"], torch.rand(2), lengths=T([2])),
             r"values have dtype torch\.float32",
         ),
+        (
+            lambda: KeyedJaggedTensor(["a"], torch.ones(2, dtype=torch.bool), lengths=T([2])),
+            r"values have dtype torch\.bool",
+        ),
+        (
+            lambda: KeyedJaggedTensor(["a"], torch.ones(2, dtype=torch.complex64), lengths=T([2])),
+            r"values have dtype torch\.complex64; ids of tables are whole numbers",
+        ),
         (lambda: KeyedJaggedTensor(["a"], T([[1], [2]]), lengths=T([2])), r"values have shape \[2, 1\]"),
         (
             lambda: KeyedJaggedTensor(["a"], torch.rand(2, 1), lengths=T([2])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ from tests.storage.test_cached import (
     ebc,
     output,
     step,
+    test_a_batch_prefetched_in_inference_mode_is_trained_on,  # noqa: F401
     test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
     test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
+    test_counts_of_requests_stop_at_the_largest_number_there_is,  # noqa: F401
+    test_rows_that_are_only_read_are_not_written_back,  # noqa: F401
+    test_some_tables_of_a_collection_may_be_cached,  # noqa: F401
 )
 from tilerec import (
     CacheAlgorithm,
@@ -139,6 +144,15 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
     assert spare == [32, 64, 64]
 
 
+def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list[int]) -> None:
+    module, kjt = one_table(32)
+    _spare_only(module)
+    for _ in range(3):
+        step(module, kjt)
+    (cache,) = (rows.cache for _, rows in rows_below(module))
+    assert cache._made.sets.spare == 32
+
+
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "UNASKED", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
@@ -175,7 +189,16 @@ def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
 
 
 def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they run out: 31 bits, of which up to 16 fly, and serials of 31 bits."""
+    """Before they run out: 31 bits, of which up to 16 fly, and serials, which the op takes up to 2^31 - 2."""
+    serials = []
+    real = RowCache._ask
+
+    def ask(cache: Any, want: Any, ids: Any) -> Any:
+        got = real(cache, want, ids)
+        serials.append(got.serial)
+        return got
+
+    monkeypatch.setattr(RowCache, "_ask", ask)
     plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
     rng = random.Random(5)
     for i in range(40):
@@ -185,8 +208,9 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(step(plain, kjt), step(other, kjt))
         if i == 35:
             for _, rows in rows_below(other):
-                rows.cache._serial = MOST - 2
+                rows.cache._serial = MOST - 3
     assert all(rows.cache._serial < 10 for _, rows in rows_below(other))
+    assert (min(serials), max(serials)) == (1, 2**31 - 2)
     assert_same(plain, other)
 
 
@@ -243,6 +267,7 @@ def test_an_interrupt_anywhere_in_a_request_loses_no_row() -> None:
                 mode.left = 10**9
         except KeyboardInterrupt:
             assert_same(plain, other)
+            copy.deepcopy(other)
             assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
             stopped.add(calls)
         else:
@@ -285,6 +310,17 @@ def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch:
                 with pytest.raises(KeyboardInterrupt):
                     other.prefetch(batch(rng, samples=20))
             _goes_on_alike(plain, other, rng)
+
+
+def test_a_module_is_copied_right_after_an_interrupted_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, other, rng = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15), random.Random(8)
+    kjt = batch(rng)
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_request, "OPS", _Interrupted(3, behind=False))
+        with pytest.raises(KeyboardInterrupt):
+            other.prefetch(batch(rng))
+    _goes_on_alike(plain, copy.deepcopy(other), rng)
 
 
 def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:
@@ -345,3 +381,20 @@ def test_ids_that_begin_where_others_do_are_others() -> None:
     other.prefetch(every[0])
     assert torch.equal(step(plain, every[1]), step(other, every[1]))
     assert_same(plain, other)
+
+
+def test_tables_that_count_requests_are_asked_together_up_to_a_billion_rows() -> None:
+    """Keys of an LFU table take 31 bits beside the row's, and the keys of a request have 2^61 at most."""
+
+    def ask(rows: int, counts: bool) -> Any:
+        sets = SimpleNamespace(line_of_E=torch.empty(rows, device="meta"), count_E=torch.zeros(int(counts)))
+        return SimpleNamespace(made=SimpleNamespace(sets=sets))
+
+    def sizes(*asks: Any) -> list[int]:
+        return [len(chunk) for chunk in cache_request.in_chunks(asks)]
+
+    half = 1 << 29
+    assert sizes() == []
+    assert sizes(ask(half, True), ask(half, True)) == [2]
+    assert sizes(ask(half, True), ask(half, True), ask(1, True), ask(1, True)) == [2, 2]
+    assert sizes(*[ask(1 << 40, False)] * 9) == [9]

@@ -51,7 +51,7 @@ from tilerec.spec.optimizer import (
 )
 from tilerec.storage import cached
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.table_rows import NonFiniteGradientError
+from tilerec.storage.table_rows import NonFiniteGradientError, TableRows
 
 RULES: list[OptimizerSpec] = [
     SGD(0.1), SGD(0.1, momentum=0.9), Adagrad(0.1), RowWiseAdagrad(0.1, max_norm=1.0), Adam(0.1),
@@ -196,6 +196,17 @@ def test_pooled_weighted_and_sequence_modules(make: Callable[..., Any], weighted
     assert_same(plain, other)
 
 
+def test_gradients_are_divided_alike_with_a_cache_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of ranks that they are summed over."""
+    monkeypatch.setattr(TableRows, "divisor", property(lambda self: 4.0))
+    for spec in (SGD(0.1), RowWiseAdagrad(0.1)):
+        plain, other, rng = ebc(spec), cache_tables(ebc(spec), 0.15), random.Random(44)
+        for _ in range(3):
+            kjt = batch(rng)
+            assert torch.equal(step(plain, kjt), step(other, kjt))
+        assert_same(plain, other)
+
+
 def test_lines_for_batches_in_flight_only() -> None:
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
     rng = random.Random(20)
@@ -333,6 +344,38 @@ def test_counts_are_those_of_a_cache_in_plain_python(algorithm: CacheAlgorithm) 
         assert stats.hit_rate == model.hits / stats.rows
     assert module.cache_stats(reset=True)["a"].requests == 15
     assert module.cache_stats()["a"] == CacheStats()
+
+
+def test_rows_that_are_only_read_are_not_written_back() -> None:
+    module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(42)
+    with torch.no_grad():
+        for _ in range(6):
+            output(module, batch(rng, samples=20))
+    flush_caches(module)
+    stats = module.cache_stats()["a"]
+    assert stats.evictions > 0
+    assert stats.write_backs == 0
+
+
+def test_a_batch_prefetched_in_inference_mode_is_trained_on() -> None:
+    plain, other, rng = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15), random.Random(43)
+    kjt = batch(rng)
+    with torch.inference_mode():
+        other.prefetch(kjt)
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    _goes_on_alike(plain, other, rng)
+
+
+def test_counts_of_requests_stop_at_the_largest_number_there_is() -> None:
+    """Round to the least, the row that is used most would be the first to go."""
+    module = cache_tables(ebc(SGD(0.1)), 0.2, CacheAlgorithm.LFU)
+    kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([5]), torch.tensor([1, 0, 0]))
+    step(module, kjt)
+    counts = module.embedding_bags["a"].rows.cache._made.sets.count_E
+    counts[5] = 2**31 - 2
+    for _ in range(3):
+        step(module, kjt)
+    assert int(counts[5]) == 2**31 - 1
 
 
 def test_a_prefetched_batch_is_asked_for_once() -> None:
@@ -849,6 +892,18 @@ def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> No
     _goes_on_alike(plain, other, random.Random(32))
 
 
+def test_lines_that_an_evaluation_adds_for_ids_that_an_array_changed_are_trained_on() -> None:
+    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    array = torch.arange(40).remainder(3).numpy()
+    kjt = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.from_numpy(array), torch.tensor([40, 0, 0]))
+    other.prefetch(kjt)
+    array[:] = range(40)  # more rows than there are lines
+    with torch.inference_mode():
+        assert torch.equal(output(plain, kjt), output(other, kjt))
+    assert torch.equal(step(plain, kjt), step(other, kjt))
+    _goes_on_alike(plain, other, random.Random(45))
+
+
 class _RaisesAfter(TorchDispatchMode):
     """Ctrl-C after so many of torch's calls."""
 
@@ -890,6 +945,7 @@ def test_an_interrupt_anywhere_in_a_prefetch_loses_no_row() -> None:
                 flush_caches(other)
         except KeyboardInterrupt:
             assert_same(plain, other)
+            copy.deepcopy(other)
             assert torch.equal(output(plain, kjt(4, 9)), output(other, kjt(4, 9)))
         else:
             break

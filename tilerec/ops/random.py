@@ -229,5 +229,4 @@ def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) ->
 
 
 def _from_bits(bits: Tensor) -> Tensor:
-    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
-    return signed.to(torch.int32).view(torch.float32)
+    return bits.to(torch.int32).view(torch.float32)  # the low 32 bits

@@ -319,7 +319,7 @@ def block_sums(terms_UW: Tensor, column_offset: int) -> Tensor:
 
 def add_blocks(sums_UB: Tensor) -> Tensor:
     """Blocks added in ascending order: `[U]`."""
-    total = torch.zeros_like(sums_UB[:, 0]) if sums_UB.shape[1] else sums_UB.new_zeros(sums_UB.shape[0])
+    total = sums_UB.new_zeros(sums_UB.shape[0])
     for block in sums_UB.unbind(dim=1):
         total = total + block
     return total

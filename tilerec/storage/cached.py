@@ -558,7 +558,7 @@ class RowCache:
     def _distinct(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
         """The rows that a batch names, ascending, and how many ids it has."""
         parts = [ids[begin:end] for begin, end in segments]
-        rows_N = torch.cat(parts).long() if parts else ids[:0].long()
+        rows_N = torch.cat(parts).long()
         rows_U = torch.unique(rows_N)
         rows = made.sets.line_of_E.shape[0]
         if rows_U.numel() and (int(rows_U[0]) < 0 or int(rows_U[-1]) >= rows):

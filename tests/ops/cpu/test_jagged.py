@@ -136,6 +136,12 @@ BAD = [
     ("bucketize_by_cuts", (torch.arange(3), torch.tensor([2, -1, 2]), torch.tensor([0, 9]))),
     ("bucketize_by_cuts", (torch.arange(3), torch.tensor([2, 2]), torch.tensor([0, 9]))),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([1]), torch.tensor([0, 3]), 3)),
+    # Behind the last offset: its place holds enough items, but is where the last segment ends.
+    ("select_segments", (torch.rand(3), torch.tensor([0, 2]), torch.tensor([1]), torch.tensor([0, 1]), 1)),
+    (
+        "select_segments_backward",
+        (torch.rand(1), torch.tensor([0, 2]), torch.tensor([1]), torch.tensor([0, 1]), 3),
+    ),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([-1]), torch.tensor([0, 3]), 3)),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 4]), 4)),
     ("select_segments", (torch.rand(3), torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0, 3]), 4)),

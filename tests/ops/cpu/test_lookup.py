@@ -331,10 +331,25 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     assert out[:, 0].tolist() == [3.0, 2.0]
 
 
-def test_fp64_tables_are_served_by_the_reference() -> None:
+@pytest.mark.parametrize(
+    ("table", "out"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_tables_and_outputs_in_fp64_are_served_by_the_reference(table: torch.dtype, out: torch.dtype) -> None:
     case = make_pooled([6, 5], [torch.float32] * 2, [0, 1], [4])
-    double = replace(case, weights=[w.double() for w in case.weights])
-    assert torch.equal(double.native(torch.float64), double.reference(torch.float64))
+    double = replace(case, weights=[w.to(table) for w in case.weights])
+    assert torch.equal(double.native(out), double.reference(out))
+    rows, ids, starts = double.weights[0], torch.tensor([5, 0, 5]), torch.tensor([0, 3])
+    found, _ = ops.sequence_lookup([rows], NO_SINKS, ids, starts, [0], out, "f@t")
+    assert torch.equal(found, rows[ids].to(out))
+    grad = torch.ones(3, rows.shape[1], dtype=out)
+    offsets = torch.arange(4)
+    of_weights = ops.sample_weight_grad([rows], ids, offsets, grad, [0], [0], [0], [3])
+    torch.testing.assert_close(of_weights, rows[ids].sum(1).to(of_weights.dtype))
 
 
 def test_strided_inputs_are_read_as_they_look() -> None:

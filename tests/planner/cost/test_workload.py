@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
+from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload, _log
 from tilerec.spec import optimizer as specs
 from tilerec.spec.table import DataType
 
@@ -27,6 +27,11 @@ def test_distinct_rows_and_shares_follow_zipfs_law(size: int, exponent: float) -
         assert load.distinct(ranks)[0] == pytest.approx((1 - (1 - law) ** (1500 * ranks)).sum(), rel=0.01)
     for r0, r1 in ((0, 1), (0, 40_000), (3, 700), (size // 2, size)):
         assert float(load.share(0, r0, r1)) == pytest.approx(law[r0:r1].sum(), abs=0.01)
+
+
+def test_the_portable_logarithm_is_one_to_rounding() -> None:
+    numbers = np.concatenate([np.linspace(1.0, 4.0, 1000), 10.0 ** np.arange(1, 19)])
+    np.testing.assert_allclose(_log(numbers), np.log(numbers), rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize(
