@@ -31,6 +31,7 @@ from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.solve import lower_bound, solve
+from tilerec.planner.search.work import Work
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
 from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
@@ -124,8 +125,11 @@ class Decision:
         return ShardingPlan(modules, topology.world_size, topology.host_ranks)
 
 
-def decide(request: PlanRequest) -> Decision:
+def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     """Search for a plan.
+
+    Args:
+        quick: take the first plan that fits, with a bound that says little, within this work.
 
     Raises:
         ConfigError: constraints leave a table no option.
@@ -133,20 +137,22 @@ def decide(request: PlanRequest) -> Decision:
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    found = _decided(request, pins, offload=False)
+    found = _decided(request, pins, False, quick)
     if (
         not found.found
         and found.solution.status is not Status.NONE_EXISTS
         and len(set(request.topology.memory_caps)) > 1
     ):
-        found = _by_caps(found)
+        found = _by_caps(found, quick)
     if found.found or not request.may_offload():
         return found
     # Device memory alone does not do: tables may lie behind caches, where nobody said otherwise.
-    return _decided(request, pins, offload=True)
+    return _decided(request, pins, True, quick)
 
 
-def _decided(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool) -> Decision:
+def _decided(
+    request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
+) -> Decision:
     problem = problem_of(request, pins, offload)
     instance, row = together(_adapted(request, problem.instance), request.groups(pins))
     if not instance.tables:
@@ -154,18 +160,23 @@ def _decided(request: PlanRequest, pins: dict[str, ParameterSharding], offload: 
         return _of_nothing(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
     lower = together(_adapted(request, problem.lower), request.groups(pins))[0] if apart else instance
-    first = solve(instance, effort=request.effort)
+    first = _solved(request, instance, quick)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
-    decision = _within_caps(Decision(request, pins, problem, instance, row, first, offload=offload))
-    if decision.priced is None:
+    decision = Decision(request, pins, problem, instance, row, first, offload=offload)
+    decision = _within_caps(decision, quick)
+    if decision.priced is None or quick is not None:
         return decision
     bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
     # Ranges of whole rows are not quite alike; uneven ones may cost less than the even ones that the bound goes by.
     return replace(decision, bound=min(bound - bound // ROUGH, decision.priced.cost_ps))
 
 
-def _by_caps(none: Decision) -> Decision:
+def _solved(request: PlanRequest, instance: Instance, quick: Work | None) -> Solution:
+    return solve(instance, effort=request.effort if quick is None else 0, work=quick)
+
+
+def _by_caps(none: Decision, quick: Work | None) -> Decision:
     """Where ranks have unlike memories and even pieces do not fit: the largest tables in proportion to what is free."""
     request, problem = none.request, none.problem
     free = (none.instance.cap - none.instance.base_memory)[:, problem.model.tier]
@@ -192,15 +203,15 @@ def _by_caps(none: Decision) -> Decision:
             work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held]
         )
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
-        found = _decided(request, pins, offload=False)
+        found = _decided(request, pins, False, quick)
         if found.priced is not None:
             lower = together(_adapted(request, problem.lower), request.groups(none.pins))[0]
-            bound = lower_bound(lower, found.priced.cost_ps)
+            bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none
 
 
-def _within_caps(decision: Decision) -> Decision:
+def _within_caps(decision: Decision, quick: Work | None) -> Decision:
     """The decision with its price, searched again with less memory as long as ranks are over their caps by it."""
     instance = decision.instance
     for _ in range(AGAIN):
@@ -212,7 +223,7 @@ def _within_caps(decision: Decision) -> Decision:
         # What is missing, and a little: where pieces go next, slightly more may be missing.
         more = priced.over + (priced.over >> 3)
         instance = replace(instance, base_memory=instance.base_memory + more)
-        solution = solve(instance, effort=decision.request.effort)
+        solution = _solved(decision.request, instance, quick)
         if solution.status is not Status.FOUND:
             # With less memory than there is: that proves nothing.
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)

@@ -20,14 +20,12 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Workload
-from tilerec.planner.decision import Decision, _adapted, _of_nothing, problem_of
+from tilerec.planner.decision import Decision, decide
 from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
-from tilerec.planner.search.solve import solve
 from tilerec.planner.search.work import Work
-from tilerec.planner.together import together
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ShardingType
@@ -226,19 +224,11 @@ class _Search:
     def _decided(self, request: PlanRequest) -> Decision | None:
         """A decision with some plan, or None; also where there is no work left."""
         try:
-            pins = request.pins()
-            for offload in (False, True):
-                if self.work.over or (offload and not request.may_offload()):
-                    return None
-                self.work.spend(PER_TABLE * len(request.tables))
-                problem = problem_of(request, pins, offload)
-                instance, row = together(_adapted(request, problem), request.groups(pins))
-                if instance.tables:
-                    solution = solve(instance, effort=0, work=self.work)
-                else:
-                    solution = _of_nothing(instance)
-                if solution.status is Status.FOUND:
-                    return Decision(request, pins, problem, instance, row, solution, offload)
+            if self.work.over:
+                return None
+            self.work.spend(PER_TABLE * len(request.tables))
+            found = decide(request, quick=self.work)
+            return found if found.priced is not None else None
         except ConfigError:
             pass
         return None
@@ -312,7 +302,7 @@ class _Search:
                     [
                         (
                             "nothing reserved (storage_reservation)",
-                            replace(request, reserved=0, reserved_part=0.0),
+                            replace(request, reserved=0, reserved_part=0.0, reserved_batches=0),
                         )
                     ]
                 )

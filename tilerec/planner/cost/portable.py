@@ -52,7 +52,7 @@ def missed(share: Any, draws: Any) -> Floats:
 
     `missed(0.5, 1.5) == 0.375`: half of (0.5 + 0.25).
     """
-    draws = np.asarray(draws, np.float64)
+    draws = np.minimum(np.asarray(draws, np.float64), 2.0**62)  # a whole number of 64 bits below
     whole = np.floor(draws)
     rest = draws - whole
     share = np.asarray(share, np.float64)

@@ -75,9 +75,13 @@ def solve(instance: Instance, *, effort: int = 1, work: Work | None = None) -> S
 
 
 def lower_bound(instance: Instance, cost: int) -> int:
-    """ps that no plan of an instance is below, at most `cost`; looked for as hard as a plan of that cost is worth."""
+    """ps that no plan of an instance is below, at most `cost`: that of a plan that there is."""
     relaxed = Relaxed(instance)
-    return certify(relaxed, kinds_of(relaxed), cost)
+    kinds = kinds_of(relaxed)
+    bound = kinds[0].bound(relaxed) if kinds else 0
+    if cost > bound + bound // NEAR:
+        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(UNITS // 4)))
+    return min(bound, cost)
 
 
 class _Search:
