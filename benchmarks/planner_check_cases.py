@@ -114,7 +114,7 @@ class _Draw:
         constraints: dict[str, ParameterConstraints] = {}
         for table in tables:
             given = self.about_ids(table)
-            given.update(self.restrictions(table, topology, tables, constraints))
+            given.update(self.restrictions(table, topology, tables))
             if given:
                 constraints[table.key] = ParameterConstraints(**given)
         case = Case(
@@ -145,8 +145,10 @@ class _Draw:
         )  # fmt: skip
         if draw.random() < 0.5:
             topology = replace(topology, speeds=self.speeds(topology))
-        if "nic" in {f.name for f in fields(Topology)} and draw.random() < 0.3:
-            topology = replace(topology, nic=draw.choice(("device", "host")))
+        nic = random.Random(f"{self.kind}/{self.seed}/nic").choice((None, None, "device", "host"))
+        if nic is not None and "nic" in {f.name for f in fields(Topology)}:
+            given: dict[str, Any] = {"nic": nic}
+            topology = replace(topology, **given)
         return topology
 
     def speeds(self, topology: Topology) -> Speeds:
@@ -286,7 +288,6 @@ class _Draw:
         table: PlannedTable,
         topology: Topology,
         tables: list[PlannedTable],
-        before: dict[str, ParameterConstraints],
     ) -> dict[str, Any]:
         draw, given, ranks = self.random, dict[str, Any](), topology.world_size
         if "copies" in self.has and draw.random() < 0.5:
