@@ -109,7 +109,7 @@ def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds
     call = speeds.call + speeds.call_peer * max(0, ranks - 2)
     total = CALLS * call + HANDLING * len(loads)
     for batch in plan.batches:
-        spent = [0.0] * ranks
+        spent, sending, receiving = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         between: defaultdict[tuple[int, int], int] = defaultdict(int)
         new = [0] * ranks
         for t in batch:
@@ -121,13 +121,13 @@ def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds
                     continue
                 between[(source, target)] += size
                 near = topology.host_of(source) == topology.host_of(target)
-                spent[source] += (
-                    size * (speeds.link_out if near else speeds.network_out) + packed * speeds.copy
-                )
-                spent[target] += (
-                    size * (speeds.link_in if near else speeds.network_in) + unpacked * speeds.copy
-                )
+                sending[source] += size * (speeds.link_out if near else speeds.network_out)
+                receiving[target] += size * (speeds.link_in if near else speeds.network_in)
+                spent[source] += packed * speeds.copy
+                spent[target] += unpacked * speeds.copy
         for rank in range(ranks):
+            both = sending[rank], receiving[rank]
+            spent[rank] += max(both) if speeds.duplex else sum(both)
             grown = max(0, held[rank] + new[rank] - had[rank])
             had[rank] += grown
             spent[rank] += new[rank] * speeds.copy + grown * max(0.0, fresh - speeds.copy)

@@ -34,6 +34,8 @@ from tilerec.planner.peer_parts import SortBy as SortBy
 from tilerec.planner.peer_parts import UniformProposer as UniformProposer
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.planner.planner import make_plan as make_plan
+from tilerec.planner.priced import PlanPrice as PlanPrice
+from tilerec.planner.priced import price_plan as price_plan
 from tilerec.planner.report import PlanReport as PlanReport
 from tilerec.planner.request import PlanRequest as PlanRequest
 from tilerec.planner.reservation import FixedAbsoluteStorageReservation as FixedAbsoluteStorageReservation

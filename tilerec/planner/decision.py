@@ -1,6 +1,10 @@
 """`Decision`: what the search found for a request, and the plan that it stands for.
 
-    request  ──build──►  problem  ──together, max_ranks──►  instance  ──solve──►  solution  ──►  plan, report
+    request  ──build──►  problem  ──together, max_ranks──►  instance  ──solve──►  solution  ──price──►  plan, report
+
+What the search takes to be the cost of a plan is the price of its tilings where hosts are alike, and close to it elsewhere.
+The price decides: a plan that is over a cap by it is not taken (the search is told how much is missing, and runs
+again), and it is what the report states.
 
 Legend: T tables that are not pinned, in the problem's order; G of the instance, where those that lie together are one.
 """
@@ -17,11 +21,16 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.cuts import sizes_of_shares
 from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import TableWork
+from tilerec.planner.priced import PlanPrice, work_under
+from tilerec.planner.priced import priced as price_of
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
-from tilerec.planner.search.solve import solve
+from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
+from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.solve import lower_bound, solve
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
 from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
@@ -37,6 +46,10 @@ from tilerec.spec.plan import (
 )
 from tilerec.spec.topology import Topology
 
+MOST_BY_CAPS = 8  # tables that are cut in proportion to the ranks' memories
+ROUGH = 100_000  # options are priced to one part in so many
+AGAIN = 6  # searches with less memory, where the price of what was found is over a cap
+
 
 @dataclass(frozen=True, eq=False)
 class Decision:
@@ -46,7 +59,10 @@ class Decision:
         pins: shardings that were given, by key.
         row: [T] the instance's table that each of the problem's tables is (a part of).
         solution: of the instance; of status FOUND, or there is no plan.
+        bound: ps that no plan's price is below, of those made of the problem's options.
+        priced: what the plan costs; None without one.
         offload: device memory alone did not do, so host memory was tried, too.
+        by_caps: keys of `pins` that nobody gave: ranges of rows in proportion to the ranks' memory.
     """
 
     request: PlanRequest
@@ -55,7 +71,10 @@ class Decision:
     instance: Instance
     row: Ints
     solution: Solution
+    bound: int = 0
+    priced: PlanPrice | None = None
     offload: bool = False
+    by_caps: frozenset[str] = frozenset()
 
     @property
     def found(self) -> bool:
@@ -115,6 +134,8 @@ def decide(request: PlanRequest) -> Decision:
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
     found = _decided(request, pins, offload=False)
+    if not found.found and found.solution.status is not Status.NONE_EXISTS and len(set(request.topology.memory_caps)) > 1:
+        found = _by_caps(found)
     if found.found or not request.may_offload():
         return found
     # Device memory alone does not do: tables may lie behind caches, where nobody said otherwise.
@@ -123,9 +144,95 @@ def decide(request: PlanRequest) -> Decision:
 
 def _decided(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool) -> Decision:
     problem = problem_of(request, pins, offload)
-    instance, row = together(_adapted(request, problem), request.groups(pins))
-    solution = solve(instance, effort=request.effort) if instance.tables else _of_nothing(instance)
-    return Decision(request, pins, problem, instance, row, solution, offload)
+    instance, row = together(_adapted(request, problem.instance), request.groups(pins))
+    if not instance.tables:
+        nothing = evaluate(instance, np.zeros(0, np.int64), ())
+        return _of_nothing(Decision(request, pins, problem, instance, row, nothing, offload=offload))
+    apart = problem.lower is not problem.instance
+    lower = together(_adapted(request, problem.lower), request.groups(pins))[0] if apart else instance
+    first = solve(instance, effort=request.effort)
+    if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
+        first = replace(first, status=Status.NONE_FOUND, proof=None)
+    decision = _within_caps(Decision(request, pins, problem, instance, row, first, offload=offload))
+    if decision.priced is None:
+        return decision
+    bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
+    # Ranges of whole rows are not quite alike; uneven ones may cost less than the even ones that the bound goes by.
+    return replace(decision, bound=min(bound - bound // ROUGH, decision.priced.cost_ps))
+
+
+def _by_caps(none: Decision) -> Decision:
+    """Where ranks have unlike memories and even pieces do not fit: the largest tables in proportion to what is free."""
+    request, problem = none.request, none.problem
+    free = (none.instance.cap - none.instance.base_memory)[:, problem.model.tier]
+    everyone = [
+        work
+        for t, work in enumerate(problem.tables)
+        if any(
+            option.way is Way.ROWS and option.width == request.topology.world_size and problem.lower.there[t, o]
+            for o, option in enumerate(problem.options)
+        )
+    ]
+    order = sorted(everyone, key=lambda work: (-work.rows * work.dim, work.name))
+    if free.min() < 0 or not free.any():
+        return none
+    parts = np.array([int(f) * SHARE // int(free.sum()) for f in free.tolist()], np.int64)
+    parts[int(free.argmax())] += SHARE - int(parts.sum())
+    pins, ranks = dict(none.pins), tuple(range(request.topology.world_size))
+    for work in order[:MOST_BY_CAPS]:
+        sizes = sizes_of_shares(work.rows, parts)
+        held = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
+        tiling = row_wise(work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held])
+        pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
+        found = _decided(request, pins, offload=False)
+        if found.priced is not None:
+            lower = together(_adapted(request, problem.lower), request.groups(none.pins))[0]
+            bound = lower_bound(lower, found.priced.cost_ps)
+            return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
+    return none
+
+
+def _within_caps(decision: Decision) -> Decision:
+    """The decision with its price, searched again with less memory as long as ranks are over their caps by it."""
+    instance = decision.instance
+    for _ in range(AGAIN):
+        if not decision.found:
+            return decision
+        priced = price_of(decision.request, decision.shardings())
+        if not priced.over.any():
+            return _evened(replace(decision, priced=priced))
+        # What is missing, and a little: where pieces go next, slightly more may be missing.
+        more = priced.over + (priced.over >> 3)
+        instance = replace(instance, base_memory=instance.base_memory + more)
+        solution = solve(instance, effort=decision.request.effort)
+        if solution.status is not Status.FOUND:
+            # With less memory than there is: that proves nothing.
+            solution = replace(solution, status=Status.NONE_FOUND, proof=None)
+        decision = replace(decision, solution=solution)
+    return replace(decision, solution=replace(decision.solution, status=Status.NONE_FOUND, proof=None))
+
+
+def _evened(decision: Decision) -> Decision:
+    """With even ranges of rows, if those are cheaper: what uneven ones cost is only estimated by the search."""
+    solution, priced = decision.solution, decision.priced
+    assert priced is not None
+    if not solution.rows or priced.cost_ps <= solution.cost:
+        return decision
+    even = replace(solution, rows={})
+    other = replace(decision, solution=even, priced=price_of(decision.request, replace(decision, solution=even).shardings()))
+    assert other.priced is not None
+    return other if not other.priced.over.any() and other.priced.cost_ps < priced.cost_ps else decision
+
+
+def _of_nothing(decision: Decision) -> Decision:
+    """Where every table was given by hand: what is there is the plan, if it fits."""
+    priced = price_of(decision.request, decision.shardings())
+    if not priced.over.any():
+        return replace(decision, bound=priced.cost_ps, priced=priced)
+    over = priced.over.max(0)
+    tier = int(over.argmax())
+    none = replace(decision.solution, status=Status.NONE_EXISTS, proof=Proof(tier, int(over[tier])))
+    return replace(decision, solution=none)
 
 
 def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
@@ -134,22 +241,13 @@ def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    return build(request.works(), topology, request.limits(pins, offload), tilings, reserved=reserved)
+    works = [work_under(work, pins[work.name]) if work.name in pins else work for work in request.works()]
+    return build(works, topology, request.limits(pins, offload), tilings, reserved=reserved)
 
 
-def _of_nothing(instance: Instance) -> Solution:
-    """Where every table was given by hand: what is there is the plan, if it fits."""
-    solution = evaluate(instance, np.zeros(0, np.int64), ())
-    if fits(instance, solution.memory):
-        return replace(solution, bound=solution.cost)
-    over = (solution.memory - instance.cap).max(0)
-    tier = int(over.argmax())
-    return replace(solution, status=Status.NONE_EXISTS, proof=Proof(tier, int(over[tier])))
-
-
-def _adapted(request: PlanRequest, problem: Problem) -> Instance:
-    """The problem's instance with what its options do not know: `max_ranks`, and that a grid's rows are even."""
-    instance = _with_even_grids(request, problem.instance)
+def _adapted(request: PlanRequest, instance: Instance) -> Instance:
+    """An instance of a problem with what its options do not know: `max_ranks`, and that a grid's rows are even."""
+    instance = _with_even_grids(request, instance)
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
     if not most:
         return instance
@@ -187,7 +285,9 @@ def _finished(
     allowed = () if limits is None else limits.types_allowed()
     kind = made.kind if not allowed or made.kind in allowed else _called(made, allowed, topology)
     kernel = kernel_of(table, limits)
-    told = None if limits is None else limits.ids_per_bag()
+    told = made.ids_per_bag
+    if told is None and limits is not None:
+        told = limits.ids_per_bag()
     if (kind, kernel, told) == (made.kind, made.kernel, made.ids_per_bag):
         return made
     # All of it was checked already; a new record would check a thousand ranks again.

@@ -23,6 +23,7 @@ from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.infeasible import no_plan
 from tilerec.planner.outcome import Outcome
+from tilerec.planner.priced import PlanPrice, price_plan
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
@@ -186,6 +187,24 @@ class EmbeddingShardingPlanner:
         """Everything that `plan` goes by, as a record that can be kept, varied and explained."""
         topology = self.topology or Topology.from_launcher(_device_type(module))
         return self._request(module, sharders, topology)
+
+    def price(
+        self,
+        module: nn.Module | Sequence[AnyTable],
+        plan: ShardingPlan,
+        sharders: Sequence[Sharder] | None = None,
+    ) -> PlanPrice:
+        """What a plan costs, made by this planner, by another one or by hand: seconds of a step, bytes of each rank.
+
+            planner.price(model, plan).seconds
+
+        Args:
+            module, sharders: as of `plan`.
+
+        Raises:
+            ConfigError: as `price_plan`.
+        """
+        return price_plan(self.request(module, sharders), plan)
 
     def collective_plan(
         self,

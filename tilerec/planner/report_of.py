@@ -30,8 +30,9 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
     Args:
         plan: `decision.plan()`.
     """
-    assert decision.found
-    request, solution, instance = decision.request, decision.solution, decision.instance
+    priced = decision.priced
+    assert priced is not None
+    request = decision.request
     free = {work.name: t for t, work in enumerate(decision.problem.tables)}
     owner, home, held = _numbers(decision)
     owners, homes = owner.tolist(), home.tolist()
@@ -46,7 +47,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
             option = str(decision.problem.options[decision.option(t)])
             size, own, at_home = int(held[t]), tuple(owners[t]), tuple(homes[t])
         else:
-            option = "pinned"
+            option = "rows by memory" if table.key in decision.by_caps else "pinned"
             size, own = _pinned(decision, works[table.key], sharding)
             at_home = (0,) * len(own)
         entries.append(
@@ -79,13 +80,13 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
             "speeds are defaults made from bandwidths, not measurements of these machines (tilerec calibrate)"
         )
     return PlanReport(
-        cost_ps=solution.cost,
-        bound_ps=solution.bound,
-        stages=tuple(decision.problem.stages),
-        load_ps=solution.load,
-        charge_ps=solution.cost - int(solution.stage.sum()),
-        memory=solution.memory,
-        cap=instance.cap,
+        cost_ps=priced.cost_ps,
+        bound_ps=decision.bound,
+        stages=priced.stage_names,
+        load_ps=priced.load_ps,
+        charge_ps=priced.charge_ps,
+        memory=priced.memory,
+        cap=priced.cap,
         tables=tuple(entries),
         topology=request.topology,
         batch_size=request.batch_size,

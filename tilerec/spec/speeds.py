@@ -39,9 +39,10 @@ class Speeds:
         place, pick: seconds to put one row into the output, and to read its gradient out of the output's.
         route: seconds per id to sort a batch by owner.
         copy: seconds per byte that is copied.
-        link_in, link_out: seconds per byte that a rank receives from, and sends to, ranks of its host. Full duplex:
-            one of them is 0.
+        link_in, link_out: seconds per byte that a rank receives from, and sends to, ranks of its host.
         network_in, network_out: likewise for other hosts.
+        duplex: a link sends and receives at once, so an exchange takes the longer of the two; else their sum, as where
+            the same processor copies at both ends.
         call: seconds of a collective that carries nothing, between two ranks; call_peer: more for each further rank.
         step: seconds of a step that no table causes, for each collection.
         part: seconds for each part of a table (a range of rows on one rank) that a home addresses, and again for each
@@ -82,6 +83,7 @@ class Speeds:
     widths: Sequence[int] = field(default=WIDTHS, kw_only=True)
     origin: str = field(default="", kw_only=True)
     fresh: float | None = field(default=None, kw_only=True)
+    duplex: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("widths", *PER_WIDTH):
@@ -107,6 +109,8 @@ class Speeds:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         if self.fresh is not None:
             object.__setattr__(self, "fresh", _number("fresh", self.fresh))
+        if not isinstance(self.duplex, bool):
+            raise ConfigError(f"Speeds: duplex is {self.duplex!r}; it must be True or False.")
         if isinstance(self.cache, bool) or not isinstance(self.cache, int) or self.cache < 0:
             raise ConfigError(f"Speeds: cache is {self.cache!r}; it must be a whole number of bytes from 0.")
 

@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, read_json
+from tilerec.spec.machines import MACHINES
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.without_effect import warn_without_effect
@@ -57,7 +58,9 @@ class Topology:
         hbm_caps, ddr_caps: bytes of each rank, where ranks differ: one number for each, in the order of ranks.
             `hbm_cap` and `ddr_cap` are then the largest of them, and not given.
         hbm_mem_bw, ddr_mem_bw, ssd_mem_bw, hbm_to_ddr_mem_bw: memory bandwidth, bytes per millisecond.
-        intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond.
+        intra_host_bw, inter_host_bw: links within a host and between hosts, bytes per millisecond of one rank, one way.
+        nic: "device", each rank has a network card of its own; "host", the ranks of a host share what they have
+            together (each `inter_host_bw`). "host" on "cpu", else "device", unless given.
         custom_topology_data: of TorchRec's: another way to write `hbm_caps` and `ddr_caps`.
         generalized_comms_bandwidths: of TorchRec's: another way to write `intra_host_bw` and `inter_host_bw`.
         bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier, uneven_sharding_perf_multiplier: of another
@@ -96,6 +99,7 @@ class Topology:
     speeds: Speeds | None = field(default=None, kw_only=True)
     hbm_caps: Sequence[int] | None = field(default=None, kw_only=True)
     ddr_caps: Sequence[int] | None = field(default=None, kw_only=True)
+    nic: Literal["device", "host"] | None = field(default=None, kw_only=True)
 
     def __post_init__(
         self,
@@ -131,6 +135,10 @@ class Topology:
             self._read_caps(name, fill)
         if self.speeds is not None and not isinstance(self.speeds, Speeds):
             raise ConfigError(f"Topology: speeds is a {type(self.speeds).__name__}, wanted Speeds.")
+        if self.nic is None:
+            fill("nic", "host" if self.compute_device == "cpu" else "device")
+        elif self.nic not in ("device", "host"):
+            raise ConfigError(f"Topology: nic is {self.nic!r:.80}; it must be 'device' or 'host'.")
         for name, default in (
             ("hbm_cap", 0 if self.compute_device == "cpu" else HBM_CAP),
             ("ddr_cap", DDR_CAP),
@@ -283,6 +291,35 @@ class Topology:
                 )
             sizes.append(int(text))
         return Topology(sizes[0], compute_device, local_world_size=sizes[1])
+
+    @staticmethod
+    def preset(machine: str, hosts: int = 1, gpus_per_host: int = 8, **more: Any) -> Topology:
+        """Hosts of a GPU that is known by name, each GPU with its own network card.
+
+        Args:
+            machine: "a100", "h100", "h200" or "b200"; figures and sources: `tilerec/spec/machines.py`.
+            hosts, gpus_per_host: how many; a rank for each GPU.
+            more: further arguments of `Topology`, which replace those of the machine.
+
+        Raises:
+            ConfigError: an unknown name, or counts that are no whole numbers from 1.
+        """
+        if machine not in MACHINES:
+            raise ConfigError(
+                f"Topology: got machine {machine!r:.80}; expected one of {', '.join(MACHINES)}. Name one of these, or give "
+                "hbm_cap=, hbm_mem_bw=, intra_host_bw= and inter_host_bw=."
+            )
+        for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
+            if not _whole(count, 1):
+                raise ConfigError(f"Topology: {name} is {count!r:.80}; it must be a whole number from 1.")
+        of, per_ms = MACHINES[machine], 1e-3
+        figures = {
+            "hbm_cap": of.memory, "hbm_mem_bw": of.memory_bw * per_ms, "hbm_to_ddr_mem_bw": of.host_bw * per_ms,
+            "intra_host_bw": of.link_bw * per_ms, "inter_host_bw": of.network_bw * per_ms,
+        }  # fmt: skip
+        if "hbm_caps" in more:
+            figures.pop("hbm_cap")
+        return Topology(hosts * gpus_per_host, "cuda", local_world_size=gpus_per_host, **{**figures, **more})
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `hosts` are texts such as `"0-7"`."""

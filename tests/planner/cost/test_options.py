@@ -49,11 +49,22 @@ def drawn(problem: Problem, topology: Topology, ways: tuple[Way, ...] | None, se
             ]
         )
         width, pieces = int(instance.width[t, o]), int(instance.pieces[t, o])
-        among = topology.world_size if width == 1 else topology.host_count
+        hosts = [h for h in range(topology.host_count) if len(topology.ranks_of(h)) == width]
+        among = range(topology.world_size) if width == 1 else hosts
         option.append(o)
-        places.append(() if width == topology.world_size else tuple(draw.sample(range(among), pieces)))
+        places.append(() if width == topology.world_size else tuple(draw.sample(among, pieces)))
     tilings = [problem.sharding(t, o, places[t]).tiling for t, o in enumerate(option)]
     return np.array(option), places, tilings
+
+
+def apart(problem: Problem, option: Any) -> Model:
+    """The model of a plan: ranges of rows on single ranks are not added up inside hosts."""
+    single = [problem.options[o].way is Way.ROWS and problem.options[o].width == 1 for o in option]
+    tables = [
+        dataclasses.replace(work, sums_in_hosts=False) if alone else work
+        for work, alone in zip(problem.tables, single, strict=True)
+    ]
+    return Model(Workload(tables), problem.model.topology)
 
 
 WAYS: list[tuple[Way, ...] | None] = [
@@ -64,30 +75,69 @@ WAYS: list[tuple[Way, ...] | None] = [
     (Way.GRID, Way.WHOLE),
     None,
 ]
+ALIKE = [
+    Topology(2, "cpu"),
+    Topology(4, "cpu"),
+    Topology(8),
+    Topology(8, local_world_size=4),
+    Topology(6, local_world_size=2),
+    Topology(8, local_world_size=4, nic="host"),
+]
+ROUGH = 1e-5  # ranges of whole rows are not all alike
+ROW_WISE = specs.RowWiseAdagrad(0.1)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("topology", ALIKE, ids=lambda t: f"{t}, {t.nic}")
+def test_an_arrangement_on_hosts_alike_costs_what_its_tilings_cost(
+    topology: Topology, ways: tuple[Way, ...] | None
+) -> None:
+    # Sums over rows of column blocks depend on which blocks share a host: of those, on one host only.
+    optimizer = ROW_WISE if topology.host_count == 1 else PLAIN
+    for seed in range(3):
+        problem = build(works(12, seed, optimizer), topology)
+        option, places, tilings = drawn(problem, topology, ways, seed)
+        solution = evaluate(problem.instance, option, places)
+        priced = price(tilings, apart(problem, option))
+        assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-4)
+        for s, name in enumerate(problem.stages):
+            # Ranks below the slowest may wait for what others send them.
+            assert solution.load[:, s].max() / 1e12 <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
+        if priced.memory.any():
+            assert np.all(solution.memory <= priced.memory * (1 + ROUGH) + 1)
+            tier = problem.model.tier
+            assert solution.memory[:, tier] == pytest.approx(priced.memory[:, tier], rel=0.08)
 
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize(
-    "topology", [Topology(2, "cpu"), Topology(8), Topology(8, local_world_size=4)], ids=str
+    "topology",
+    [
+        Topology(6, hosts=[[0, 1], [2, 3, 4, 5]]),
+        Topology(8, hosts=[[0], [1, 2, 3, 4, 5, 6, 7]]),
+        Topology(5, "cpu", hosts=[[0, 1, 2], [3, 4]]),
+        Topology(8, local_world_size=2),
+    ],
+    ids=str,
 )
-def test_an_arrangement_costs_what_its_tilings_cost(topology: Topology, ways: tuple[Way, ...] | None) -> None:
-    problem = build(works(), topology)
-    option, places, tilings = drawn(problem, topology, ways)
-    solution = evaluate(problem.instance, option, places)
-    priced = price(tilings, problem.model)
-    assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=0.06)
-    # On average over ranks memory is the same; where pieces meet, rows that homes receive are spread otherwise.
-    assert solution.memory.mean(0) == pytest.approx(priced.memory.mean(0), rel=0.01)
-    assert solution.memory.max(0) == pytest.approx(priced.memory.max(0), rel=0.02)
-    stages = priced.stages
-    for name in ("lookup and rows", "update"):
-        own = solution.load[:, problem.stages.index(name)] / 1e12
-        # On several hosts it matters which owners share one: pieces that happen to meet add up their rows there.
-        assert own.mean() == pytest.approx(
-            stages[name].mean(), rel=0.06 if topology.host_count == 1 else 0.15
-        )
-        if topology.host_count == 1:
-            assert own == pytest.approx(stages[name], rel=0.06), name
+def test_no_arrangement_is_cheaper_than_its_lower_instance_says(
+    topology: Topology, ways: tuple[Way, ...] | None
+) -> None:
+    for seed in range(4):
+        problem = build(works(8, seed, ROW_WISE), topology)
+        option, places, tilings = drawn(problem, topology, ways, seed)
+        priced = price(tilings, apart(problem, option))
+        lower = evaluate(problem.lower, option, places)
+        assert lower.cost / 1e12 <= priced.seconds * (1 + ROUGH)
+        assert np.all(lower.memory <= priced.memory * (1 + ROUGH) + 1)
+
+
+def test_on_unlike_hosts_the_search_goes_by_a_mean() -> None:
+    topology = Topology(8, hosts=[[0, 1, 2], [3, 4, 5, 6, 7]])
+    problem = build(works(24), topology)
+    option, places, tilings = drawn(problem, topology, (Way.WHOLE, Way.COLUMNS))
+    cost = evaluate(problem.instance, option, places).cost
+    assert cost / 1e12 == pytest.approx(price(tilings, apart(problem, option)).seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("ways", [(Way.WHOLE,), (Way.ROWS,), (Way.COLUMNS, Way.WHOLE)])
@@ -103,9 +153,9 @@ def test_a_cached_arrangement_costs_what_its_tilings_cost_and_lies_in_host_memor
     solution = evaluate(problem.instance, option, places)
     cached = Model(Workload([dataclasses.replace(work, cached=True) for work in tables]), topology)
     priced = price(tilings, cached)
-    assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=0.06)
+    assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=1e-3)
     assert solution.memory.mean(0) == pytest.approx(
-        priced.memory.mean(0), rel=0.02
+        priced.memory.mean(0), rel=0.04
     )  # blocks that meet share lines
     plain = price(tilings, problem.model)
     assert priced.seconds > plain.seconds
@@ -147,7 +197,7 @@ def test_every_option_is_a_tiling_of_the_type_it_is_called() -> None:
         assert sharding.tiling is not None
         found[str(option)] = sharding.kind
         pieces = [t.rectangle.cells for t in sharding.tiling.tiles()]
-        assert len(set(pieces)) == 1
+        assert max(pieces) - min(pieces) <= 128 * k
         assert sum(pieces) == 128_000
     assert found == {
         "whole": ShardingType.TABLE_WISE,
@@ -155,7 +205,9 @@ def test_every_option_is_a_tiling_of_the_type_it_is_called() -> None:
         "columns x 2": ShardingType.TABLE_COLUMN_WISE,
         "columns x 4": ShardingType.TABLE_COLUMN_WISE,
         "rows x 2": ShardingType.TABLE_ROW_WISE,
+        "rows x 3": ShardingType.TABLE_ROW_WISE,
         "rows x 4": ShardingType.TABLE_ROW_WISE,
+        **{f"rows x {k}": ShardingType.ROW_WISE for k in (5, 6, 7)},
         "rows over 8 ranks": ShardingType.ROW_WISE,
         "rows over 4 ranks": ShardingType.TABLE_ROW_WISE,
         "grid x 2 over 4 ranks": ShardingType.GRID_SHARD,
@@ -213,10 +265,27 @@ def test_parts_of_an_uneven_split_pay_for_themselves_however_few_rows_they_have(
     tiling = problem.sharding(0, o, (), shares).tiling
     assert tiling is not None
     own, ids = found.load[:, 0] / 1e12, price([tiling], problem.model).stages["ids"]
-    assert own - own.min() == pytest.approx(ids - ids.min(), rel=0.01, abs=1e-9)
+    assert own - own.min() == pytest.approx(ids - ids.min(), rel=0.01, abs=2e-9)
     # One large part, and seven alike: all of them pay for being one.
     assert problem.instance.fixed[0, o, 0] == problem.model.speeds.part * 8 * 1e12
-    assert not problem.instance.fixed[0, o, 1:].any()
+    # Each bag has one id here: what a range sends goes with its rows.
+    assert problem.instance.fixed[0, o, 1:].max() < 1e-3 * problem.instance.cost[0, o, 1:].max()
+
+
+def test_bags_of_many_ids_are_in_any_range_however_few_rows_it_has() -> None:
+    table = TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[Reads(512, 50)])
+    problem = build([table], Topology(8))
+    o = [str(option) for option in problem.options].index("rows over 8 ranks")
+    shares = np.array([SHARE // 2, *[SHARE // 14] * 6])
+    shares = np.append(shares, SHARE - shares.sum())
+    found = evaluate(problem.instance, np.array([o]), [()], {0: shares})
+    tiling = problem.sharding(0, o, (), shares).tiling
+    assert tiling is not None
+    rows = problem.stages.index("rows")
+    sent = price([tiling], problem.model).stages["rows"]
+    # 97 % of the bags have an id in a fourteenth of the rows, 100 % in the half.
+    assert found.load[:, rows].max() / 1e12 == pytest.approx(sent.max(), rel=0.05)
+    assert found.load[:, rows].min() > 0.9 * found.load[:, rows].max()
 
 
 def test_pins_are_base_loads_and_the_rest_is_planned() -> None:

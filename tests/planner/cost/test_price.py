@@ -240,7 +240,7 @@ def test_copies_on_all_ranks_agree_over_links_and_the_network_by_their_neighbour
     reduced = float(form.reduced[0])
     sent = 3 * float(form.sent[0]) + 2 * reduced * 3 / 4
     close(found.parts["replicas"], [sent / 3 * (31 + 37) + float(form.seconds[0])] * 4)
-    close(found.network["replicas between hosts"], [sent * 2 / 3 * (41 + 43)] * 4)
+    close(found.network["update between hosts"], [sent * 2 / 3 * (41 + 43)] * 4)
 
 
 def test_column_blocks_pay_for_their_sums_and_six_copies_of_their_cells() -> None:

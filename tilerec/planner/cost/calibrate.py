@@ -273,8 +273,8 @@ class _Bench:
         call = run(16)
         each = 2**20 // size
         per_byte = max(run(each) - call, 1e-9) / (4 * each * (size - 1))
-        if default.link_out == 0.0:
-            return {"call": call, "link_in": per_byte}
+        if default.duplex:
+            return {"call": call, "link_in": per_byte, "link_out": per_byte}
         return {"call": call, "link_in": per_byte / 2, "link_out": per_byte / 2}
 
 

@@ -23,13 +23,11 @@ from tilerec.planner.cost.rates import Rates
 from tilerec.planner.cost.workload import Ints, Workload
 from tilerec.spec.topology import Topology
 
-STAGES = ("ids", "lookup and rows", "gradients", "update")
-NETWORK_STAGES = (
-    "ids between hosts",
-    "rows between hosts",
-    "gradients between hosts",
-    "replicas between hosts",
-)
+STAGES = ("ids", "lookup", "rows", "gradients", "update")
+NETWORK_STAGES = ("ids between hosts", "rows between hosts", "gradients between hosts", "update between hosts")
+"""Where the ranks of a host share its network card. Where each has its own, a rank's time there is part of STAGE_OF_NETWORK.
+The last: replicas' gradients, and sums over rows of column blocks."""
+STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update"), strict=True))
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
@@ -74,6 +72,12 @@ class Model:
         twice = workload.distinct(2 * self.ranks)
         # Of the rows that a step touches, how many did the one before.
         self.again = (2.0 * self.all_distinct - twice) / np.maximum(self.all_distinct, 1e-9)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of a step's stages on this topology."""
+        topology = self.topology
+        return STAGES + (NETWORK_STAGES if topology.host_count > 1 and topology.nic == "host" else ())
 
     def lookup_far(self, table: Ints, distinct: Any) -> Floats:
         """Of the rows that a lookup reads, those that come from memory."""

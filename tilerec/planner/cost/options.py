@@ -5,7 +5,9 @@ Nouns
   group    row pieces on one host, whose rows are added there before they cross to another
 
 Everything is computed for one option of all tables at a time, by the formulas of `Model`; the same that `price` uses
-for tilings that are known. What an instance cannot see (which ranks share a host with which) is taken as on average.
+for tilings that are known. On hosts of one size, an arrangement costs what `price` says, but for what an instance cannot
+see: which column blocks will share a host, and how traffic is spread over ranges of rows of ordered ids. There the
+instance for the search takes an estimate, and a second one, for the bound, the least that can be (`Problem.lower`).
 
 Legend: T tables, O options, S stages, W ranks, H hosts, P present bags, N ids, q share of a table's traffic.
 """
@@ -15,12 +17,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts
-from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGES, Model
+from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
@@ -32,18 +35,29 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 PICO = 1e12
-CHARGES = ("exchange", "replicas", "hosts", "row sums", "partly filled")
+CHARGES = (
+    "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "hosts", "row sums",
+    "partly filled",
+)  # fmt: skip
+"""What is paid once if any table needs it: collectives as such, and an output that begins as zeros."""
 _MOST = 1 << 52
+_STEPS = 64  # a change of a range by 1 / _STEPS shows how present bags go with its rows
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An instance, and what its numbers stand for. `tables`: those that are not pinned, in the instance's order."""
+    """An instance, and what its numbers stand for.
+
+    Args:
+        tables: those that are not pinned, in the instance's order.
+        lower: costs and memory that no plan is below, in the same order; often the instance itself.
+    """
 
     model: Model
     tables: tuple[TableWork, ...]
     options: tuple[Option, ...]
     instance: Instance
+    lower: Instance
     stages: tuple[str, ...]
     charges: tuple[str, ...]
 
@@ -91,25 +105,44 @@ def build(
             raise ConfigError(f"Planner: {what} name {strange[:8]}, which is no table of the model.")
     free = tuple(t for t in tables if t.name not in pinned)
     fixed = [t for t in tables if t.name in pinned]
-    model = Model(Workload(free), topology, pipeline_depth, beside=Workload(fixed) if fixed else None)
-    builder = _Builder(model, limits, min_partition)
-    return builder.problem(fixed, pinned, reserved)
+    # What both parts have in common is that of all tables.
+    everything = Workload(tables)
+    work, rest = everything.part(free), everything.part(fixed)
+    model = Model(work, topology, pipeline_depth, beside=rest if fixed else None)
+    given = None
+    if fixed:
+        given = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
+    made = [_Builder(model, limits, min_partition, lower) for lower in (False, True)]
+    search, lower = (builder.instance(given, reserved) for builder in made)
+    builder = made[0]
+    if builder.exact:
+        lower = search
+    return Problem(model, work.tables, builder.options, search, lower, builder.stages, builder.charges)
 
 
 class _Builder:
-    def __init__(self, model: Model, limits: Mapping[str, Limits], min_partition: int) -> None:
+    """One instance. lower: what is not known counts as the least that it can be."""
+
+    def __init__(self, model: Model, limits: Mapping[str, Limits], min_partition: int, lower: bool) -> None:
         self.model, self.work, self.topology = model, model.workload, model.topology
-        self.limits, self.least = limits, min_partition
+        self.limits, self.least, self.lower = limits, min_partition, lower
         self.ranks, self.hosts = model.ranks, self.topology.host_count
+        sizes = [len(host) for host in self.topology.host_ranks]
+        self.smallest, self.largest = min(sizes), max(sizes)
+        self.alike = self.smallest == self.largest
+        # Other ranks of an owner's host, and of other hosts: the mean over hosts of several sizes, or the least.
+        self.near = (self.smallest if lower else self.ranks / self.hosts) - 1.0
+        self.far = self.ranks - (self.largest if lower else self.ranks / self.hosts)
         cached = any(limit.cached for _, limit in self._limited())
-        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached)
+        limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
+        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
         there = self._allowed()
         # Columns that no table can use only cost memory.
         kept = np.flatnonzero(there.any(0)).tolist()
         self.options = tuple(self.options[o] for o in kept)
         self.there = there[:, kept]
-        self.on_host = self.ranks / self.hosts
-        self.stages = STAGES + (NETWORK_STAGES if self.hosts > 1 else ())
+        self.stages = model.stages
+        self.charges: tuple[str, ...] = ()
         shape = (len(self.work.names), len(self.options), len(self.stages))
         self.cost = np.zeros(shape, np.int64)
         self.home = np.zeros(shape, np.int64)
@@ -127,10 +160,22 @@ class _Builder:
         self.weighted = np.zeros(len(work.names), np.float64)
         self.weighted[work.table[work.weighted]] = 1.0
         self.features = work.per_table(np.ones(len(work.bags)))
+        every = np.arange(len(work.names))
+        self.whole_payload = self._payload(every, 1.0, self.all_ids, self.lengths)
 
-    def problem(
-        self, fixed: Sequence[TableWork], pinned: Mapping[str, Tiling], reserved: Ints | None
-    ) -> Problem:
+    @property
+    def exact(self) -> bool:
+        """Whether nothing that costs depends on what an instance cannot see."""
+        rows = np.array([option.way is Way.ROWS for option in self.options], np.bool_)
+        if self.hosts > 1:
+            columns = np.array([option.way is Way.COLUMNS for option in self.options], np.bool_)
+            summed = self.there[self.work.talks > 0][:, columns].any()
+            if not self.alike or summed or not self.model.speeds.duplex:
+                return False
+        return not self.there[self.work.ordered][:, rows].any()
+
+    def instance(self, given: Price | None, reserved: Ints | None) -> Instance:
+        """given: the price of tables whose tilings are given."""
         there = self.there
         for o, option in enumerate(self.options):
             tables = np.flatnonzero(there[:, o])
@@ -141,26 +186,24 @@ class _Builder:
                     self._copies(o, tables)
                 else:
                     self._pieces(o, option, tables)
-        model, topology = self.model, self.topology
+        topology = self.topology
         base_cost, base_memory = self._base(reserved)
         paid: frozenset[str] = frozenset()
-        if fixed:
-            tilings = [pinned[t.name] for t in fixed]
-            priced = price(tilings, Model(Workload(fixed), topology, model.depth, beside=self.work))
-            paid = _paid_by(priced)
-            for name, seconds in priced.stages.items():
-                if name in self.stages:
-                    base_cost[:, self.stages.index(name)] += np.rint(seconds * PICO).astype(np.int64)
-            base_cost[:, 0] += int(np.rint(priced.calls * PICO))
-            base_memory += priced.memory
+        if given is not None:
+            paid = _paid_by(given)
+            for name, seconds in given.stages.items():
+                base_cost[:, self.stages.index(name)] += np.floor(seconds * PICO).astype(np.int64)
+            base_cost[:, 0] += int(given.calls * PICO)
+            base_memory += given.memory
         else:
-            constant = (model.speeds.step + model.call) * self.work.collections
-            base_cost[:, 0] += int(np.rint(constant * PICO))
+            base_cost += self._constant()
         charge, charged = self._charges(there, paid)
         base_cost[:, 0] += charged
         host_of = np.array([topology.host_of(r) for r in range(self.ranks)], np.int64)
         keep = [f for f in range(len(CHARGES)) if charge[f]]
-        instance = Instance(
+        self.charges = tuple(CHARGES[f] for f in keep)
+        between = np.array([s in NETWORK_STAGES for s in self.stages])
+        return Instance(
             names=self.work.names,
             width=self.width,
             pieces=self.pieces,
@@ -171,16 +214,13 @@ class _Builder:
             host_of=host_of,
             uses=self.uses[:, :, keep],
             charge=charge[keep],
-            shared=np.array([s in NETWORK_STAGES for s in self.stages]),
+            shared=between & (topology.nic == "host"),
             host_cap=np.full((self.hosts, 2), NO_CAP, np.int64),
             base_cost=base_cost,
             base_memory=base_memory,
             allowed=self._ranks_allowed(),
             divisible=self.divisible,
             fixed=np.minimum(self.fixed, self.cost),
-        )
-        return Problem(
-            model, self.work.tables, self.options, instance, self.stages, tuple(CHARGES[f] for f in keep)
         )
 
     # ---------------------------------------------------------------------------------------------- what is allowed
@@ -270,68 +310,75 @@ class _Builder:
 
     # ---------------------------------------------------------------------------------------------- what it costs
 
-    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Floats) -> None:
-        if stage in self.stages:
-            s = self.stages.index(stage)
-            to[tables, o, s] += np.rint(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
+    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any) -> None:
+        """Whole picoseconds, rounded down: what is put together is never above the price."""
+        if self.hosts > 1 or stage not in NETWORK_STAGES:
+            s = self._stage(stage)
+            to[tables, o, s] += np.floor(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
+
+    def _stage(self, name: str) -> int:
+        """The number of a stage; that of a network card's, where ranks have their own, is its namesake's."""
+        return self.stages.index(name if name in self.stages else STAGE_OF_NETWORK[name])
 
     def _copies(self, o: int, t: Ints) -> None:
         """A copy on every rank: a local lookup, then all replicas' gradients everywhere."""
         model, work, rates, speeds = self.model, self.work, self.model.rates, self.model.speeds
         dim, element = work.dim[t].astype(np.float64), work.element[t]
-        bags, ids, payload = self.bags[t], self.all_ids[t], self._payload(t, self.all_ids[t], self.lengths[t])
+        bags, ids, payload = self.bags[t], self.all_ids[t], self.whole_payload[t]
         far = model.lookup_far(t, model.own_distinct[t])
         routed = ids * speeds.route + rates.copied(2.0 * payload) + speeds.part * 2.0 * self.features[t]
         self._put(self.cost, o, t, "ids", routed)
         lookup = rates.lookup(ids, far, bags, dim, element) + rates.copied(payload)
-        self._put(self.cost, o, t, "lookup and rows", lookup)
+        self._put(self.cost, o, t, "lookup", lookup)
         self._put(self.cost, o, t, "gradients", bags * (rates.at("place", dim) + rates.at("pick", dim)))
         replicas = model.replicas(t)
         others = self.ranks - 1.0
-        near = (self.on_host - 1.0) / others
         bytes_sent = replicas.sent * others + 2.0 * replicas.reduced * others / self.ranks
         every = model.all_distinct[t]
         state = work.cell_state[t] * work.attached[t]
         update = rates.update(
-            replicas.ids,
-            replicas.bags,
-            every,
-            model.update_far(every),
-            dim,
-            element,
-            state,
-            work.row_state[t],
-        )
+            replicas.ids, replicas.bags, every, model.update_far(every), dim, element, state, work.row_state[t]
+        )  # fmt: skip
         dense = rates.copied(3.0 * work.rows[t] * dim * element) * ~work.attached[t]
-        link = bytes_sent * near * (speeds.link_in + speeds.link_out)
+        near, far_bytes = bytes_sent * self.near / others, bytes_sent * self.far / others
+        link = rates.exchanged(near, near)
         self._put(self.cost, o, t, "update", update + dense + replicas.seconds + link)
-        far_seconds = bytes_sent * (1.0 - near) * (speeds.network_in + speeds.network_out)
-        self._put(self.cost, o, t, NETWORK_STAGES[3], far_seconds)
+        self._put(
+            self.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True)
+        )
         memory = model.weights(t, work.rows[t].astype(np.float64), dim)
-        memory = memory + ids * KEY_BYTES + 2.0 * (replicas.sent * others + replicas.reduced)
-        self.memory[t, o, model.tier] = np.ceil(memory).astype(np.int64)
-        self.uses[t, o, CHARGES.index("replicas")] = True
+        memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
+        memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
+        self.memory[t, o, model.tier] = np.floor(memory).astype(np.int64)
+        for name, forms in (
+            ("replicas", (0, 1, 2)), ("replica rows", (0, 1)), ("replica row numbers", (1,)), ("dense replicas", (2, 3)),
+        ):  # fmt: skip
+            self.uses[t, o, CHARGES.index(name)] = np.isin(replicas.form, forms)
         self.uses[t, o, CHARGES.index("partly filled")] = self.part_filled[t]
 
-    def _payload(self, t: Ints, ids: Floats, lengths: Floats) -> Floats:
-        word = np.where(self.work.rows[t] >= 1 << 31, 8.0, 4.0)
+    def _payload(self, t: Ints, share: Any, ids: Floats, lengths: Floats) -> Floats:
+        word = np.where(self.work.rows[t] * share >= 1 << 31, 8.0, 4.0)
         return ids * (word + self.work.wide * self.weighted[t]) + 4.0 * lengths
 
     def _pieces(self, o: int, option: Option, t: Ints) -> None:
-        """Any split: pieces on ranks that read for all homes."""
+        """Any split: pieces on ranks that read for all homes.
+
+        Of an exchange, the owners' side is counted: they get ids, send rows, and get gradients. Homes' other side is
+        the mean of the owners', so the slowest owner is slower. Where both directions take the same processor's time
+        (not duplex), homes bear theirs.
+        """
         model, work, rates, speeds = self.model, self.work, self.model.rates, self.model.speeds
         way, k, on, cached = option
         columns = k if way in (Way.COLUMNS, Way.GRID) else 1
         rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
-        ranks, near, far = float(self.ranks), self.on_host - 1.0, self.ranks - self.on_host
-        at_home = self.on_host / ranks
-        if on > 1 and on < self.ranks:
-            near, far, at_home = on - 1.0, ranks - on, on / ranks
+        ranks, near, far = float(self.ranks), self.near, self.far
+        if 1 < on < self.ranks:
+            near = on - 1.0
         width = work.dim[t] / float(columns)
         element = work.element[t]
         even = np.full(len(work.names), 1.0 / rows)
         q, row_share = even, even
-        cut = np.flatnonzero(work.ordered) if rows > 1 else np.zeros(0, np.int64)
+        cut = np.flatnonzero(work.ordered) if rows > 1 and not self.lower else np.zeros(0, np.int64)
         if len(cut):
             q, row_share = even.copy(), even.copy()
             cuts = row_cuts(work, cut, rows)
@@ -340,97 +387,148 @@ class _Builder:
         P, N, lengths = (x[t] for x in work.present(q))
         home_P, home_N, home_lengths = (P, N, lengths) if q is even else (x[t] for x in work.present(even))
         share = row_share[t]
-        payload, home_payload = self._payload(t, N, lengths), self._payload(t, home_N, home_lengths)
-        # Parts: what a home addresses. Column tiles on several ranks are parts of their own.
+        # Of what goes with present bags, what a smaller range of rows would not save: bags of many ids are in any range.
+        fewer = work.present(q * (1.0 - 1.0 / _STEPS))[0][t]
+        kept = np.clip(1.0 - _STEPS * (1.0 - fewer / np.maximum(P, 1e-300)), 0.0, 1.0)
+        payload = self._payload(t, share, N, lengths)
+        home_payload = self._payload(t, share, home_N, home_lengths)
+        # Parts: what a home addresses. Column tiles on several ranks are parts of their own, and so are their ids.
         parts = float(rows * columns)
         distinct = model.all_distinct[t] * share
-        lookup = rates.lookup(ranks * N, model.lookup_far(t, distinct), ranks * P, width, element)
-        self._put(
-            self.cost, o, t, "ids",
-            near * payload * speeds.link_in - payload * speeds.link_out
-            + speeds.part * ranks * self.features[t],
-        )  # fmt: skip
-        routed = self.all_ids[t] * speeds.route + rates.copied(2.0 * parts * home_payload)
-        routed = routed + speeds.part * parts * self.features[t]
-        self._put(self.home, o, t, "ids", routed + parts * home_payload * speeds.link_out * at_home)
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
-        members = 1.0
-        if self.hosts > 1 and rows > 1 and on > 1:
-            members = float(min(on, self.on_host)) if on == self.ranks else float(on)
-        merge = np.where((members > 1.0) & (work.fan_in[t] > 1.0), 1.0, 0.0)
-        union = np.zeros(len(t))
-        if np.any(merge):
-            union = work.present(np.minimum(even * members, 1.0))[0][t]
-        direct = 1.0 - merge
-        # Rows from owners to homes; inside a host as they are, to other hosts added up first.
-        inner = merge * far * P * width * float(work.wide) * (members - 1.0) / max(members, 1.0)
-        if cached:
-            lookup = lookup + model.fetched(t, share, width)
-        self._put(
-            self.cost, o, t, "lookup and rows",
-            lookup + rates.copied(ranks * payload)
-            + P * forward * (near * speeds.link_out - speeds.link_in)
-            + inner * (speeds.link_in + speeds.link_out) + merge * far * P * rates.at("place", width),
-        )  # fmt: skip
-        self._put(
-            self.cost, o, t, "gradients",
-            P * backward * (near * speeds.link_in - speeds.link_out)
-            + inner * (speeds.link_in + speeds.link_out) + merge * far * P * rates.at("pick", width),
-        )  # fmt: skip
-        groups = parts / members
-        arriving = direct * parts * home_P + merge * (
-            parts * at_home * home_P + groups * (1.0 - at_home) * union
-        )
-        self._put(self.home, o, t, "lookup and rows", parts * home_P * forward * speeds.link_in * at_home)
-        self._put(
-            self.home, o, t, "gradients",
-            parts * home_P * backward * speeds.link_out * at_home
-            + arriving * (rates.at("place", width) + rates.at("pick", width)),
-        )  # fmt: skip
+        merge, members, union = self._merged(rows, on, even, t)
+        direct, groups = 1.0 - merge, np.ceil(parts / members)
+        head = 8.0 * self.features[t]
+        # What an owner gets from and sends to each home of its host, and of others.
+        self._link(o, t, "ids", head, near, "in")
+        self._link(o, t, "ids", payload, near, "in")
+        self._link(o, t, "rows", P * forward, near, "out", kept)
+        self._link(o, t, "gradients", P * backward, near, "in", kept)
+        for stage, count in (("ids", head + payload), ("rows", home_P * forward), ("gradients", home_P * backward)):
+            self._home_link(o, t, stage, parts * count, "in" if stage == "rows" else "out")
         if self.hosts > 1:
             crossing = direct * P + merge * union / members
-            places = np.where(union - P > 0.5, 4.0 * P, 0.0) * merge
-            away = 1.0 - at_home
-            network_in, network_out = speeds.network_in, speeds.network_out
-            self._put(self.cost, o, t, NETWORK_STAGES[0], far * (payload + places) * network_in)
-            self._put(
-                self.home, o, t, NETWORK_STAGES[0], parts * (home_payload + places) * away * network_out
-            )
-            self._put(self.cost, o, t, NETWORK_STAGES[1], far * crossing * forward * network_out)
-            self._put(self.cost, o, t, NETWORK_STAGES[2], far * crossing * backward * network_in)
+            places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
+            heads = head + merge * 4.0 * self.features[t] * (1.0 + members) / members
             home_crossing = parts * direct * home_P + groups * merge * union
-            self._put(self.home, o, t, NETWORK_STAGES[1], home_crossing * forward * away * network_in)
-            self._put(self.home, o, t, NETWORK_STAGES[2], home_crossing * backward * away * network_out)
+            apart = np.where(merge > 0.0, 1.0, kept)  # a sum's way out is shared by its members, whatever rows they hold
+            for stage, count, at_home, way_of, fixed in (
+                (NETWORK_STAGES[0], heads + payload + places, parts * (heads + home_payload + places), "in", 0.0),
+                (NETWORK_STAGES[1], crossing * forward, home_crossing * forward, "out", apart),
+                (NETWORK_STAGES[2], crossing * backward, home_crossing * backward, "in", apart),
+            ):
+                self._between_hosts(o, t, stage, count, at_home, far, way_of, fixed)
+        # Rows from owners to homes; inside a host as they are, to other hosts added up first.
+        inner = merge * far * P * width * float(work.wide) * (members - 1.0) / members
+        lookup = rates.lookup(ranks * N, model.lookup_far(t, distinct), ranks * P, width, element)
+        if cached:
+            lookup = lookup + model.fetched(t, share, width)
+        self._put(self.cost, o, t, "ids", speeds.part * ranks * self.features[t])
+        self._put(self.cost, o, t, "lookup", lookup + rates.copied(ranks * payload))
+        self._put(self.fixed, o, t, "lookup", kept * ranks * P * rates.at("lookup_bag", width))
+        for stage, rate in (("rows", "place"), ("gradients", "pick")):
+            seconds = rates.exchanged(inner, inner) + merge * far * P * rates.at(rate, width)
+            self._put(self.cost, o, t, stage, seconds)
+            self._put(self.fixed, o, t, stage, kept * seconds)
+        routed = columns * self.all_ids[t] * speeds.route + rates.copied(2.0 * parts * home_payload)
+        self._put(self.home, o, t, "ids", routed + speeds.part * parts * self.features[t])
+        placed = rates.at("place", width) + rates.at("pick", width)
+        self._put(self.home, o, t, "gradients", (direct * parts * home_P + merge * groups * union) * placed)
+        if on > 1:  # on the pieces' own hosts, rows of members come as they are
+            self._put(self.cost, o, t, "gradients", merge * np.maximum(members * P - union, 0.0) * placed)
         state = work.cell_state[t] * work.attached[t]
         update = rates.update(
             ranks * work.ids[t] * q[t], ranks * P, distinct, model.update_far(distinct), width, element, state,
             work.row_state[t],
         )  # fmt: skip
         dense = rates.copied(3.0 * share * work.rows[t] * width * element) * ~work.attached[t]
-        if columns > 1:
-            talk = (
-                4.0 * distinct * (columns - 1.0) * (work.sums[t] + 1.0) * (speeds.link_in + speeds.link_out)
-            )
-            talk = talk + speeds.row_sum + rates.copied(6.0 * distinct * width * float(work.wide))
-            update = update + np.where(work.talks[t] > 0, talk, 0.0)
-            self.uses[t, o, CHARGES.index("row sums")] = work.talks[t] > 0
         self._put(self.cost, o, t, "update", update + dense)
-        weights = model.weights(t, np.ceil(share * work.rows[t]), width)
+        self._put(self.fixed, o, t, "update", kept * ranks * P * rates.at("update_bag", width))
+        if columns > 1:
+            self._row_sums(o, t, way, columns, distinct, width)
+        # The last range is the shortest.
+        held = np.maximum(work.rows[t] - (rows - 1.0) * np.ceil(share * work.rows[t]), 0.0) if q is even else share * work.rows[t]
+        weights = model.weights(t, held, width)
         buffers = ranks * (payload * (1 + model.depth) + P * width * work.wide + N * KEY_BYTES)
-        # Rows that every home gets beyond one for each bag: as many as owners send, so counted with their pieces.
-        beyond = (
-            np.maximum(parts * home_P * width - self.bags[t] * work.dim[t], 0.0) * work.wide * ranks / parts
-        )
+        # What a home gets and sends beyond a whole table's: here on the ranks that hold a piece.
+        beyond = np.maximum(parts * home_P * width - self.bags[t] * work.dim[t], 0.0) * work.wide
+        beyond = beyond + np.maximum(parts * home_payload - self.whole_payload[t], 0.0) * (1 + model.depth)
         if cached:
-            self.memory[t, o, HOST] += np.ceil(weights).astype(np.int64)
-            weights = model.lines(t, np.ceil(share * work.rows[t]), width)
-        self.memory[t, o, model.tier] += np.ceil(weights + buffers + beyond).astype(np.int64)
+            self.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
+            weights = model.lines(t, held, width)
+        self.memory[t, o, model.tier] += np.floor(weights + buffers + beyond).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
         self.uses[t, o, CHARGES.index("exchange")] = True
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
+
+    def _merged(self, rows: int, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
+        """Sums inside hosts: whether there are any, of how many members, and bags of a sum.
+
+        Single pieces are not added up where they share a host (`realise.py`).
+        """
+        if self.hosts == 1 or rows == 1 or on == 1:
+            return np.zeros(len(t)), 1.0, np.zeros(len(t))
+        members = float(on) if on < self.ranks else float(self.largest if self.lower else self.ranks // self.hosts)
+        merge = np.where((members > 1.0) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
+        return merge, members, self.work.present(np.minimum(even * members, 1.0))[0][t]
+
+    def _link(
+        self, o: int, t: Ints, stage: str, count: Floats, homes: float, way: str, fixed: Floats | float = 0.0
+    ) -> None:
+        """Bytes between an owner and each of its host's other ranks; fixed: the part that does not go with rows."""
+        speeds = self.model.speeds
+        rate, other = (speeds.link_in, speeds.link_out) if way == "in" else (speeds.link_out, speeds.link_in)
+        saved = 0.0 if speeds.duplex or self.hosts > 1 else other  # a home need not send to itself
+        self._put(self.cost, o, t, stage, count * (homes * rate - saved))
+        self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
+
+    def _home_link(self, o: int, t: Ints, stage: str, count: Floats, way: str) -> None:
+        speeds = self.model.speeds
+        if not speeds.duplex and (self.hosts == 1 or not self.lower):
+            rate = speeds.link_in if way == "in" else speeds.link_out
+            self._put(self.home, o, t, stage, count * rate * (self.near + 1.0) / self.ranks)
+
+    def _between_hosts(
+        self, o: int, t: Ints, stage: str, count: Floats, at_home: Floats, homes: float, way: str,
+        fixed: Floats | float,
+    ) -> None:  # fmt: skip
+        """Bytes between an owner and each rank of other hosts, and those of each home."""
+        speeds = self.model.speeds
+        rates = (speeds.network_in, speeds.network_out)
+        rate, other = rates if way == "in" else rates[::-1]
+        # Of a card that a host's ranks share, what its homes need not send is known, if hosts are alike.
+        known = not speeds.duplex and self.alike and self.topology.nic == "host"
+        saved = (self.near + 1.0) * other if known else 0.0
+        self._put(self.cost, o, t, stage, count * (homes * rate - saved))
+        self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
+        if known:
+            self._put(self.home, o, t, stage, at_home * other)
+
+    def _row_sums(self, o: int, t: Ints, way: Way, columns: int, distinct: Floats, width: Floats) -> None:
+        """Column blocks of rules over whole rows send each other sums."""
+        work, rates, speeds = self.work, self.model.rates, self.model.speeds
+        others = columns - 1.0
+        if way is Way.GRID:
+            near, far = 0.0, others
+        elif self.hosts == 1:
+            near, far = others, 0.0
+        elif self.lower:  # as many as can share a host
+            far = max(0.0, columns - self.largest)
+            near = others - far if self.topology.nic == "device" else 0.0
+        else:  # blocks lie anywhere
+            far = others * self.far / (self.ranks - 1.0)
+            near = others - far
+        sums = 4.0 * distinct * (work.sums[t] + 1.0)
+        seconds = speeds.row_sum + rates.copied(6.0 * distinct * width * float(work.wide))
+        seconds = seconds + rates.exchanged(sums * near, sums * near)
+        talks = work.talks[t] > 0
+        self._put(self.cost, o, t, "update", np.where(talks, seconds, 0.0))
+        crossing = rates.exchanged(sums * far, sums * far, network=True)
+        self._put(self.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
+        self.uses[t, o, CHARGES.index("row sums")] = talks
 
     def _charges(self, there: Bools, paid: frozenset[str]) -> tuple[Ints, int]:
         """What kinds of collectives cost once; those that no choice avoids are a base load of every rank.
@@ -441,8 +539,10 @@ class _Builder:
         talks = int(self.work.talks.max()) if len(self.work.names) else 0
         output = float(sum(self.output.tolist()))
         calls = model.call * self.work.collections
-        seconds = [3 * calls, 4 * calls, 2 * calls, talks * calls, float(model.rates.copied(0.5 * output))]
-        charge = np.rint(np.array(seconds) * PICO).astype(np.int64)
+        seconds = [
+            3 * calls, calls, 2 * calls, calls, calls, 2 * calls, talks * calls, float(model.rates.copied(0.5 * output)),
+        ]  # fmt: skip
+        charge = np.floor(np.array(seconds) * PICO).astype(np.int64)
         for f in range(len(CHARGES)):
             if CHARGES[f] in paid or not (self.uses[:, :, f] & there).any():
                 charge[f] = 0
@@ -453,6 +553,21 @@ class _Builder:
                 charge[f] = 0
         return charge, certain
 
+    def _constant(self) -> Ints:
+        """[R, S] ps of a step that no table adds to."""
+        model, topology = self.model, self.topology
+        constant = np.zeros((self.ranks, len(self.stages)), np.int64)
+        on_host = np.array([len(topology.ranks_of(topology.host_of(r))) for r in range(self.ranks)], np.float64)
+        near, far = 4.0 * (on_host - 1.0), 4.0 * (self.ranks - on_host)
+        header = model.rates.exchanged(near, near)
+        once = (model.speeds.step + model.call) * self.work.collections
+        constant[:, 0] = np.floor((once + header) * PICO).astype(np.int64)
+        if self.hosts > 1:
+            # Of a card that ranks share, their mean: the same on each of them.
+            away = model.rates.exchanged(far, far, network=True)
+            constant[:, self._stage(NETWORK_STAGES[0])] += np.floor(away * PICO).astype(np.int64)
+        return constant
+
     def _base(self, reserved: Ints | None) -> tuple[Ints, Ints]:
         """Loads of every rank before anything is placed: what is reserved, and each home's output."""
         model, work = self.model, self.work
@@ -460,9 +575,9 @@ class _Builder:
         memory = np.zeros((self.ranks, 2), np.int64) if reserved is None else np.array(reserved, np.int64)
         if memory.shape != (self.ranks, 2):
             raise ConfigError(f"Planner: reserved has shape {memory.shape}, wanted {(self.ranks, 2)}.")
-        received = self._payload(np.arange(len(work.names)), self.all_ids, self.lengths)
-        at_home = float(sum((3.0 * self.output + received * (1 + model.depth)).tolist()))
-        memory[:, model.tier] += int(np.ceil(at_home))
+        rows = self.bags * work.dim * float(work.wide)
+        at_home = 2.0 * self.output + rows + self.whole_payload * (1 + model.depth)
+        memory[:, model.tier] += int(float(sum(at_home.tolist())))
         return cost, memory
 
 
@@ -478,10 +593,13 @@ def _on_one_host(limit: Limits) -> bool:
 def _paid_by(priced: Price) -> frozenset[str]:
     """The kinds of collectives that a price has in it."""
     names = {
-        "rows": "exchange",
-        "replica counts": "replicas",
-        "dense gradients": "replicas",
-        "rows in host": "hosts",
-        "row sums": "row sums",
+        "rows": ("exchange",),
+        "replica gradients": ("replicas", "replica rows"),
+        "replica rows": ("replicas", "replica row numbers"),
+        "replica gradients, dense": ("replicas", "dense replicas"),
+        "dense gradients": ("dense replicas",),
+        "rows in host": ("hosts",),
+        "row sums": ("row sums",),
     }
-    return frozenset(names[name] for name, sent in priced.sent.items() if name in names and np.any(sent > 0))
+    kinds = (names[name] for name, sent in priced.sent.items() if name in names and np.any(sent > 0))
+    return frozenset(kind for some in kinds for kind in some)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGES, Model
+from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, STAGES, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.travel import Travel
 from tilerec.planner.cost.workload import Ints
@@ -29,8 +29,8 @@ PARTS = (
     "replicas", "row sums", "update", "overhead",
 )  # fmt: skip
 STAGE_OF_PART = {
-    "route": 0, "header": 0, "ids": 0, "overhead": 0, "lookup": 1, "rows in host": 1, "rows": 1, "combine": 2,
-    "gather": 2, "gradients": 2, "gradients in host": 2, "replicas": 3, "row sums": 3, "update": 3,
+    "route": 0, "header": 0, "ids": 0, "overhead": 0, "lookup": 1, "rows in host": 2, "rows": 2, "combine": 3,
+    "gather": 3, "gradients": 3, "gradients in host": 3, "replicas": 4, "row sums": 4, "update": 4,
 }  # fmt: skip
 NETWORK_OF = {
     "header": NETWORK_STAGES[0], "ids": NETWORK_STAGES[0], "rows": NETWORK_STAGES[1], "gradients": NETWORK_STAGES[2],
@@ -43,11 +43,13 @@ class Price:
 
     Args:
         parts: seconds of each of PARTS on each rank, [R].
-        network: seconds on the host's network card, by stage of NETWORK_STAGES, [R] (ranks of a host alike).
+        network: seconds on the network card, by name of NETWORK_STAGES, [R] (alike on the ranks of a host that share
+            one, where each is a stage of its own).
         calls: seconds of collectives as such, once.
         memory: bytes, [R, 2] (device, host).
         sent: bytes that a rank sends to others, by the traffic's names, [R].
         between_hosts: those of them that leave the host.
+        names: of the stages. tier: of `memory`, that in which tables lie.
     """
 
     parts: Mapping[str, Floats]
@@ -56,14 +58,22 @@ class Price:
     memory: Ints
     sent: Mapping[str, Floats]
     between_hosts: Mapping[str, Floats]
+    names: tuple[str, ...]
+    tier: int
 
     @property
     def stages(self) -> dict[str, Floats]:
         """Seconds of each stage on each rank."""
-        found: dict[str, Floats] = {name: np.zeros(len(self.memory)) for name in STAGES}
-        for name, seconds in self.parts.items():
-            found[STAGES[STAGE_OF_PART[name]]] = found[STAGES[STAGE_OF_PART[name]]] + seconds
-        return {**found, **self.network}
+        found: dict[str, Floats] = {name: np.zeros(len(self.memory)) for name in self.names}
+        for name, stage in self.stage_of.items():
+            found[stage] = found[stage] + (self.parts[name] if name in self.parts else self.network[name])
+        return found
+
+    @property
+    def stage_of(self) -> dict[str, str]:
+        """By part, and by stage between hosts, the stage that its seconds count in."""
+        found = {name: STAGES[stage] for name, stage in STAGE_OF_PART.items()}
+        return found | {name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()}
 
     @property
     def seconds(self) -> float:
@@ -100,24 +110,31 @@ class _Pricing:
         memory[:, self.model.tier] += np.ceil(self.memory).astype(np.int64)
         far = {name: travel.line(travel.far, name) for name in travel.sent}
         calls = self.calls * self.model.call * self.work.collections
-        return Price(self.parts, self.network, calls, memory, travel.sent, far)
+        model = self.model
+        return Price(
+            self.parts, self.network, calls, memory, travel.sent, far, model.stages, model.tier
+        )
 
     # ---------------------------------------------------------------------------------------------- links
 
     def _links(self) -> None:
-        speeds, travel = self.model.speeds, self.travel
+        travel = self.travel
         for name, sent in travel.sent.items():
             far, received = travel.line(travel.far, name), travel.line(travel.received, name)
             far_received = travel.line(travel.far_received, name)
-            self.parts[name] += (sent - far) * speeds.link_out + (received - far_received) * speeds.link_in
+            self.parts[name] += self.rates.exchanged(sent - far, received - far_received)
             if name in NETWORK_OF:
-                own = far * speeds.network_out + far_received * speeds.network_in
-                self.network[NETWORK_OF[name]] += self._of_hosts(own)
+                self.network[NETWORK_OF[name]] += self._between_hosts(far, far_received)
 
-    def _of_hosts(self, seconds: Floats) -> Floats:
-        """Ranks of a host share its card: their mean, for each of them."""
+    def _between_hosts(self, sent: Floats, received: Floats) -> Floats:
+        """[R] seconds of an exchange between hosts. Ranks that share their host's card take their mean's time."""
+        if self.model.topology.nic == "host":
+            sent, received = self._mean_of_host(sent), self._mean_of_host(received)
+        return self.rates.exchanged(sent, received, network=True)
+
+    def _mean_of_host(self, values: Floats) -> Floats:
         host = self.travel.host
-        mean: Floats = np.bincount(host, seconds)[host] / self.travel.on_host
+        mean: Floats = np.bincount(host, values)[host] / self.travel.on_host
         return mean
 
     # ---------------------------------------------------------------------------------------------- owners
@@ -238,7 +255,7 @@ class _Pricing:
             self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
 
     def _copies(self, t: int, tiling: Tiling, tile: Tile) -> None:
-        work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
+        work, model, travel = self.work, self.model, self.travel
         form = model.replicas(np.array([t]))
         row_share = (tile.r1 - tile.r0) / tiling.rows
         width = float(tile.c1 - tile.c0)
@@ -250,11 +267,12 @@ class _Pricing:
         sent = float(form.sent[0]) * others * share + ring
         near = np.bincount(travel.host[owners])[travel.host[owners]] - 1.0
         close = near / others
-        link = sent * close * (speeds.link_in + speeds.link_out)
+        near_bytes = sent * close
+        link = self.rates.exchanged(near_bytes, near_bytes)
         self.parts["replicas"][owners] += link + float(form.seconds[0]) * share
         away = np.zeros(self.ranks)
-        away[owners] = sent * (1.0 - close) * (speeds.network_in + speeds.network_out)
-        self.network[NETWORK_STAGES[3]] += self._of_hosts(away)
+        away[owners] = sent * (1.0 - close)
+        self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
         # `form` counts all ranks as replicas; fewer have each a larger part of the batches.
         part = row_share if form.form[0] != 2 else row_share * others / (self.ranks - 1.0)
         distinct = float(model.all_distinct[t]) * row_share
@@ -280,23 +298,31 @@ class _Pricing:
             travel.line(travel.far, name)[owners] += value * (1.0 - close)
 
     def _row_sums(self, tilings: Sequence[Tiling]) -> None:
-        """Column blocks of rules that need sums over whole rows tell each other theirs."""
+        """Column blocks of rules that need sums over whole rows send each other theirs."""
         work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
         talks = 0
         for t in np.flatnonzero(work.talks).tolist():
             tiling = tilings[t]
-            others = len({block.owners for block in tiling.blocks}) - 1
-            if not others:
+            if len({block.owners for block in tiling.blocks}) < 2:
                 continue
             talks = max(talks, int(work.talks[t]))
-            for tile in tiling.tiles():
+            row_bytes = 4.0 * (float(work.sums[t]) + 1.0)  # the one: whether a row is finite
+            tiles = tiling.tiles()
+            holders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+            for tile in tiles:
+                holders[tile.r0, tile.r1].update(tile.owners)
+            for tile in tiles:
                 distinct = float(model.all_distinct[t]) * (tile.r1 - tile.r0) / tiling.rows
-                sums = (
-                    distinct * 4.0 * others * (float(work.sums[t]) + 1.0)
-                )  # the one: whether a row is finite
-                owners = list(tile.owners)
-                cells = distinct * (tile.c1 - tile.c0) * work.wide
-                own = sums * (speeds.link_in + speeds.link_out) + speeds.row_sum
-                self.parts["row sums"][owners] += own + float(self.rates.copied(6.0 * cells))
-                travel.line(travel.sent, "row sums")[owners] += sums
+                copied = float(self.rates.copied(6.0 * distinct * (tile.c1 - tile.c0) * work.wide))
+                for owner in tile.owners:
+                    others = sorted(holders[tile.r0, tile.r1].difference(tile.owners))
+                    far = float(np.count_nonzero(travel.host[others] != travel.host[owner]))
+                    near = (len(others) - far) * distinct * row_bytes
+                    link = float(self.rates.exchanged(near, near))
+                    self.parts["row sums"][owner] += link + speeds.row_sum + copied
+                    travel.line(travel.sent, "row sums")[owner] += len(others) * distinct * row_bytes
+                    travel.line(travel.far, "row sums")[owner] += far * distinct * row_bytes
+        if talks:
+            away = travel.line(travel.far, "row sums")
+            self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
         self.calls += talks

@@ -51,5 +51,14 @@ class Rates:
             + near * self.at("update_near", row)
         )
 
+    def exchanged(self, sent: Any, received: Any, *, network: bool = False) -> Floats:
+        """Seconds of an exchange on each rank, of the bytes that it sends and receives over one kind of link."""
+        speeds = self.speeds
+        out, inward = (
+            (speeds.network_out, speeds.network_in) if network else (speeds.link_out, speeds.link_in)
+        )
+        sent, received = np.asarray(sent, np.float64) * out, np.asarray(received, np.float64) * inward
+        return np.maximum(sent, received) if speeds.duplex else sent + received
+
     def copied(self, count: Any) -> Floats:
         return np.asarray(count, np.float64) * self.speeds.copy

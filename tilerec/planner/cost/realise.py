@@ -64,7 +64,9 @@ def sharding_of(
         ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
         one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
-    return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
+    # Ranges that happen to share a host are priced as if they did not, so their rows are not added up there.
+    apart = 1.0 if option.width == 1 and topology.host_count > 1 else None
+    return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)
 
 
 @lru_cache(maxsize=8)
@@ -78,7 +80,9 @@ def _one_tile(rows: int, dim: int, ranks: tuple[int, ...]) -> Tiling:
     return Tiling(rows, dim, (Block(0, dim, (0, rows), (ranks,)),))
 
 
-def _made(kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork) -> ParameterSharding:
+def _made(
+    kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork, ids_per_bag: float | None = None
+) -> ParameterSharding:
     # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
     wire = None if work.wire == _PLAIN else work.wire
-    return ParameterSharding.of_strategy(kind, ranks, tiling, wire, work.data_type, work.ids_per_bag)
+    return ParameterSharding.of_strategy(kind, ranks, tiling, wire, work.data_type, ids_per_bag)

@@ -58,7 +58,7 @@ class Travel:
         self.host = host
         self.on_host = np.bincount(host)[host].astype(np.float64)
         tables = [
-            ShardedTable(t.name, tiling, t.ids_per_bag, t.wire)
+            ShardedTable(t.name, tiling, t.fan_in, t.wire)
             for t, tiling in zip(work.tables, tilings, strict=True)
         ]
         slots = [SlotRead(int(t), "") for t in work.table]
@@ -170,6 +170,8 @@ class Travel:
         self._by_homes("header", every, words)
         self.sent["header"] += 4.0 * (self.ranks - 1)
         self.far["header"] += 4.0 * (self.ranks - self.on_host)
+        self.line(self.received, "header")[:] += 4.0 * (self.ranks - 1)
+        self.line(self.far_received, "header")[:] += 4.0 * (self.ranks - self.on_host)
         self._from_homes("header", self.e_owner, self.e_near, self.e_far, np.full(len(self.e_part), 8.0))
         if self.layout.alone:
             return

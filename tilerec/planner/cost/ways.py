@@ -20,7 +20,8 @@ from tilerec.spec.plan import ShardingType
 from tilerec.spec.topology import Topology
 
 COLUMN_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-ROW_SPLITS = (2, 4, 8, 16, 32)
+FEW_ROWS = 8
+"""Ranges of rows up to which every number is tried; beyond, 12, 16, 24, 32, 48, 64, …"""
 GRIDS = (2, 3, 4, 6, 8, 16)
 MIN_PARTITION = 32
 """Columns of the narrowest column tile, unless limits say else."""
@@ -65,16 +66,31 @@ class Limits:
     cached: bool = False
 
 
-def enumerate_options(topology: Topology, dims: Sequence[int], cached: bool = False) -> tuple[Option, ...]:
-    """The columns of an instance on a topology, for tables of these dims; with `cached`, each but copies in both
-    storages.
+def enumerate_options(
+    topology: Topology, dims: Sequence[int], cached: bool = False, row_splits: Sequence[int] = ()
+) -> tuple[Option, ...]:
+    """The columns of an instance on a topology, for tables of these dims.
+
+    Args:
+        cached: with each but copies in both storages.
+        row_splits: further numbers of ranges of rows: of ranks that tables are limited to.
     """
-    plain = _ways_to_cut(topology, dims)
+    plain = _ways_to_cut(topology, dims, row_splits)
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
     return plain + tuple(behind) if cached else plain
 
 
-def _ways_to_cut(topology: Topology, dims: Sequence[int]) -> tuple[Option, ...]:
+def row_splits_below(ranks: int) -> list[int]:
+    """Numbers of ranges of rows that are tried on so many ranks, besides all of them."""
+    found = [k for k in range(2, FEW_ROWS + 1) if k < ranks]
+    k = FEW_ROWS
+    while k < ranks:
+        found += [n for n in (k * 3 // 2, 2 * k) if n < ranks]
+        k *= 2
+    return found
+
+
+def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[int]) -> tuple[Option, ...]:
     ranks, sizes = topology.world_size, sorted({len(host) for host in topology.host_ranks})
     options = [Option(Way.WHOLE, 1, 1)]
     if ranks == 1:
@@ -86,7 +102,8 @@ def _ways_to_cut(topology: Topology, dims: Sequence[int]) -> tuple[Option, ...]:
         for k in COLUMN_SPLITS
         if k <= ranks and any(d % k == 0 < d // k for d in distinct)
     ]
-    options += [Option(Way.ROWS, k, 1) for k in ROW_SPLITS if k < ranks]
+    counts = {*row_splits_below(ranks), *(k for k in row_splits if 1 < k < ranks)}
+    options += [Option(Way.ROWS, k, 1) for k in sorted(counts)]
     options.append(Option(Way.ROWS, 1, ranks))
     if topology.host_count > 1:
         for n in sizes:

@@ -96,6 +96,8 @@ class TableWork:
         wire: number formats of rows and gradients.
         each_id: the table's rows are not pooled (a sequence collection).
         collection: the module it belongs to: tables of one share their collectives.
+        sums_in_hosts: rows of ranges that share a host are added up there before they travel to others; None: where a bag
+            has several ids.
         cached: rows and their state lie in host memory, behind a cache on the device; load_factor: the part of the rows
             that the cache has lines for (0: none, every row that is read travels).
     """
@@ -112,6 +114,7 @@ class TableWork:
     collection: str = ""
     cached: bool = False
     load_factor: float = LOAD_FACTOR
+    sums_in_hosts: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "dim"):
@@ -132,8 +135,15 @@ class TableWork:
 
     @property
     def ids_per_bag(self) -> float:
-        """The largest of its features': says whether sums inside hosts are worth it, as `ParameterSharding` has it."""
+        """The largest of its features'."""
         return 1.0 if self.each_id else max((r.ids_per_bag for r in self.reads), default=0.0)
+
+    @property
+    def fan_in(self) -> float:
+        """Ids per bag as `sharding/layout.py` takes them: above 1, rows are added up inside hosts."""
+        if self.each_id or self.sums_in_hosts is None:
+            return self.ids_per_bag
+        return 2.0 if self.sums_in_hosts else 1.0
 
 
 class Workload:
@@ -168,7 +178,7 @@ class Workload:
         self.dim = np.array([t.dim for t in self.tables], np.int64)
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
         self.attached = np.array([t.optimizer is not None for t in self.tables], np.bool_)
-        self.fan_in = np.array([t.ids_per_bag for t in self.tables], np.float64)
+        self.fan_in = np.array([t.fan_in for t in self.tables], np.float64)
         self.cached = np.array([t.cached for t in self.tables], np.bool_)
         self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
         self.collections = max(1, len({t.collection for t in self.tables}))
@@ -185,6 +195,12 @@ class Workload:
         self.ordered = np.array([t.skew is not None and t.skew.ordered for t in self.tables], np.bool_)
         self.ids = self.per_table(self.bags * self.ids_per_bag)
         self._zipf: _Zipf | None = None
+
+    def part(self, tables: Sequence[TableWork]) -> Workload:
+        """Some of the tables, in steps of all of them: of as many collections, with sums as wide."""
+        found = Workload(tables)
+        found.collections, found.wide = self.collections, self.wide
+        return found
 
     def per_table(self, per_feature: Floats) -> Floats:
         """[T] sums over features, in the features' order."""
@@ -203,6 +219,15 @@ class Workload:
         ids = self.bags * self.ids_per_bag * share
         lengths = np.where(ids - bags > 0.5, bags, 0.0)
         return self.per_table(bags), self.per_table(ids), self.per_table(lengths)
+
+    def positions(self, share: Any, whole: Any) -> Floats:
+        """Of a home's batch, bags with an id in a `share` of the rows ([T]) that are fewer than those in the `whole`.
+
+        Where a member's bags are not all of a host's sum, it is sent their positions.
+        """
+        shares = (np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, whole))
+        bags, union = (self.bags * (1.0 - missed(s, self.ids_per_bag)) for s in shares)
+        return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 
     @property
     def zipf(self) -> _Zipf:

@@ -51,14 +51,14 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     """Every set of charges that leaves each table an option, the one with the least bound first.
 
     The prices that are best with all charges paid bound every set, with one pass over the tables; sets that cannot be
-    among the best are left at that. With more than six charges they are not told apart: one set, nothing charged.
+    among the best are left at that. With more than eight charges they are not told apart: one set, nothing charged.
     """
     instance = relaxed.instance
     charges = len(instance.charge)
     everything = least(np.where(relaxed.usable, relaxed.totals, NEVER), relaxed.memory)
     if everything.short >= 0:
         return []
-    if not 0 < charges <= 6:
+    if not 0 < charges <= 8:
         return [Kinds(relaxed.usable, 0, everything)]
     priced = relaxed.totals
     for resource, price in zip(relaxed.memory, everything.prices, strict=True):

@@ -76,6 +76,12 @@ def solve(instance: Instance, *, effort: int = 1) -> Solution:
     return evaluate(instance, option, places, rows, found.bound)
 
 
+def lower_bound(instance: Instance, cost: int) -> int:
+    """ps that no plan of an instance is below, at most `cost`; looked for as hard as a plan of that cost is worth."""
+    relaxed = Relaxed(instance)
+    return certify(relaxed, kinds_of(relaxed), cost)
+
+
 class _Search:
     def __init__(self, instance: Instance, effort: int) -> None:
         self.instance, self.relaxed, self.effort = instance, Relaxed(instance), effort

@@ -1,0 +1,156 @@
+"""`price_plan`: what a step takes under a plan, and what each rank holds; for plans made by the planner or by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.price import Price, price
+from tilerec.planner.cost.workload import TableWork, Workload
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.search.instance import Ints
+from tilerec.planner.table_entry import PICO
+from tilerec.sharding.strategies import complete
+from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan
+from tilerec.spec.tile import Tiling
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPrice:
+    """What a plan costs (docs/planner-cost.md).
+
+    Args:
+        price: of all tables together, without what is reserved.
+        reserved: [R, 2] bytes that other things take in the memory of the device and of the host.
+        cap: [R, 2] bytes that there are.
+    """
+
+    price: Price
+    reserved: Ints
+    cap: Ints
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the sum over stages of the slowest rank's, and of collectives as such."""
+        return self.cost_ps / PICO
+
+    @property
+    def stages(self) -> dict[str, Floats]:
+        """[R] seconds of each stage on each rank."""
+        return self.price.stages
+
+    @property
+    def parts(self) -> Mapping[str, Floats]:
+        """[R] seconds of each part of a step on each rank: "lookup", "combine", …"""
+        return self.price.parts
+
+    @property
+    def memory(self) -> Ints:
+        """[R, 2] bytes of device and host memory, what is reserved included."""
+        return self.price.memory + self.reserved
+
+    @property
+    def over(self) -> Ints:
+        """[R, 2] bytes above what there is; 0 where the plan fits."""
+        return np.maximum(self.memory - self.cap, 0)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        return self.price.names
+
+    @property
+    def load_ps(self) -> Ints:
+        """[R, S] picoseconds of each rank in each stage."""
+        stages = self.price.stages
+        seconds = np.stack([stages[name] for name in self.stage_names], axis=1)
+        return np.rint(seconds * PICO).astype(np.int64)
+
+    @property
+    def charge_ps(self) -> int:
+        """Picoseconds of collectives as such."""
+        return round(self.price.calls * PICO)
+
+    @property
+    def cost_ps(self) -> int:
+        """Picoseconds of a step."""
+        return int(self.load_ps.max(0).sum()) + self.charge_ps
+
+
+def price_plan(request: PlanRequest, plan: ShardingPlan) -> PlanPrice:
+    """What a plan costs: the number that reports state and searches are judged by.
+
+    Args:
+        request: tables, topology and batch, as `EmbeddingShardingPlanner.request` makes it. Its constraints say how
+            tables are read (pooling factors, skew); those on shardings have no effect.
+        plan: a sharding of each of its tables.
+
+    Raises:
+        ConfigError: the plan lacks a table, or was made for another number of ranks or for tables of another size.
+    """
+    topology = request.topology
+    if plan.world_size not in (0, None, topology.world_size):
+        raise ConfigError(
+            f"price_plan: got a plan for {plan.world_size} ranks; expected one for the topology's "
+            f"{topology.world_size}. Give the topology that it was made for."
+        )
+    shardings: dict[str, ParameterSharding] = {}
+    for table in request.tables:
+        path, name = table.names[0]
+        try:
+            sharding = plan.plan[path][name]
+        except KeyError:
+            raise ConfigError(
+                f"price_plan: got a plan without table '{name}' of module '{path}'; expected one for all "
+                f"{len(request.tables)} tables of the request. Add it, or plan again."
+            ) from None
+        shardings[table.key] = _with_tiling(request, table.key, sharding)
+    return priced(request, shardings)
+
+
+def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) -> ParameterSharding:
+    """With its tiling, which belongs to the table.
+
+    Raises:
+        ConfigError: it is for a table of another size.
+    """
+    table = request.by_key[key]
+    tiling = sharding.tiling
+    if tiling is None:
+        return complete(sharding, key, table.rows, table.dim, request.topology)
+    if (tiling.rows, tiling.dim) != (table.rows, table.dim):
+        raise ConfigError(
+            f"Table '{key}': got a sharding of {tiling.rows} x {tiling.dim}; expected {table.rows} x {table.dim}. "
+            "Plan again, or give the tables that the plan was made for."
+        )
+    return sharding
+
+
+def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> PlanPrice:
+    """Likewise, for shardings with tilings, by `PlannedTable.key`."""
+    works, tilings = list[TableWork](), list[Tiling]()
+    for work in request.works():
+        sharding = shardings[work.name]
+        assert sharding.tiling is not None
+        works.append(work_under(work, sharding))
+        tilings.append(sharding.tiling)
+    found = price(tilings, Model(Workload(works), request.topology))
+    reserved = np.zeros((request.topology.world_size, 2), np.int64)
+    reserved[:, found.tier] = request.reserved_bytes()
+    return PlanPrice(found, reserved, np.array(request.topology.caps, np.int64))
+
+
+def work_under(work: TableWork, sharding: ParameterSharding) -> TableWork:
+    """What a step does with a table that is sharded so: where its rows lie, and whether hosts add them up."""
+    in_host = sharding.kernel in HOST_KERNELS
+    params = sharding.cache if in_host else None
+    known = sharding.ids_per_bag
+    load_factor = work.load_factor if params is None else params.load_factor
+    sums = None if work.each_id else known is None or known > 1
+    if (in_host, load_factor, sums) == (work.cached, work.load_factor, work.sums_in_hosts):
+        return work
+    return replace(work, cached=in_host, load_factor=load_factor, sums_in_hosts=sums)
