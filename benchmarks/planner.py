@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ from planner_cases import CASES, Case, lognormal
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
-from tilerec.planner.decision import decide
 from tilerec.planner.infeasible import PlannerError
-from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
@@ -151,11 +148,7 @@ def ask_peer(python: str, asked: list[dict[str, Any]], limit: float) -> list[dic
 
 def priced(case: Case, plan: ShardingPlan) -> float:
     """Milliseconds of a step of a whole plan, by this library's cost model, tiling by tiling."""
-    topology = case.topology()
-    planner = planner_of(case, replace(topology, hbm_cap=1 << 50))
-    planner.fixed = {("", name): sharding for _, name, sharding in plan.tables()}
-    request: PlanRequest = planner.request(configs_of(case), SHARDERS)
-    return decide(request).solution.cost / 1e9
+    return 1e3 * planner_of(case, case.topology()).price(configs_of(case), plan, SHARDERS).seconds
 
 
 def plan_of_peer(case: Case, shards: dict[str, Any], topology: Topology) -> ShardingPlan:

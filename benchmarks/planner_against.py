@@ -7,8 +7,8 @@ can express (even rows over all ranks or over a host's, columns no narrower than
 
     own   for this library's runtime, by the cost model as it stands. Both plans are priced by that model ("here"), and
           both by TorchRec's estimator ("there").
-    its   for the machine and the runtime that TorchRec's estimator describes: bandwidths and no fixed charges, a
-          network card for every rank (here ranks of a host share one), and row splits that send a row for every bag
+    its   for the machine and the runtime that TorchRec's estimator describes: bandwidths and no fixed charges, and row
+          splits that send a row for every bag
           (here only for bags that have an id there). Priced by TorchRec's estimator.
     prices  by TorchRec's estimator itself: its options at its prices, and its objective, the slowest rank's sum. What
           the search alone is worth. Priced by TorchRec's estimator.
@@ -35,7 +35,7 @@ from planner_cases import Case, lognormal
 
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.options import _Builder
+from tilerec.planner.cost.options import Problem, _Builder
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
@@ -72,13 +72,17 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     topology = case.topology() if own else bare(case.topology())
     request = planner_of(case, topology).request(configs_of(case), SHARDERS)
     work = (Workload if own else EveryBag)(request.works())
-    problem = _Builder(Model(work, topology), {}, NARROWEST).problem((), {}, None)
-    instance, width = problem.instance, problem.instance.width.copy()
+    model = Model(work, topology)
+    builder = _Builder(model, {}, NARROWEST, lower=False)
+    instance = builder.instance(None, None)
+    problem = Problem(
+        model, work.tables, builder.options, instance, instance, builder.stages, builder.charges
+    )
+    width = instance.width.copy()
     for o, option in enumerate(problem.options):
         if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):
             width[:, o] = 0
-    shared = instance.shared if own else np.zeros_like(instance.shared)
-    instance = replace(instance, width=width, shared=shared, divisible=np.zeros_like(instance.divisible))
+    instance = replace(instance, width=width, divisible=np.zeros_like(instance.divisible))
     return Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance)).plan()
 
 

@@ -8,14 +8,22 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tilerec import cli
 from tilerec.cli import app
+from tilerec.comms.group import Group
+from tilerec.errors import FileError
+from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.recipes.registry import RECIPES
+from tilerec.spec.speeds import PER_WIDTH, SINGLE
+from tilerec.spec.topology import Topology
+from tilerec.testing.virtual import run_virtual_ranks
 
 SMALL = [
     *("--set", "data.train_rows=256", "--set", "data.held_out_rows=64", "--set", "train.batch_size=64"),
@@ -351,3 +359,39 @@ def test_calibrate_says_where_it_cannot_write() -> None:
     code, printed = _invoke("calibrate", "--out", "no/such/folder/topology.json")
     assert code == 1
     assert "there is no folder no/such/folder; create it first" in printed
+    code, printed = _invoke("calibrate", "--out", ".")
+    assert code == 1
+    assert "--out .: got a folder; expected a file. Name a file in it." in printed
+
+
+def test_what_was_measured_is_printed_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Topology] = []
+
+    def measure(group: Group, topology: Topology, device: str) -> Topology:
+        speeds = replace(default_speeds(topology), origin="measured", route=1.25e-8, fresh=3e-10)
+        measured.append(replace(topology, speeds=speeds))
+        return measured[-1]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tilerec.planner.cost.calibrate.calibrate", measure)
+    path = tmp_path / "topology.json"
+    run_virtual_ranks(2, cli._calibrate, str(path), "cpu")
+    printed = capsys.readouterr().out
+    assert "route" in printed
+    assert "12.5" in printed
+    for name in (*PER_WIDTH, *SINGLE, "fresh"):
+        assert printed.count(f"\n{name} ") == 1  # rank 0 alone prints
+    before = Topology.load(path)
+    assert before == measured[0]
+    monkeypatch.setattr("tilerec.atomic_file.os.fsync", full)
+    path.unlink()
+    with pytest.raises(FileError, match="No space left on device"):
+        run_virtual_ranks(1, cli._calibrate, str(path), "cpu")
+    printed = capsys.readouterr().out
+    assert not path.exists()
+    assert printed.index("route") < printed.index("The topology, for a file of your own:")
+    assert Topology.from_json(json.loads(printed[printed.index("{") :])) == measured[-1]

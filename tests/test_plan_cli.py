@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ TABLES: list[dict[str, Any]] = [
     },
     {"name": "ad", "num_embeddings": 100, "embedding_dim": 16, "feature_names": ["a", "b"]},
 ]
-WORLD = ("--ranks-per-host", "4")
+QUICK = "--no-what-ifs"
+WORLD = ("--ranks-per-host", "4", QUICK)
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -55,10 +57,10 @@ def test_a_plan_of_a_list_of_tables_is_made_written_and_shown(planned: Path) -> 
     assert plan.world_size == 4
     assert plan.plan[""]["item"].kind.value == "row_wise"
     report = PlanReport.load("plan.report.json")
-    code, text = run("show")
+    code, text = run("show", QUICK)
     assert code == 0
     assert text.strip() == str(report)
-    code, text = run("show", "plan.json", "--tables")
+    code, text = run("show", "plan.json", "--tables", QUICK)
     assert text.startswith("plan for 4 ranks on 1 host")
     assert str(report) in text
 
@@ -72,13 +74,13 @@ def test_a_full_disk_keeps_the_earlier_plan_and_the_new_one_is_shown(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("tilerec.atomic_file.os.fsync", full)
-    code, text = run("make", "tables.json", "--ranks-per-host", "2", "--html", "r.html")
+    code, text = run("make", "tables.json", "--ranks-per-host", "2", QUICK, "--html", "r.html")
     assert code == 1
     assert "on 2 cuda ranks" in text
     assert "error: ShardingPlan: plan.json cannot be written: got 'No space left on device'" in text
     assert text.index("on 2 cuda ranks") < text.index("error:")
     assert {path.name: path.read_text() for path in planned.iterdir()} == before
-    code, text = run("show", "--html", "r.html")
+    code, text = run("show", QUICK, "--html", "r.html")
     assert code == 1
     assert text.startswith(str(PlanReport.load("plan.report.json")))
     assert "error: Report page: r.html cannot be written" in text
@@ -91,14 +93,16 @@ def test_the_same_source_gives_the_same_files(planned: Path) -> None:
 
 
 def test_a_recipes_model_is_planned_with_its_optimizer_and_batch(here: Path) -> None:
-    code, text = run("synthetic", "--hosts", 2, "--ranks-per-host", 2, "--device", "cpu", "--html", "r.html")
+    code, text = run(
+        "synthetic", "--hosts", 2, "--ranks-per-host", 2, "--device", "cpu", QUICK, "--html", "r.html"
+    )
     assert code == 0
     assert "on 4 cpu ranks of 2 hosts, 512 samples each" in text
-    assert "wrote plan.json and r.html" in text
+    assert "; wrote plan.json and r.html" in text
     assert {s.kernel.value for _, _, s in ShardingPlan.load("plan.json").tables() if s.kernel} == {"fused"}
     page = (here / "r.html").read_text()
     assert page.startswith("<!")
-    assert run("show", "--html", "again.html")[0] == 0
+    assert run("show", QUICK, "--html", "again.html")[0] == 0
     assert (here / "again.html").read_text() == page
 
 
@@ -108,14 +112,14 @@ def test_a_table_is_explained(planned: Path) -> None:
     assert text.startswith("Table 'user': ")
     assert "chosen" in text
     code, text = run("explain", "item", "--plan", "plan.json")
-    assert "not allowed by its constraints" in text
+    assert "ruled out: its sharding_types are row_wise" in text
     code, text = run("explain", "nobody")
     assert code == 1
     assert "error: There is no table 'nobody'; there are ['user', 'item', 'ad']" in text
 
 
 def test_plans_are_compared(planned: Path) -> None:
-    assert run("tables.json", "--ranks-per-host", 2, "--hosts", 2, "--out", "b.json")[0] == 0
+    assert run("tables.json", "--ranks-per-host", 2, "--hosts", 2, QUICK, "--out", "b.json")[0] == 0
     code, text = run("diff", "plan.json", "b.json")
     assert code == 0
     assert "1 x 4 cuda" in text
@@ -179,9 +183,9 @@ def test_a_topology_file_says_the_machines(planned: Path) -> None:
     assert run("tables.json", *WORLD)[0] == 0
     topology = json.loads(Path("plan.request.json").read_text())["topology"]
     Path("topology.json").write_text(json.dumps({**topology, "hbm_cap": 2**34}))
-    assert run("tables.json", "--topology", "topology.json", "--out", "e.json")[0] == 0
+    assert run("tables.json", "--topology", "topology.json", QUICK, "--out", "e.json")[0] == 0
     assert PlanReport.load("e.report.json").topology.hbm_cap == 2**34
-    assert run("tables.json", "--topology", "topology.json", "--hosts", 3, "--out", "e.json")[0] == 0
+    assert run("tables.json", "--topology", "topology.json", "--hosts", 3, QUICK, "--out", "e.json")[0] == 0
     assert ShardingPlan.load("e.json").world_size == 12
     code, text = run("tables.json", "--topology", "topology.json", "--device", "cpu")
     assert code == 1
@@ -276,7 +280,7 @@ def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned:
         "sharding_type": "table_wise",
     }
     Path("plan.json").write_text(json.dumps(moved))
-    code, shown = run("show")
+    code, shown = run("show", QUICK)
     assert code == 0
     assert "plan.report.json is of another plan" in shown
     assert "no plan takes less" not in shown
@@ -320,10 +324,51 @@ def test_machines_that_differ_in_memory_come_in_by_a_file(here: Path) -> None:
     (here / "machines.json").write_text(
         json.dumps({"world_size": 2, "compute_device": "cuda", "hbm_caps": caps})
     )
-    code, text = run("tables.json", "--topology", "machines.json")
+    code, text = run("tables.json", "--topology", "machines.json", QUICK)
     assert code == 0, text
     report = PlanReport.load("plan.report.json")
     assert report.cap[:, 0].tolist() == caps
     assert report.memory[0, 0] <= caps[0] < report.memory[1, 0]
     assert run("whatif", "--hbm", "1GB")[0] == 0
-    assert run("tables.json", "--topology", "machines.json", "--hbm", "1GB")[0] == 0
+    assert run("tables.json", "--topology", "machines.json", QUICK, "--hbm", "1GB")[0] == 0
+
+
+def test_what_would_help_is_shown_by_plan_and_show_unless_it_is_left_out(here: Path) -> None:
+    (here / "tables.json").write_text(json.dumps(TABLES[:1]))
+    code, made = run("tables.json", "--ranks-per-host", "2", "--html", "r.html")
+    assert code == 0
+    assert "what would help" in made
+    (line,) = [line for line in made.splitlines() if line.startswith("twice the batch")]
+    # The same as the command that it names.
+    step = re.split(r" {2,}", line)[1]
+    code, text = run("whatif", "--batch-size", 1024)
+    rows = {row[:20].strip(): row[20:] for row in text.splitlines()}
+    assert rows["step"].split()[-2:] == step.split()
+    code, shown = run("show", "--html", "again.html")
+    assert shown.strip() == made[: made.index("\nplanned in")].strip()
+    assert (here / "again.html").read_text() == (here / "r.html").read_text()
+    assert "what would help" not in run("show", QUICK)[1]
+    os.rename("plan.request.json", "away.json")
+    code, text = run("show")
+    assert code == 0
+    assert "what would help" not in text
+
+
+def test_the_request_of_another_plan_beside_a_plan_is_not_used(planned: Path) -> None:
+    run("tables.json", *WORLD, "--batch-size", "64", "--out", "other.json")
+    os.replace("other.request.json", "plan.request.json")
+    code, text = run("show")
+    assert code == 0
+    assert "plan.request.json is not used, so nothing says why or what would help" in text
+    assert "what would help   " not in text
+
+
+def test_a_what_if_has_the_memory_of_a_plan_made_afresh(planned: Path) -> None:
+    """Two batches of input are reserved: of the new batch, with --reserve 0, too."""
+    for more in ((), ("--reserve", "0")):
+        assert run("synthetic", "--ranks-per-host", 2, QUICK, "--batch-size", 64, *more)[0] == 0
+        assert run("whatif", "--batch-size", 4096, "--wire", "bf16", "--out", "then.json")[0] == 0
+        fresh = ("--batch-size", 4096, "--wire", "bf16", *more, "--out", "fresh.json")
+        assert run("synthetic", "--ranks-per-host", 2, QUICK, *fresh)[0] == 0
+        for what in ("json", "report.json", "request.json"):
+            assert Path(f"then.{what}").read_text() == Path(f"fresh.{what}").read_text()

@@ -549,9 +549,8 @@ def _train_while_rank_1_writes_a_copy() -> tuple[list[int], str]:
     run = dataclasses.replace(
         _run(log_every=1, check_replicas_every=3), parallel=ParallelConfig(sharding="data_parallel")
     )
-    with mock.patch.object(loop, "check_replicas", compare_then_drift):
-        with pytest.raises(ConfigError) as raised:
-            train(run, watchers=[ear], group=group)
+    with mock.patch.object(loop, "check_replicas", compare_then_drift), pytest.raises(ConfigError) as raised:
+        train(run, watchers=[ear], group=group)
     return compared, str(raised.value)
 
 

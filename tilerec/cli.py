@@ -31,9 +31,11 @@ from tilerec.terminal import SafeConsole, print_error, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tilerec.comms.group import Group
     from tilerec.comms.process import ProcessGroupComms
     from tilerec.data.ids import IdSource
     from tilerec.data.statistics import Statistics
+    from tilerec.spec.speeds import Speeds
     from tilerec.train.config import RunConfig
 
 app = typer.Typer(
@@ -154,19 +156,67 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The topology file to write.")] = Path("topology.json"),
     device: Annotated[str, typer.Option(help="What to measure: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure this machine (under a minute) and write a topology that planners read."""
-    from tilerec.planner.cost.calibrate import calibrate_to
+    """Measure this machine (under a minute), print its speeds and write a topology that planners read."""
     from tilerec.terminal import say
     from tilerec.train.launch import launch
 
     try:
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
-        launch(nproc, calibrate_to, str(out), device, device=device)
+        if out.is_dir():
+            raise ConfigError(f"--out {out}: got a folder; expected a file. Name a file in it.")
+        launch(nproc, _calibrate, str(out), device, device=device)
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
     say(f"wrote {out}: the speeds of {nproc} {device} ranks")
+
+
+def _calibrate(group: Group, out: str, device: str) -> None:
+    """Measure with all ranks of a group; rank 0 prints the speeds, then writes the topology.
+
+    Raises:
+        FileError: the file cannot be written. The topology has then been printed, to be saved by hand.
+    """
+    import json
+
+    import torch
+
+    from tilerec.atomic_file import write_file
+    from tilerec.planner.cost.calibrate import calibrate, machine
+    from tilerec.terminal import say
+
+    own = f"cuda:{group.rank % torch.cuda.device_count()}" if device == "cuda" else device
+    measured = calibrate(group, machine(group.size, device), own)
+    if group.rank:
+        return
+    assert measured.speeds is not None
+    say(_speeds_text(measured.speeds))
+    text = json.dumps(measured.to_json(), indent=1)
+    try:
+        write_file(out, text + "\n", "Topology")
+    except FileError:
+        say(f"The topology, for a file of your own:\n{text}")
+        raise
+
+
+def _speeds_text(speeds: Speeds) -> str:
+    """Every speed as a table: rates by width, then the others."""
+    from tilerec.planner.report_text import aligned
+    from tilerec.spec.speeds import PER_WIDTH, SINGLE
+
+    widths = [str(width) for width in speeds.widths]
+    rates = [[name, *(f"{1e9 * rate:.4g}" for rate in getattr(speeds, name))] for name in PER_WIDTH]
+    single = [[name, f"{1e9 * getattr(speeds, name):.4g}"] for name in SINGLE]
+    single += [["fresh", f"{1e9 * speeds.fresh:.4g}"]] if speeds.fresh is not None else []
+    return "\n\n".join(
+        [
+            speeds.origin,
+            aligned(["ns per row of columns", *widths], rates, range(1, 1 + len(widths))),
+            aligned(["ns per id, byte, call, ...", ""], single, [1]),
+            f"cache of a rank: {speeds.cache:,} bytes",
+        ]
+    )
 
 
 @app.command()

@@ -37,7 +37,7 @@ from tilerec.planner.report_text import aligned, gap_text, time_text
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
-from tilerec.planner.variation import varied, world
+from tilerec.planner.variation import INPUT_BATCHES, varied, world
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
@@ -72,6 +72,13 @@ _Hbm = Annotated[str | None, typer.Option(help="Device memory of a rank: 80GB, 7
 _Ddr = Annotated[str | None, typer.Option(help="Host memory of a rank.")]
 _Batch = Annotated[int | None, typer.Option(help="Samples of a rank in a step.", min=1)]
 _Type = Annotated[str | None, typer.Option(help="Data type of all tables: fp32, bf16, fp16.")]
+_Wire = Annotated[
+    str | None,
+    typer.Option(help="Format that sharders give rows and gradients: fp32, bf16, fp16, int8, fp8."),
+]
+_WhatIfs = Annotated[
+    bool, typer.Option("--what-ifs/--no-what-ifs", help="Plan a few changes, too, and show what each saves.")
+]
 _Html = Annotated[Path | None, typer.Option(help="Write a report page that opens offline.")]
 _Plan = Annotated[Path, typer.Option("--plan", help="A plan that `tilerec plan` wrote.")]
 
@@ -93,6 +100,7 @@ def make(
     ddr: _Ddr = None,
     batch_size: _Batch = None,
     dtype: _Type = None,
+    wire: _Wire = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Of tables in a list that name none: SGD, RowWiseAdagrad, Adam, …")
     ] = None,
@@ -107,6 +115,7 @@ def make(
     effort: Annotated[int, typer.Option(help="Each step doubles the search.", min=1)] = 1,
     out: Annotated[Path, typer.Option(help="The plan's file.")] = Path("plan.json"),
     html: _Html = None,
+    what_ifs: _WhatIfs = True,
 ) -> None:
     """Make a plan and write it."""
     with _told():
@@ -134,16 +143,19 @@ def make(
             cache=cache,
             effort=effort,
         )
-        request = varied(planner.request(origin.module or origin.tables), data_type=dtype)
+        request = varied(planner.request(origin.module or origin.tables), data_type=dtype, wire=wire)
         plan = planner.make(request)
         seconds = time.perf_counter() - began
-        # The result first: a disk may be full.
-        say(str(plan.report))
-        _save(plan, request, out)
+        report = plan.report.with_request(request)
+        try:
+            _save(plan, request, out)
+        finally:
+            # Whatever becomes of the file, as a disk may be full; after it, as what-ifs take time.
+            say(report.text(what_would_help=what_ifs))
         if html is not None:
-            _write_page(plan, plan.report, html)
+            _write_page(plan, report, html, what_ifs)
         written = f"{out}" if html is None else f"{out} and {html}"
-        say(f"\nwrote {written} in {seconds:.2f} s")
+        say(f"\nplanned in {seconds:.2f} s; wrote {written}")
 
 
 @plan_app.command()
@@ -151,8 +163,9 @@ def show(
     plan: Annotated[Path, typer.Argument(help="A plan's file.")] = Path("plan.json"),
     tables: Annotated[bool, typer.Option("--tables", help="Where every table lies.")] = False,
     html: _Html = None,
+    what_ifs: _WhatIfs = True,
 ) -> None:
-    """Show a plan: cost, bound, stages, memory, the slowest rank."""
+    """Show a plan: cost, bound, bottleneck, what would help, stages, memory, the heaviest tables."""
     with _told():
         _check_written("--html", html)
         found = ShardingPlan.load(plan)
@@ -168,9 +181,10 @@ def show(
         if tables or report is None:
             say(str(found))
         if report is not None:
-            say(("\n" if tables else "") + str(report))
+            report = _with_request(report, plan)
+            say(("\n" if tables else "") + report.text(what_would_help=what_ifs))
             if html is not None:
-                _write_page(found, report, html)
+                _write_page(found, report, html, what_ifs)
         elif not _beside(plan, "report").exists():
             say(f"\nno report: {_beside(plan, 'report')} is not there")
 
@@ -221,9 +235,10 @@ def whatif(
     ddr: _Ddr = None,
     batch_size: _Batch = None,
     dtype: _Type = None,
+    wire: _Wire = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan that would be.")] = None,
 ) -> None:
-    """What the plan would be with other machines, batches or data types."""
+    """What the plan would be with other machines, batches, data types or wire formats."""
     with _told():
         _check_written("--out", out)
         request = _load_request(plan)
@@ -235,6 +250,11 @@ def whatif(
             ddr_cap=None if ddr is None else _bytes("--ddr", ddr),
             batch_size=batch_size,
             data_type=dtype,
+            wire=wire,
+            # `tilerec plan` reserves by HeuristicalStorageReservation, of which --reserve 0 leaves bytes alone.
+            input_batches=INPUT_BATCHES
+            if request.reserved >= INPUT_BATCHES * request.input_bytes()
+            else None,
         )
         now, then = _made_or_why(request), make_plan(other)
         if isinstance(now, str):
@@ -386,10 +406,22 @@ def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
     write_file(_beside(out, "request"), json.dumps(request.to_json()), "Plan request")
 
 
-def _write_page(plan: ShardingPlan, report: PlanReport, path: Path) -> None:
+def _with_request(report: PlanReport, plan: Path) -> PlanReport:
+    """With the request beside the plan, where there is one and it is the plan's."""
+    path = _beside(plan, "request")
+    if not path.exists():
+        return report
+    try:
+        return report.with_request(PlanRequest.load(path))
+    except ConfigError as error:
+        print_warning(f"{path} is not used, so nothing says why or what would help: {error}")
+        return report
+
+
+def _write_page(plan: ShardingPlan, report: PlanReport, path: Path, what_ifs: bool) -> None:
     from tilerec.viz.report import write_report
 
-    write_report(plan, report, path)
+    write_report(plan, report, path, what_ifs=what_ifs)
 
 
 def _check_written(option: str, path: Path | None) -> None:

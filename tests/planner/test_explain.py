@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 
-from tests.planner.asked import asked
+from tests.planner.asked import asked, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.ways import MIN_PARTITION
 from tilerec.planner.decision import decide
-from tilerec.planner.explain import explain
+from tilerec.planner.explain import Explainer, explain
 from tilerec.planner.infeasible import PlannerError
 from tilerec.planner.planner import make_plan
-from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -38,19 +44,180 @@ def test_no_way_that_fits_is_much_better_than_the_plan() -> None:
         assert best >= decision.solution.bound
 
 
-def test_ways_that_constraints_rule_out_are_shown_as_such() -> None:
-    limits = {
-        "t5": ParameterConstraints(["row_wise"], min_partition=64),
-        "t6": ParameterConstraints(max_ranks=1),
-    }
+def reasons(request: PlanRequest, name: str) -> dict[str, str]:
+    """What rules each way out; "" for open ways."""
+    return {way.option: way.ruled_out for way in explain(request, name).considered}
+
+
+def test_a_type_that_the_constraints_leave_out_rules_ways_out() -> None:
+    limits = {"t5": ParameterConstraints(["row_wise"], min_partition=64)}
+    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    assert {option for option, why in found.items() if not why} == {"rows x 2", "rows x 3", "rows over 4 ranks"}
+    assert found["whole"] == found["copies over 4 ranks"] == "its sharding_types are row_wise"
+    limits = {"t5": ParameterConstraints(forbidden_types=["row_wise"])}
+    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    assert found["rows x 2"] == "its forbidden_types are row_wise"
+    assert not found["whole"]
+    limits = {"t5": ParameterConstraints(["row_wise", "table_wise"], forbidden_types=["row_wise"])}
+    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    assert found["rows x 2"] == "its forbidden_types are row_wise"
+    assert found["copies over 4 ranks"] == "its sharding_types are row_wise, table_wise"
+
+
+def test_narrow_column_tiles_are_ruled_out_by_min_partition_and_not_by_constraints() -> None:
+    narrow = [table("a", dim=16), table("b", dim=64)]
+    found = reasons(asked(narrow, Topology(4)), "a")
+    for pieces in (2, 4):
+        assert found[f"columns x {pieces}"] == (
+            f"column tiles of {16 // pieces} are narrower than min_partition, {MIN_PARTITION} columns by default"
+        )
+    text = str(explain(asked(narrow, Topology(4)), "a"))
+    assert "constraints" not in text
+    # With a smaller least width the same ways are open; with a larger one the reason names it.
+    free = {"a": ParameterConstraints(min_partition=8)}
+    found = reasons(asked(narrow, Topology(4), free), "a")
+    assert found["columns x 2"] == ""
+    assert found["columns x 4"] == "column tiles of 4 are narrower than min_partition, 8 columns"
+    free = {"a": ParameterConstraints(min_partition=8, sharding_types=["column_wise"])}
+    assert decide(asked(narrow, Topology(4), free)).found
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology", "simpler", "option", "most"),
+    [
+        ("column_wise", Topology(4), "table_wise", "columns x 2", 4),
+        ("table_column_wise", Topology(8, local_world_size=4), "table_wise", "columns x 2", 4),
+        ("grid_shard", Topology(6, local_world_size=2), "table_row_wise", "grid x 2 over 2 ranks", 3),
+    ],
+)
+def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_one(
+    kind: str, topology: Topology, simpler: str, option: str, most: int
+) -> None:
+    limits = {"a": ParameterConstraints([kind])}
+    request = asked([table("a", dim=16), table("b", dim=64)], topology, limits)
+    why = reasons(request, "a")[option]
+    assert why.startswith(
+        f"{kind} comes down to {simpler} here: no split of its 16 columns into 2 to {most} even tiles leaves "
+        f"{MIN_PARTITION} columns by default in each"
+    )
+    assert request.limits({})["ebc.a"].types == (ShardingType(simpler),)
+    assert reasons(request, "a")["copies over " + str(topology.world_size) + " ranks"] == (
+        f"its sharding_types are {kind}"
+    )
+
+
+def test_ranks_and_hosts_rule_out_ways_that_take_more() -> None:
+    topology = Topology(8, local_world_size=4)
+    found = reasons(asked(ROWS, topology, {"t6": ParameterConstraints(ranks="0-2")}), "t6")
+    assert found["rows over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 0-2"
+    assert found["rows over 4 ranks"] == "it takes all 4 ranks of a host, and the table may lie on ranks 0-2"
+    assert found["rows x 2"] == ""
+    found = reasons(asked(ROWS, topology, {"t6": ParameterConstraints(hosts=[1])}), "t6")
+    assert found["copies over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 4-7"
+    assert found["rows over 4 ranks"] == ""
+
+
+def test_max_ranks_rules_out_ways_on_more_ranks() -> None:
+    found = explain(asked(ROWS, Topology(4), {"t6": ParameterConstraints(max_ranks=1)}), "t6")
+    assert {way.option for way in found.considered if way.allowed} == {"whole"}
+    why = {way.option: way.ruled_out for way in found.considered}
+    assert why["columns x 2"] == "it takes 2 ranks, and max_ranks is 1"
+    assert why["copies over 4 ranks"] == "it takes 4 ranks, and max_ranks is 1"
+    assert "whole is the only way that is open to it; every other one is ruled out." in str(found)
+
+
+def test_several_restrictions_are_all_named() -> None:
+    limits = {"a": ParameterConstraints(["table_wise"], max_ranks=1)}
+    found = reasons(asked([table("a", dim=32)], Topology(2), limits), "a")
+    assert found["columns x 2"] == (
+        "its sharding_types are table_wise; column tiles of 16 are narrower than min_partition, 32 columns by default; "
+        "it takes 2 ranks, and max_ranks is 1"
+    )
+
+
+def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
+    limits = {"t1": ParameterConstraints(with_table="t0"), "t0": ParameterConstraints(["table_wise"])}
     request = asked(ROWS, Topology(4), limits)
-    t5 = explain(request, "ebc.t5")
-    assert {way.option for way in t5.considered if way.allowed} == {"rows x 2", "rows x 3", "rows over 4 ranks"}
-    assert "whole" in {way.option for way in t5.considered if not way.allowed}
-    assert "not allowed by its constraints" in str(t5)
-    t6 = explain(request, "t6")
-    assert [way.option for way in t6.considered if way.allowed] == ["whole"]
-    assert "whole is all that its constraints allow" in str(t6)
+    found = explain(request, "t1")
+    assert found.together == ("ebc.t0",)
+    why = {way.option: way.ruled_out for way in found.considered}
+    assert why["rows x 2"] == "of 'ebc.t0', which lies with it: its sharding_types are table_wise"
+    assert found.chosen.step_ps == decide(request).solution.cost
+    assert "It lies with 'ebc.t0', as constraints say (with_table)" in str(found)
+
+
+def test_one_rank_leaves_one_way() -> None:
+    assert "whole is the only way to cut it on these machines." in str(
+        explain(asked(ROWS, Topology(1)), "t0")
+    )
+
+
+def random_request(seed: int) -> PlanRequest:
+    """A few tables with any constraints on a few ranks."""
+    draw = np.random.default_rng(seed)
+    topology = (
+        Topology(4), Topology(6, local_world_size=3), Topology(8, local_world_size=4), Topology(3, local_world_size=1),
+        Topology(5, hosts=[[0, 1, 2], [3, 4]]),
+    )[seed % 5]  # fmt: skip
+    if seed % 3 == 0:
+        topology = replace(topology, hbm_cap=48 * 2**20)
+    types = [
+        "data_parallel",
+        "table_wise",
+        "column_wise",
+        "row_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    ]
+    tables, limits = [], {}
+    for i in range(5):
+        tables.append(table(f"t{i}", int(draw.integers(1, 60_000)), int(draw.choice([4, 16, 48, 64, 128]))))
+        said: dict[str, Any] = {}
+        if draw.random() < 0.4:
+            said["sharding_types"] = ["table_wise", *draw.choice(types, 2, replace=False).tolist()]
+        if draw.random() < 0.3:
+            said["forbidden_types"] = draw.choice(
+                [t for t in types if t != "table_wise"], 2, replace=False
+            ).tolist()
+        if draw.random() < 0.3:
+            said["min_partition"] = int(draw.choice([1, 8, 64]))
+        if draw.random() < 0.3:
+            said["ranks"] = sorted(draw.choice(topology.world_size, 2, replace=False).tolist())
+        elif draw.random() < 0.3:
+            said["max_ranks"] = int(draw.integers(1, 4))
+        elif i and draw.random() < 0.3:
+            said["with_table"] = f"t{i - 1}"
+        if said:
+            limits[f"t{i}"] = ParameterConstraints(**said)
+    return asked(tables, topology, limits, batch_size=256)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_ways_are_ruled_out_exactly_where_the_search_could_not_take_them(seed: int) -> None:
+    request = random_request(seed)
+    decision = decide(request)
+    if not decision.found:
+        return
+    topology, instance = request.topology, decision.instance
+    place = {str(option): o for o, option in enumerate(decision.problem.options)}
+    explainer = Explainer(request)
+    assert explainer.step_ps == decision.solution.cost
+    for key in explainer.tables:
+        found = explainer.explanation(key)
+        row = int(decision.row[decision.problem.instance.names.index(key)])
+        for way in found.considered:
+            o = place.get(way.option)
+            open_ = o is not None and bool(instance.there[row, o])
+            if open_ and 1 < way.width < topology.world_size and instance.allowed is not None:
+                hosts = [host for host in topology.host_ranks if len(host) == way.width]
+                open_ = any(instance.allowed[row, list(host)].all() for host in hosts)
+            assert way.allowed == (open_ or way.chosen), (key, way)
+            if way.allowed and not way.short:
+                # It is a plan within the same limits: none of these is below the bound.
+                assert way.step_ps >= decision.solution.bound
+        assert found.chosen.step_ps == decision.solution.cost
+        assert not found.chosen.short
 
 
 def test_ways_that_do_not_fit_say_by_how_much() -> None:
@@ -61,9 +228,37 @@ def test_ways_that_do_not_fit_say_by_how_much() -> None:
     assert "does not fit: " in str(found)
 
 
-def test_tables_with_others_and_with_uneven_rows_are_noted() -> None:
-    limits = {"t1": ParameterConstraints(with_table="t0")}
-    assert "It lies with 't0'" in str(explain(asked(ROWS, Topology(4), limits), "t1"))
+def test_a_way_that_does_not_fit_would_fill_a_rank_beyond_its_cap() -> None:
+    request = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
+    found = explain(request, "a")
+    whole = next(way for way in found.considered if way.option == "whole")
+    forced = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short))
+    assert decide(forced.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
+    less = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short - 1))
+    assert not decide(less.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
+
+
+def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
+    request = asked(ROWS, Topology(4), batch_size=4096)
+    for name in ROWS:
+        found = explain(request, name)
+        best = min(way.step_ps for way in found.considered[1:] if way.allowed and not way.short)
+        more = best - found.step_ps
+        words = "makes the fastest step" if more > 0 else "equally fast" if not more else "would save"
+        assert words in found.reason()
+    tight = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=32 * 2**20))
+    tight = tight.with_constraint("ebc.a", enforce_hbm=True).with_constraint("ebc.b", enforce_hbm=True)
+    tight = tight.with_constraint("ebc.a", enforce_hbm=True, sharding_types=["row_wise", "table_wise"])
+    found = explain(tight, "a")
+    assert not [way for way in found.considered[1:] if way.allowed and not way.short]
+    assert "rows over 4 ranks is the only open way that fits with everything else" in found.reason()
+
+
+def test_many_tables_are_explained_from_one_search() -> None:
+    request = asked(ROWS, Topology(4), {"t3": ParameterConstraints(["row_wise"])})
+    every = Explainer(request)
+    for name in ROWS:
+        assert str(every.explanation(f"ebc.{name}")) == str(explain(request, name))
 
 
 def test_what_cannot_be_explained_is_refused() -> None:

@@ -52,7 +52,9 @@ TOPOLOGIES = [
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t}, {t.nic}")
 def test_the_report_states_the_price_of_its_plan(topology: Topology) -> None:
     tables = configs(10, 50_000, 400_000, 2_000_000, 90_000)
-    limits = {f"t{i}": ParameterConstraints(pooling_factors=[bags]) for i, bags in enumerate((1, 4, 20, 2, 0.5))}
+    limits = {
+        f"t{i}": ParameterConstraints(pooling_factors=[bags]) for i, bags in enumerate((1, 4, 20, 2, 0.5))
+    }
     plan = planner(topology, constraints=limits).plan(tables)
     report, found = plan.report, planner(topology, constraints=limits).price(tables, plan)
     assert report is not None
@@ -70,7 +72,11 @@ def test_a_plan_given_back_is_taken_as_it_is_at_the_same_price(topology: Topolog
     need = 2 * sum(t.num_embeddings for t in tables) * 32 * 4
     tight = dataclasses.replace(
         topology,
-        **{"ddr_cap" if topology.compute_device == "cpu" else "hbm_cap": int(1.2 * need / topology.world_size)},
+        **{
+            "ddr_cap" if topology.compute_device == "cpu" else "hbm_cap": int(
+                1.2 * need / topology.world_size
+            )
+        },
     )
     first = planner(tight).plan(tables)
     again = planner(tight, fixed=first).plan(tables)
@@ -150,7 +156,7 @@ def test_ranks_with_network_cards_of_their_own_wait_for_the_busiest_and_others_s
 
 
 def test_a_plan_over_a_cap_by_its_price_is_not_returned() -> None:
-    """Rows of many ranges come to every rank, whoever holds them: the search is told, and finds another plan or none."""
+    """Rows of many ranges come to every rank, whoever holds them: the search finds another plan, or none."""
     tables = configs(*[30_000] * 6, dim=64)
     limits = {t.name: ParameterConstraints(pooling_factors=[30.0]) for t in tables}
     found = set()
@@ -175,10 +181,15 @@ def test_what_cannot_be_priced_is_refused_by_name() -> None:
         price_plan(planner(topology).request(configs(1_001, 2_000)), plan)
 
 
-@pytest.mark.parametrize("topology", [Topology(4, local_world_size=2), Topology(3, hosts=[[0], [1, 2]])], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(4, local_world_size=2), Topology(3, hosts=[[0], [1, 2]])], ids=str
+)
 def test_the_bound_is_below_every_arrangement_of_a_small_problem(topology: Topology) -> None:
     tables = configs(20_000, 30_000, dim=64)
-    limits = {"t0": ParameterConstraints(pooling_factors=[8.0]), "t1": ParameterConstraints(pooling_factors=[1.0])}
+    limits = {
+        "t0": ParameterConstraints(pooling_factors=[8.0]),
+        "t1": ParameterConstraints(pooling_factors=[1.0]),
+    }
     decision = decide(planner(topology, constraints=limits).request(tables))
     assert decision.priced is not None
     problem, instance = decision.problem, decision.instance
@@ -192,7 +203,9 @@ def test_the_bound_is_below_every_arrangement_of_a_small_problem(topology: Topol
             ]
         )
     costs = [
-        priced(decision.request, {"t0": first, "t1": second}).cost_ps for first in ways[0] for second in ways[1]
+        priced(decision.request, {"t0": first, "t1": second}).cost_ps
+        for first in ways[0]
+        for second in ways[1]
     ]
     assert len(costs) > 60
     assert decision.bound <= min(costs)

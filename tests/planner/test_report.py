@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.planner.asked import asked
 from tilerec.errors import ConfigError
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport, TableEntry
 from tilerec.planner.report_text import gap_text, time_text
+from tilerec.planner.variation import varied
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -76,14 +80,136 @@ def test_the_text_says_what_counts() -> None:
     text = str(report())
     for word in (
         "3 tables on 2 cuda ranks of 1 host, 64 samples each: 3 us a step; no plan takes less than 2.4 us (gap 25.0 %)",
-        "rank 1 has the most to do: 2 us. What weighs most there: ebc.user 800 ps",
-        "collectives as such   500 ns",
+        "Bottleneck: update, 50 % of the step (1.5 us); then ids 33 %, collectives as such 17 %.",
+        "Rank 1 has the most to do: 2 us, 21 % above the mean. Ranks wait for the slowest of each stage for 28 % of "
+        "the step, longest in 'update' for rank 1, which takes 67 % more than the mean there.",
+        "What weighs most on rank 1: ebc.user 800 ps, ebc.item 210 ps.",
+        "collectives as such         17 %   500 ns  500 ns           all",
         "note: made up",
     ):
         assert word in text
     assert "no bound is known" in str(replace(report(), bound_ps=0))
     many = replace(report(), tables=report().tables[:1] * 30)
-    assert "… and 10 tables that add less" in str(many)
+    names = ", ".join(["ebc.user"] * 8)
+    assert f"… and 10 tables that add less, 1.6 KiB together: {names} … ebc.user (tilerec plan show" in str(
+        many
+    )
+    few = replace(report(), tables=report().tables[:1] * 21)
+    assert "… and 1 table that adds less, 160 B together: ebc.user" in str(few)
+    assert "ebc.user 800 ps; 25 other tables there, 20 ns together" in str(many)
+
+
+def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
+    even = replace(report(), load_ps=np.array([[1_000_000, 1_000_000], [1_040_000, 1_000_000]]))
+    assert even.bottleneck.balanced
+    assert not even.bottleneck.waits
+    text = str(even)
+    assert "The ranks are balanced: none has more than 2.04 us to do, 1.0 % above the mean." in text
+    assert "has the most to do" not in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith(("ids ", "update "))] == [
+        "balanced", "balanced",
+    ]  # fmt: skip
+    assert not report().bottleneck.balanced
+    # Balanced in all, and waiting in each stage.
+    crossed = replace(report(), load_ps=np.array([[2_000_000, 1_000_000], [1_000_000, 2_000_000]]))
+    assert crossed.bottleneck.balanced
+    assert crossed.bottleneck.waits
+    assert (
+        "Ranks wait for the slowest of each stage for 22 % of the step, longest in 'ids' for rank 0"
+        in str(crossed)
+    )
+    alone = replace(
+        report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=()
+    )
+    assert "The one rank has 11 ps to do." in str(replace(alone, cap=np.array([[10, 0]])))
+
+
+def test_time_of_no_table_is_named() -> None:
+    """Of rank 1's 500 + 1500 ns, its tables take 100 + 700 and 30 * 2 / 6 + 600 * 2 / 6 ps, its batch 40 ps."""
+    known = replace(report(), tables=report().tables[:2])
+    assert "ebc.item 210 ps; 2 us for no single table (bookkeeping, and collectives that" in str(known)
+    assert "no single table" not in str(report())  # one is by hand, and its time unknown
+    busy = np.array([[0, 0], [110 + 10 + 10, 700 + 200 + 25]])
+    assert "no single table" not in str(replace(known, load_ps=busy, cost_ps=2_000))
+
+
+def test_stages_between_hosts_are_one_bottleneck() -> None:
+    made = replace(
+        report(),
+        stages=("ids", "rows between hosts", "gradients between hosts"),
+        load_ps=np.array([[3_000_000, 2_000_000, 2_500_000]] * 2),
+        tables=(),
+        topology=Topology(2, local_world_size=1),
+    )
+    assert [(one.name, one.ps, one.stages) for one in made.bottleneck.resources] == [
+        ("network between hosts", 4_500_000, (1, 2)), ("ids", 3_000_000, (0,)), ("collectives as such", 500_000, ()),
+    ]  # fmt: skip
+    assert sum(one.share for one in made.bottleneck.resources) == pytest.approx(1)
+    assert (
+        "Bottleneck: network between hosts, 56 % of the step (4.5 us): gradients between hosts 2.5 us, rows between "
+        "hosts 2 us; then ids 38 %, collectives as such 6.2 %."
+    ) in str(made)
+
+
+def test_speeds_that_were_not_measured_are_announced_with_the_next_move() -> None:
+    one = replace(report(), topology=Topology(4, local_world_size=2, inter_host_bw=5 * 2**30 / 1000))
+    one = replace(one, load_ps=np.ones((4, 2), np.int64), memory=np.ones((4, 2), np.int64), tables=())
+    one = replace(one, cap=np.full((4, 2), 9))
+    assert one.speeds_are_default
+    text = str(one)
+    assert (
+        "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda, from bandwidths; not measured'"
+        in text
+    )
+    assert "(memory 897 GiB/s, links 600 GiB/s, network 5 GiB/s a rank)" in text
+    assert "tilerec calibrate --nproc 2 --device cuda --out topology.json" in text
+    speeds = replace(default_speeds(one.topology), origin="measured, 2 cuda ranks, torch 2")
+    measured = replace(one, topology=replace(one.topology, speeds=speeds))
+    assert not measured.speeds_are_default
+    assert "NOT MEASURED" not in str(measured)
+    preset = replace(speeds, origin="default for H100")
+    assert "times assume 'default for H100'" in str(
+        replace(one, topology=replace(one.topology, speeds=preset))
+    )
+
+
+def test_a_report_made_by_hand_is_shown_with_what_it_has() -> None:
+    """Of a plan by hand: stages and memory are priced as a whole, and nothing bounds them."""
+    whole = Tiling.of("t", 10, 4, [(0, 10, 0, 4, 1)])
+    made = replace(
+        report(), bound_ps=0, tables=(TableEntry("", "t", 10, 4, "fp32", 160, "table_wise", "pinned", whole),)
+    )
+    text = str(made)
+    assert "no bound is known" in text
+    assert "Bottleneck: update, 50 % of the step" in text
+    assert "What weighs most" not in text
+
+
+REQUEST = asked({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
+
+
+def test_a_plan_is_made_and_shown_without_what_ifs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a what-if was planned")
+
+    monkeypatch.setattr("tilerec.planner.report.what_ifs", never)
+    made = make_plan(REQUEST).report
+    assert "Bottleneck" in str(made)
+    assert json.dumps(made.to_json())
+    with pytest.raises(AssertionError, match="a what-if was planned"):
+        made.what_would_help()
+
+
+def test_a_report_from_a_file_takes_its_request_and_no_other(tmp_path: Path) -> None:
+    made = make_plan(REQUEST).report
+    made.save(tmp_path / "r.json")
+    back = PlanReport.load(tmp_path / "r.json")
+    with pytest.raises(ConfigError, match=r"got a report without its request.*Call report\.with_request"):
+        back.what_would_help()
+    assert back.with_request(REQUEST).what_would_help() == made.what_would_help()
+    for other in (varied(REQUEST, batch_size=1), varied(REQUEST, hosts=1), varied(REQUEST, data_type="bf16")):
+        with pytest.raises(ConfigError, match="got a request with other tables, machines or another batch"):
+            back.with_request(other)
 
 
 def test_a_report_is_read_back_from_its_file(tmp_path: Path) -> None:

@@ -36,6 +36,10 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
 
 
 def test_ranks_of_cpus_share_their_hosts_card_unless_told_otherwise() -> None:
-    assert (Topology(2, "cpu").nic, Topology(2).nic, Topology(2, "cpu", nic="device").nic) == ("host", "device", "device")
+    assert (Topology(2, "cpu").nic, Topology(2).nic, Topology(2, "cpu", nic="device").nic) == (
+        "host",
+        "device",
+        "device",
+    )
     with pytest.raises(ConfigError, match="nic is 'rack'; it must be 'device' or 'host'"):
         Topology(2, nic="rack")  # type: ignore[arg-type]

@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.planner.asked import asked, table
 from tests.viz.browser import Browser, Page, browser_path
 from tests.viz.reports import entry, large, plan_of, report, small
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.explain import explain
+from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
+from tilerec.planner.report_text import percent_text
+from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import write_report
 
@@ -78,7 +86,8 @@ def test_the_most_loaded_rank_is_shown_with_what_makes_it_so(show: Open) -> None
     made = small()
     page = show(made)
     assert page.text("#rank-name") == f"Rank {made.slowest_rank}"
-    assert page.text("#rank-about") == "the most loaded rank"
+    assert page.text("#rank-about") == "host 1; the most loaded rank"
+    assert page.text("#balance").startswith("rank 5")
     heavy = made.weighs_most(made.slowest_rank)
     assert page.texts("#heaviest button") == [f"{one.path}.{one.name}" for one, _ in heavy]
     assert page.texts("#heaviest .n")[0] == f"{heavy[0][1] * 1e3:.2f} ms"
@@ -256,7 +265,7 @@ def test_a_report_without_tables_costs_or_bound(show: Open) -> None:
     page = show(replace(report([], topology), bound_ps=0, cost_ps=0))
     assert page.text("#found") == "0 tables"
     assert page.count("#ranks .line") == 3
-    assert page.text("#rank-about") == "the most loaded rank"
+    assert page.text("#rank-about") == "host 0; it has the most to do, by little: the ranks are balanced"
     assert page.text("#tables .empty") == "There are no tables."
     assert page.count("#rank button") == 0
     assert page.ask("document.getElementById('table').offsetHeight") == 0
@@ -278,3 +287,136 @@ def test_a_rank_over_its_cap_is_marked(show: Open) -> None:
         })()"""
     )
     assert shown == over
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlanReport:
+    """The report of a plan that a planner made: two tables without constraints, one with, one by hand."""
+    limits = {
+        "b": ParameterConstraints(["row_wise"], pooling_factors=[10.0]),
+        "pin": ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[1])),
+    }
+    tables = [table("a", 400_000), table("b", 3_000), table("narrow", 9_000, 16), table("pin", 70)]
+    return make_plan(asked(tables, Topology(2, local_world_size=1), limits, batch_size=2048)).report
+
+
+def pick(page: Page, name: str) -> None:
+    page.ask(
+        f"[...document.querySelectorAll('#tables .name')].find((n) => n.textContent === {name!r}).click()"
+    )
+
+
+def test_the_top_says_where_the_bottleneck_is_and_what_would_help(show: Open, planned: PlanReport) -> None:
+    made, page = planned, show(planned)
+    assert page.text("#banner").startswith(
+        "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda"
+    )
+    assert "tilerec calibrate --nproc 1" in page.text("#banner")
+    top = made.bottleneck.largest
+    assert page.text("#bottleneck").lower().startswith(f"{top.name}, {percent_text(top.share)} of the step")
+    assert page.texts("#helps tbody td:first-child") == [one.change for one in made.what_would_help()]
+    assert page.texts("#helps tbody td:nth-child(2)") == [one.outcome for one in made.what_would_help()]
+    order = "[...document.querySelectorAll('h2')].map((n) => n.textContent)"
+    assert page.ask(order)[:3] == ["Where is the bottleneck?", "What would help?", "Why is this table there?"]
+
+
+def test_every_table_says_why_it_is_cut_so_with_all_ways_folded(show: Open, planned: PlanReport) -> None:
+    made, page = planned, show(planned)
+    assert made.request is not None
+    for name in ("a", "b", "narrow"):
+        pick(page, name)
+        found = explain(made.request, name)
+        assert page.text("#why-so").lower() == found.reason().lower().replace(" us ", " µs ")
+        assert not page.ask("document.getElementById('why').open")
+        assert page.count("#why tbody tr") == len(found.considered)
+        assert page.texts("#why tbody td:first-child") == [way.option for way in found.considered]
+        assert page.texts("#why tbody td:nth-child(3)")[0] == "chosen"
+    assert "column tiles of 8 are narrower than min_partition, 32 columns by default" in page.text("#why")
+    pick(page, "pin")
+    assert "given by hand" in page.text("#why-not")
+    assert page.count("#why") == 0
+
+
+def test_measured_speeds_have_no_banner_and_are_named(show: Open) -> None:
+    topology = Topology(2)
+    speeds = replace(default_speeds(topology), origin="measured, 2 cuda ranks")
+    page = show(report([entry("t", 10, 8, "table_wise", [1], topology)], replace(topology, speeds=speeds)))
+    assert page.ask("document.getElementById('banner').offsetHeight") == 0
+    assert page.text("#measured") == "Speeds: measured, 2 cuda ranks."
+    assert "need the request" in page.text("section[aria-labelledby=h-helps] p")
+    assert "without the plan's request" in page.text("#why-not")
+
+
+def test_balanced_ranks_are_called_so(show: Open) -> None:
+    made = small()
+    page = show(replace(made, load_ps=np.full_like(made.load_ps, 10**9)))
+    assert page.text("#balance").startswith("balanced")
+    assert page.texts("#stages tbody td:nth-child(4)") == ["balanced"] * 5 + ["all ranks"]
+    assert "the ranks are balanced" in page.text("#rank-about")
+    assert page.count("#rank .sub") == 0
+
+
+def test_what_is_left_over_is_named(show: Open) -> None:
+    topology = Topology(4, local_world_size=2)
+    tables = [entry(f"t{i:02d}", 100, 8, "table_wise", [0], topology, scale=10**6 + i) for i in range(13)]
+    made = report(tables, topology)
+    load = made.load_ps + np.array([0, 0, 0, 0, 7 * 10**9]) + np.array([9 * 10**9, 0, 0, 0, 0])
+    page = show(replace(made, load_ps=load))
+    texts = page.texts("#rank .others")
+    assert texts[0].startswith("and 3 other tables of rank 0, ")
+    assert texts[1].startswith("and 8 other tables of rank 0, ")
+    says = page.text("#rank-says")
+    assert "7.00 ms its network card spends on the tables of the other 1 ranks of its host" in says
+    assert "9.00 ms what a step takes for no single table: bookkeeping, and collectives" in says
+    page.click("#rank .others button")
+    assert page.text("#found") == "13 tables"
+    assert "the rest" not in page.text("main")
+    assert "null" not in page.text("main")
+
+
+def test_colours_are_okabe_and_itos_and_stages_between_hosts_are_hatched_too(show: Open) -> None:
+    page = show(small())
+    shown = page.ask(
+        "[0,1,2,3,4,5,6].map((i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i}`))"
+    )
+    assert shown == ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"]
+    assert page.texts("#legend .hatch ~ *, #legend li:has(.hatch)") == ["rows between hosts"]
+    made = small()
+    load = made.load_ps.copy()
+    load[:, 4] = 10**9
+    page = show(replace(made, load_ps=load))
+    assert page.count("#step-bar .hatch") == 1
+    assert "rows between hosts" in page.texts("#step-bar .tag")
+    assert page.count("#ranks .bar.time .hatch") == 8
+
+
+def test_names_of_heavy_tables_are_told_apart_on_a_phone(show: Open) -> None:
+    topology = Topology(2)
+    tables = [
+        entry(f"table_{i:05d}", 100, 8, "table_wise", [0], topology, path="sparse.ebc_0") for i in range(3)
+    ]
+    page = show(report(tables, topology), width=390, height=844)
+    cut = "[...document.querySelectorAll('#heaviest button')].map((n) => n.scrollWidth > n.clientWidth)"
+    assert page.ask(cut) == [False] * 3
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_heads_of_tables_do_not_wrap(show: Open, planned: PlanReport, width: int) -> None:
+    page = show(planned, width=width, height=844)
+    page.ask("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.settle()
+    wrapped = page.ask(
+        """(() => {
+          const heads = [...document.querySelectorAll("th, .head button")].filter((n) => n.offsetHeight);
+          const lines = (n) => { const r = document.createRange(); r.selectNodeContents(n);
+            return new Set([...r.getClientRects()].map((one) => Math.round(one.top))).size; };
+          return [heads.length, heads.filter((n) => lines(n) > 1).map((n) => n.textContent)];
+        })()"""
+    )
+    assert wrapped[0] > 15
+    assert wrapped[1] == []
+    tops = page.ask(
+        "[...new Set([...document.querySelectorAll('#tables .head button')].map((n) => n.offsetTop))]"
+    )
+    assert len(tops) == 1
+    assert page.ask("document.documentElement.scrollWidth") <= width

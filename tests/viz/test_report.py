@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.planner.asked import asked
 from tests.viz.reports import STAGES, entry, large, plan_of, report, small
 from tilerec.errors import ConfigError
+from tilerec.planner.explain import explain
+from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
+from tilerec.planner.what_if import WhatIf
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import report_html, write_report
@@ -174,3 +178,59 @@ def test_the_file_is_written_or_the_path_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == report_html(plan_of(made), made)
     with pytest.raises(ConfigError, match=r"none/r\.html cannot be written: got .No such file"):
         write_report(None, made, tmp_path / "none" / "r.html")
+
+
+def planned(tables: int) -> PlanReport:
+    """The report of a plan that a planner made."""
+    return make_plan(asked({f"t{i:03d}": 500 + 37 * i for i in range(tables)}, Topology(2))).report
+
+
+def test_the_page_explains_as_many_tables_as_it_is_said_and_names_the_command_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tilerec.viz.report.EXPLAINED", 5)
+    made = planned(9)
+    data = Page(report_html(None, made, what_ifs=False)).data
+    heaviest = sorted(made.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.name))[:5]
+    assert {made.tables[int(t)].name for t in data["why"]} == {entry.name for entry in heaviest}
+    assert (
+        data["why_not"] == "This page explains the 5 tables that add most; of this one: tilerec plan explain"
+    )
+    for t, (_, _, ways) in data["why"].items():
+        found = explain(made.request, made.tables[int(t)].name)  # type: ignore[arg-type]
+        assert [way[6] for way in ways] == [way.step_ps for way in found.considered]
+        assert [data["words"][way[0]] for way in ways] == [way.option for way in found.considered]
+
+
+def test_what_ifs_and_explanations_need_the_plans_request() -> None:
+    made = planned(2)
+    with_them = Page(report_html(None, made))
+    assert "helps" in with_them.texts
+    assert made.what_would_help()[0].change in with_them.texts["helps"]
+    without = Page(report_html(None, made, what_ifs=False))
+    assert "helps" not in without.texts
+    assert len(without.data["why"]) == 2
+    bare = Page(report_html(None, replace(made, request=None)))
+    assert "helps" not in bare.texts
+    assert bare.data["why"] == {}
+    assert "without the plan's request" in bare.data["why_not"]
+    older = replace(made, cost_ps=made.cost_ps + 1)
+    assert "made by another release" in Page(report_html(None, older, what_ifs=False)).data["why_not"]
+
+
+def test_explanations_take_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a fixed number of tables, about 500 bytes each, however many tables there are."""
+    monkeypatch.setattr("tilerec.viz.report.EXPLAINED", 20)
+    sizes = []
+    for tables in (10, 60):
+        data = Page(report_html(None, planned(tables), what_ifs=False)).data
+        assert len(data["why"]) == min(20, tables)
+        sizes.append(len(json.dumps(data["why"], separators=(",", ":"))))
+    assert sizes[0] < sizes[1] < 20 * 1_000
+
+
+def test_a_change_is_shown_as_text_whatever_is_in_it() -> None:
+    made = planned(1)
+    vars(made)["_what_ifs"] = (WhatIf("<b>&", "<i>", None, 0.0, trouble="<script>"),)
+    page = Page(report_html(None, made))
+    assert page.texts["helps"].endswith("<b>&<script>–<i>")

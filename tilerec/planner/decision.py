@@ -2,9 +2,9 @@
 
     request  ──build──►  problem  ──together, max_ranks──►  instance  ──solve──►  solution  ──price──►  plan, report
 
-What the search takes to be the cost of a plan is the price of its tilings where hosts are alike, and close to it elsewhere.
-The price decides: a plan that is over a cap by it is not taken (the search is told how much is missing, and runs
-again), and it is what the report states.
+What the search takes to be the cost of a plan is the price of its tilings where hosts are alike, and close to it
+elsewhere. The price decides: a plan that is over a cap by it is not taken (the search runs again with less memory), and
+it is what the report states.
 
 Legend: T tables that are not pinned, in the problem's order; G of the instance, where those that lie together are one.
 """
@@ -134,7 +134,11 @@ def decide(request: PlanRequest) -> Decision:
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
     found = _decided(request, pins, offload=False)
-    if not found.found and found.solution.status is not Status.NONE_EXISTS and len(set(request.topology.memory_caps)) > 1:
+    if (
+        not found.found
+        and found.solution.status is not Status.NONE_EXISTS
+        and len(set(request.topology.memory_caps)) > 1
+    ):
         found = _by_caps(found)
     if found.found or not request.may_offload():
         return found
@@ -169,7 +173,9 @@ def _by_caps(none: Decision) -> Decision:
         work
         for t, work in enumerate(problem.tables)
         if any(
-            option.way is Way.ROWS and option.width == request.topology.world_size and problem.lower.there[t, o]
+            option.way is Way.ROWS
+            and option.width == request.topology.world_size
+            and problem.lower.there[t, o]
             for o, option in enumerate(problem.options)
         )
     ]
@@ -182,7 +188,9 @@ def _by_caps(none: Decision) -> Decision:
     for work in order[:MOST_BY_CAPS]:
         sizes = sizes_of_shares(work.rows, parts)
         held = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
-        tiling = row_wise(work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held])
+        tiling = row_wise(
+            work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held]
+        )
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
         found = _decided(request, pins, offload=False)
         if found.priced is not None:
@@ -219,7 +227,11 @@ def _evened(decision: Decision) -> Decision:
     if not solution.rows or priced.cost_ps <= solution.cost:
         return decision
     even = replace(solution, rows={})
-    other = replace(decision, solution=even, priced=price_of(decision.request, replace(decision, solution=even).shardings()))
+    other = replace(
+        decision,
+        solution=even,
+        priced=price_of(decision.request, replace(decision, solution=even).shardings()),
+    )
     assert other.priced is not None
     return other if not other.priced.over.any() and other.priced.cost_ps < priced.cost_ps else decision
 

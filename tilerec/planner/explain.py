@@ -1,26 +1,32 @@
-"""Why a table is cut as it is: every way that was considered, what it costs, and what the step would take with it.
+"""Why tables are cut as they are: every way that was considered, what it costs, and what the step would take with it.
 
     step then   the whole step, if this table were cut so and everything else stayed where it is; its pieces go to the
-                ranks where they add least
+                ranks where they add least, of those that it may lie on. Tables that lie together are cut together
+    ruled out   a way that the table's constraints, its size or the tables that lie with it do not leave open
+                (ruled_out.py)
 
-Legend: O options, S stages, R ranks.
+Legend: G tables and groups, T tables, O options, S stages, R ranks, M tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.options import Problem
-from tilerec.planner.cost.ways import Option
-from tilerec.planner.decision import Decision, decide, problem_of
+from tilerec.planner.cost.ways import Limits
+from tilerec.planner.decision import decide, problem_of
 from tilerec.planner.infeasible import no_plan
 from tilerec.planner.report_text import aligned, time_text
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import Instance, Ints, evaluate, fits
+from tilerec.planner.ruled_out import ruled_out
+from tilerec.planner.search.instance import Instance, Ints, loads, work_of
+from tilerec.planner.together import together
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import Tiling
@@ -31,17 +37,18 @@ class Considered:
     """One way to cut the table.
 
     Args:
-        option: what it is called. chosen: the plan has it. allowed: the table's constraints do.
+        option: what it is called. chosen: the plan has it.
+        ruled_out: why the way is not open to the table; "" where it is.
         pieces: how many; on `width` ranks each.
         piece_bytes: of a piece, on each rank that holds it.
         owner_ps: what a piece adds on a rank that holds it, all stages together. home_ps: what it adds on every rank.
         step_ps: the step then.
-        short: bytes beyond the caps; 0 if it fits.
+        short: bytes beyond the caps on the rank with most of them; 0 if it fits.
     """
 
     option: str
     chosen: bool
-    allowed: bool
+    ruled_out: str
     pieces: int
     width: int
     piece_bytes: int
@@ -50,6 +57,11 @@ class Considered:
     step_ps: int
     short: int
 
+    @property
+    def allowed(self) -> bool:
+        """Whether the way is open to the table."""
+        return not self.ruled_out
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -57,8 +69,9 @@ class Explanation:
 
     Args:
         table: its key. path, name, tiling: its place in the plan, and where its cells are there.
-        step_ps: of the plan.
-        considered: the chosen way first, then by `step_ps`.
+        step_ps: of the plan. bound_ps: no plan takes less.
+        considered: the chosen way first, then by `step_ps`; ways that are ruled out last.
+        together: keys of the tables that lie with it.
     """
 
     table: str
@@ -68,6 +81,8 @@ class Explanation:
     path: str = ""
     name: str = ""
     tiling: Tiling | None = None
+    bound_ps: int = 0
+    together: tuple[str, ...] = ()
 
     def is_in(self, plan: ShardingPlan) -> bool:
         """Whether a plan has the table where this explains it to be."""
@@ -90,44 +105,49 @@ class Explanation:
                     time_text(way.owner_ps),
                     time_text(way.home_ps),
                     time_text(way.step_ps),
-                    self._verdict(way),
+                    self.verdict(way),
                 )
             )
         names = ("way", "pieces", "bytes each", "adds on owners", "on all ranks", "step then", "")
         return "\n\n".join(
-            [f"Table '{self.table}': {self._reason()}", aligned(names, rows, right=(2, 3, 4, 5)), *self.notes]
+            [f"Table '{self.table}': {self.reason()}", aligned(names, rows, right=(2, 3, 4, 5)), *self.notes]
         )
 
-    def _verdict(self, way: Considered) -> str:
+    def verdict(self, way: Considered, time: Callable[[int], str] = time_text) -> str:
+        """What speaks for or against a way, in a few words; `time` writes picoseconds."""
         if way.chosen:
             return "chosen"
-        if not way.allowed:
-            return "not allowed by its constraints"
+        if way.ruled_out:
+            return f"ruled out: {way.ruled_out}"
         if way.short:
             return f"does not fit: {bytes_text(way.short)} too much"
         more = way.step_ps - self.step_ps
-        return f"+{time_text(more)}" if more > 0 else ("as fast" if not more else f"-{time_text(-more)}")
+        return f"+{time(more)}" if more > 0 else ("as fast" if not more else f"-{time(-more)}")
 
-    def _reason(self) -> str:
-        chosen = self.chosen
+    def reason(self, time: Callable[[int], str] = time_text) -> str:
+        """Why the chosen way, as a sentence; `time` writes picoseconds."""
+        chosen = self.chosen.option
+        if len(self.considered) == 1:
+            return f"{chosen} is the only way to cut it on these machines."
         others = [way for way in self.considered[1:] if way.allowed]
         open_ = [way for way in others if not way.short]
         if not others:
-            return f"{chosen.option} is all that its constraints allow."
+            return f"{chosen} is the only way that is open to it; every other one is ruled out."
         if not open_:
-            return f"{chosen.option} is the only way that fits."
+            return f"{chosen} is the only open way that fits with everything else where it is."
         best = min(open_, key=lambda way: way.step_ps)
         more = best.step_ps - self.step_ps
         if more > 0:
             return (
-                f"with everything else where it is, {chosen.option} makes the fastest step; the next best, "
-                f"{best.option}, would take {time_text(more)} more."
+                f"with everything else where it is, {chosen} makes the fastest step; the next best, {best.option}, "
+                f"would take {time(more)} more."
             )
         if more == 0:
-            return f"{chosen.option} and {best.option} make equally fast steps; the slowest ranks are others."
+            return f"{chosen} and {best.option} make equally fast steps."
+        gap = time(self.step_ps - self.bound_ps)
         return (
-            f"{chosen.option}; {best.option} would save {time_text(-more)} with everything else where it is, which is "
-            "within the plan's gap (a larger effort may find it)."
+            f"{chosen}; {best.option} would save {time(-more)} with everything else where it is. The search did "
+            f"not find that, and its plan may be up to {gap} above the least possible step: a larger effort may help."
         )
 
 
@@ -141,22 +161,7 @@ def explain(request: PlanRequest, table: str) -> Explanation:
         PlannerError: the request has no plan.
         ConfigError: there is no such table, or it was given by hand.
     """
-    key = _key(request, table)
-    decision = decide(request)
-    if not decision.found:
-        raise no_plan(decision)
-    if key in decision.pins:
-        raise ConfigError(
-            f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
-        )
-    free = _freed(request, key)
-    problem = problem_of(free, decision.pins, decision.offload)
-    notes = []
-    if not _has(problem, decision, key):
-        # Rows over more ranks than there are rows are only for who asks for them by name.
-        problem = decision.problem
-        notes.append("Ways that its constraints rule out were not considered.")
-    return _Explaining(decision, problem, key).result(notes)
+    return Explainer(request, (_key(request, table),)).explanation(_key(request, table))
 
 
 def _key(request: PlanRequest, table: str) -> str:
@@ -171,138 +176,218 @@ def _key(request: PlanRequest, table: str) -> str:
     raise ConfigError(f"There is no table '{table}'; there are {names[:8]}{' and more' * (len(names) > 8)}.")
 
 
-def _freed(request: PlanRequest, key: str) -> PlanRequest:
-    """The request with no restriction on one table."""
-    if key not in request.constraints:
-        return request
-    return request.with_constraint(
-        key, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
-        min_partition=1,
-    )  # fmt: skip
+class Explainer:
+    """Explains tables of one plan, which is made once.
 
+    Args:
+        request: of the plan.
+        keys: tables whose restrictions are taken off to price the ways that they rule out; None: all.
 
-def _has(problem: Problem, decision: Decision, key: str) -> bool:
-    """Whether a problem has the ways in which the decision cuts all tables, and for this table its own."""
-    own = decision.problem
-    chosen = {own.options[decision.option(t)] for t in range(own.instance.tables)}
-    t = own.instance.names.index(key)
-    mine = own.options[decision.option(t)]
-    return chosen <= set(problem.options) and bool(problem.instance.there[t, problem.options.index(mine)])
+    Raises:
+        PlannerError: the request has no plan.
+    """
 
+    def __init__(self, request: PlanRequest, keys: Sequence[str] | None = None) -> None:
+        self.decision = decide(request)
+        if not self.decision.found:
+            raise no_plan(self.decision)
+        self.request, self.pins = request, self.decision.pins
+        self.limits = request.limits(self.pins, self.decision.offload)
+        own = self.decision.problem
+        self.names = own.instance.names
+        self.groups: dict[int, list[int]] = {}
+        for t, row in enumerate(self.decision.row.tolist()):
+            self.groups.setdefault(row, []).append(t)
+        self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
+        self.problem, self.freed = self._freed(self.wanted)
+        # Tables that lie together are one table here, as in the search.
+        self.instance, _ = together(self.problem.instance, request.groups(self.pins))
+        place = {option: o for o, option in enumerate(self.problem.options)}
+        solution = self.decision.solution
+        self.option = np.array([place[own.options[o]] for o in solution.option.tolist()], np.int64)
+        self.work, self.memory = work_of(self.instance, self.option, solution.places, solution.rows)
+        self.uses = self.instance.uses[np.arange(len(self.option)), self.option].sum(0)
+        self.step_ps = self._cost(self.work, self.uses)
 
-class _Explaining:
-    """One table's options, with all other tables where the decision has them."""
+    @property
+    def tables(self) -> list[str]:
+        """Keys of the tables that can be explained: all but those that were given by hand."""
+        return list(self.names)
 
-    def __init__(self, decision: Decision, problem: Problem, key: str) -> None:
-        self.decision, self.problem, self.key = decision, problem, key
-        self.instance = problem.instance
-        self.t = self.instance.names.index(key)
-        # The same tables in the same order; columns may be more here.
+    def _freed(self, keys: set[str]) -> tuple[Problem, set[str]]:
+        """The decision's problem with no restriction on some tables and the tables that lie with them.
+
+        Second, the tables for which that was possible: rows over more ranks than there are rows are only an option for
+        tables whose constraints name the type.
+        """
+        freed = {self.names[m] for own in self.groups.values() for m in own if self._any(own, keys)}
+        while freed:
+            problem = self._without_limits(freed)
+            lost = {self.names[t] for t in self._lost(problem)} & freed
+            if not lost:
+                return problem, freed
+            freed -= lost
+        return self.decision.problem, freed
+
+    def _any(self, tables: Sequence[int], keys: set[str]) -> bool:
+        return any(self.names[t] in keys for t in tables)
+
+    def _without_limits(self, keys: set[str]) -> Problem:
+        request = self.request
+        free = {
+            key: replace(
+                request.limits_of(key) or ParameterConstraints(), sharding_types=None, forbidden_types=(), ranks=None,
+                hosts=None, max_ranks=None, with_table=None, min_partition=1,
+            )
+            for key in sorted(keys)
+        }  # fmt: skip
+        freed = replace(request, constraints={**request.constraints, **free})
+        return problem_of(freed, self.pins, self.decision.offload)
+
+    def _lost(self, problem: Problem) -> list[int]:
+        """Tables whose way in the plan a problem lacks."""
         place = {option: o for o, option in enumerate(problem.options)}
-        own = decision.problem.options
-        self.option = np.array(
-            [place[own[decision.option(t)]] for t in range(self.instance.tables)], np.int64
-        )
-        self.places = [decision.places(t) for t in range(self.instance.tables)]
-        self.rows = {
-            t: shares for t in range(self.instance.tables) if (shares := decision.shares(t)) is not None
-        }
-        others = np.array([t for t in range(self.instance.tables) if t != self.t], np.int64)
-        number = {t: i for i, t in enumerate(others.tolist())}
-        self.rest = evaluate(
-            self.instance.take(others),
-            self.option[others],
-            [self.places[t] for t in others.tolist()],
-            {number[t]: shares for t, shares in self.rows.items() if t != self.t},
-        )
+        own = self.decision.problem.options
+        chosen = [place.get(own[self.decision.option(t)]) for t in range(len(self.names))]
+        return [t for t, o in enumerate(chosen) if o is None or not problem.instance.there[t, o]]
 
-    def result(self, notes: Sequence[str]) -> Explanation:
-        decision, instance, t = self.decision, self.instance, self.t
-        now = evaluate(instance, self.option, self.places, self.rows).cost
-        chosen = int(self.option[t])
-        found = []
-        before = decision.problem.instance.there[t]
-        allowed = {option for o, option in enumerate(decision.problem.options) if before[o]}
-        limits = decision.request.limits_of(self.key)
-        most = None if limits is None else limits.max_ranks
-        for o in np.flatnonzero(instance.there[t]).tolist():
-            option = self.problem.options[o]
-            places = self.places[t] if o == chosen else self._places(o)
-            held = min(int(instance.width[t, o] * instance.pieces[t, o]), instance.ranks)
-            found.append(
-                self._considered(o, option, places, o == chosen, option in allowed and held <= (most or held))
+    def _cost(self, work: Ints, uses: Ints) -> int:
+        charge = self.instance.charge[uses > 0]
+        return int(loads(self.instance, work).max(0).sum()) + int(charge.sum())
+
+    def explanation(self, key: str) -> Explanation:
+        """Explain one table.
+
+        Raises:
+            ConfigError: it was given by hand.
+        """
+        if key in self.pins:
+            raise ConfigError(
+                f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
             )
+        t = self.names.index(key)
+        row = int(self.decision.row[t])
+        rest = _Rest(self, row)
+        found = [self._considered(rest, t, o) for o in np.flatnonzero(self.instance.there[row]).tolist()]
         found.sort(key=lambda way: (not way.chosen, not way.allowed, way.short > 0, way.step_ps, way.option))
-        notes = list(notes)
-        if limits is not None and limits.with_table is not None:
-            notes.append(
-                f"It lies with '{limits.with_table}', as its constraints say; the figures are its own."
-            )
-        if t in self.rows:
-            notes.append("Its rows are cut unevenly, to even out the ranks.")
-        path, name = decision.request.by_key[self.key].names[0]
-        tiling = decision.shardings()[self.key].tiling
-        return Explanation(self.key, now, tuple(found), tuple(notes), path, name, tiling)
+        path, name = self.request.by_key[key].names[0]
+        others = tuple(self.names[m] for m in self.groups[row] if m != t)
+        return Explanation(
+            key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
+            self._tilings[key], self.decision.solution.bound, others,
+        )  # fmt: skip
 
-    def _considered(
-        self, o: int, option: Option, places: tuple[int, ...], chosen: bool, allowed: bool
-    ) -> Considered:
-        instance, t = self.instance, self.t
-        options, where, rows = self.option.copy(), list(self.places), dict(self.rows)
-        options[t], where[t] = o, places
-        if not chosen:
-            rows.pop(t, None)
-        then = evaluate(instance, options, where, rows)
-        short = 0
-        if not fits(instance, then.memory):
-            short = max(1, int((then.memory - instance.cap).max()))
+    @cached_property
+    def _tilings(self) -> dict[str, Tiling | None]:
+        return {key: sharding.tiling for key, sharding in self.decision.shardings().items()}
+
+    def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
+        if together:
+            names = ", ".join(f"'{other}'" for other in together[:8]) + (
+                " and more" if len(together) > 8 else ""
+            )
+            yield (
+                f"It lies with {names}, as constraints say (with_table): a step then is with all of them cut alike; "
+                "the figures of pieces are its own."
+            )
+        if self.decision.shares(t) is not None:
+            yield "Its rows are cut unevenly, to even out the ranks."
+        if key not in self.freed:
+            yield "Ways that its constraints rule out were not considered."
+
+    def _considered(self, rest: _Rest, t: int, o: int) -> Considered:
+        chosen = int(self.option[rest.row]) == o
+        work, memory = rest.chosen() if chosen else rest.with_option(o)
+        uses = rest.uses + self.instance.uses[rest.row, o]
+        own = self.problem.instance
         return Considered(
-            str(option),
+            str(self.problem.options[o]),
             chosen,
-            allowed,
-            int(instance.pieces[t, o]),
-            int(instance.width[t, o]),
-            int(instance.memory[t, o].sum()),
-            int(_spread(instance, t, o).sum()),
-            int(instance.home[t, o].sum()),
-            then.cost,
-            short,
+            "" if chosen else self._ruled_out(rest, t, o),
+            int(own.pieces[t, o]),
+            int(own.width[t, o]),
+            int(own.memory[t, o].sum()),
+            int(_spread(own, t, o).sum()),
+            int(own.home[t, o].sum()),
+            self._cost(work, uses),
+            max(0, int((memory - own.cap).max())),
         )
+
+    def _ruled_out(self, rest: _Rest, t: int, o: int) -> str:
+        option, topology = self.problem.options[o], self.request.topology
+        for m in sorted(self.groups[rest.row], key=lambda m: m != t):
+            key = self.names[m]
+            limits = self.limits.get(key, Limits())
+            given = self.request.limits_of(key)
+            reasons = ruled_out(option, self.problem.tables[m].dim, limits, given, topology, rest.allowed)
+            if reasons:
+                said = "; ".join(reasons)
+                return said if m == t else f"of '{key}', which lies with it: {said}"
+        return ""
+
+
+class _Rest:
+    """All that lies on the ranks but one table, or the tables that lie together as one.
+
+    row: its number. work, memory: [R, S] and [R, M] of the others. uses: [F] how many others use a collective.
+    allowed: [R] the ranks that it may lie on; None for all.
+    """
+
+    def __init__(self, explainer: Explainer, row: int) -> None:
+        whole, solution = explainer.instance, explainer.decision.solution
+        self.row, self.whole = row, explainer
+        self.instance = whole.take(np.array([row]))
+        self.uneven = {0: solution.rows[row]} if row in solution.rows else {}
+        own, held = self._added(int(explainer.option[row]), solution.places[row], self.uneven)
+        self.work, self.memory = explainer.work - own, explainer.memory - held
+        self.uses = explainer.uses - whole.uses[row, explainer.option[row]]
+        allowed = explainer.decision.instance.allowed
+        self.allowed = None if allowed is None else allowed[row]
+
+    def _added(self, o: int, places: tuple[int, ...], rows: Mapping[int, Ints]) -> tuple[Ints, Ints]:
+        """[R, S] work and [R, M] bytes of an option alone."""
+        work, memory = work_of(self.instance, np.array([o]), [places], rows)
+        return work, memory - self.instance.base_memory
+
+    def chosen(self) -> tuple[Ints, Ints]:
+        """[R, S] work and [R, M] bytes of everything, as the plan has it."""
+        return self.whole.work, self.whole.memory
+
+    def with_option(self, o: int) -> tuple[Ints, Ints]:
+        """[R, S] work and [R, M] bytes of everything, with the table cut by an option in even pieces."""
+        work, memory = self._added(o, self._places(o), {})
+        return self.work + work, self.memory + memory
 
     def _places(self, o: int) -> tuple[int, ...]:
         """Ranks, or hosts, for the pieces of an option: one by one, where the step grows least and memory holds."""
-        instance, t = self.instance, self.t
-        width = int(instance.width[t, o])
-        if width == instance.ranks and instance.ranks > 1:
+        instance = self.instance
+        width = int(instance.width[0, o])
+        if instance.everywhere(width):
             return ()
-        load, memory = self.rest.load.copy(), self.rest.memory.copy()
-        spots: list[Ints] = [np.array([r]) for r in range(instance.ranks)]
+        # [spots, ·] of single ranks, or of hosts of the right size: their slowest rank, and their least room.
+        load, room = loads(instance, self.work), instance.cap - self.memory
+        spots = [np.array([r]) for r in range(instance.ranks)] if width == 1 else list(instance.host_ranks)
+        usable = np.array([len(ranks) == width for ranks in spots])
+        if self.allowed is not None:
+            inside = usable & np.array([self.allowed[ranks].all() for ranks in spots])
+            usable = inside if inside.any() else usable
         if width > 1:
-            spots = [ranks if len(ranks) == width else np.zeros(0, np.int64) for ranks in instance.host_ranks]
+            load = np.stack([load[ranks].max(0) for ranks in spots])
+            room = np.stack([room[ranks].min(0) for ranks in spots])
+        own, size = _spread(instance, 0, o), instance.memory[0, o]
         taken: list[int] = []
-        for _ in range(int(instance.pieces[t, o])):
-            best = self._best(o, spots, load, memory, taken)
+        for _ in range(int(instance.pieces[0, o])):
+            fresh = usable.copy()
+            fresh[taken] = False
+            candidates = np.flatnonzero(fresh if fresh.any() else usable)
+            short = np.maximum(size - room[candidates], 0).sum(1)
+            step = np.maximum(load.max(0), load[candidates] + own).sum(1)
+            order = np.lexsort((candidates, load[candidates].sum(1), step, short))
+            best = int(candidates[order[0]])
             taken.append(best)
-            load[spots[best]] += _spread(instance, t, o)
-            memory[spots[best]] += instance.memory[t, o]
+            load[best] += own
+            room[best] -= size
         return tuple(taken)
-
-    def _best(self, o: int, spots: list[Ints], load: Ints, memory: Ints, taken: list[int]) -> int:
-        instance, t = self.instance, self.t
-        top = load.max(0)
-        own, room = _spread(instance, t, o), instance.cap - memory
-        usable = [s for s, ranks in enumerate(spots) if len(ranks)]
-        fresh = [s for s in usable if s not in taken] or usable
-        ranks = np.array([int(spots[s][0]) for s in fresh])
-        if len(spots[fresh[0]]) > 1:
-            worst = np.array([load[spots[s]].max(0) for s in fresh])
-            left = np.array([room[spots[s]].min(0) for s in fresh])
-        else:
-            worst, left = load[ranks], room[ranks]
-        short = np.maximum(instance.memory[t, o] - left, 0).sum(1)
-        step = np.maximum(top, worst + own).sum(1)
-        order = np.lexsort((np.array(fresh), worst.sum(1), step, short))
-        return fresh[int(order[0])]
 
 
 def _spread(instance: Instance, t: int, o: int) -> Ints:

@@ -1,4 +1,4 @@
-"""`PlanReport`: what a plan costs, how far from the best it can be, and what each rank and table has to do with it.
+"""`PlanReport`: what a plan costs, where its bottleneck is, how far from the best it can be, and what would help.
 
 Nouns
   stage    what ranks do between two collectives; a step takes the sum over stages of the slowest rank, and charges
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,16 @@ from typing import Any
 import numpy as np
 
 from tilerec.atomic_file import write_file
+from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
+from tilerec.planner.bottleneck import Bottleneck, bottleneck_of
+from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.report_text import fullest, report_text
+from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Ints
 from tilerec.planner.table_entry import COLUMNS, PICO
 from tilerec.planner.table_entry import TableEntry as TableEntry
+from tilerec.planner.what_if import WhatIf, what_ifs
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
@@ -47,6 +52,7 @@ class PlanReport:
         tables: one entry for each.
         topology: the machines. batch_size: samples of a rank in a step.
         planner: name and version of what made it. notes: what a reader should know beside.
+        request: what the plan was made of, which what-ifs vary; None where that is unknown. No part of the file.
     """
 
     cost_ps: int
@@ -61,6 +67,7 @@ class PlanReport:
     batch_size: int
     planner: str
     notes: tuple[str, ...] = ()
+    request: PlanRequest | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def cost_s(self) -> float:
@@ -109,6 +116,63 @@ class PlanReport:
         """The rank whose memory that tables lie in is fullest, as a part of its cap; of equals, the lowest."""
         return fullest(self.memory[:, self.tier], self.cap[:, self.tier])
 
+    @cached_property
+    def bottleneck(self) -> Bottleneck:
+        """What takes most of the step, and how much ranks wait for each other."""
+        return bottleneck_of(self.stages, self.load_ps, self.charge_ps)
+
+    @property
+    def speeds_origin(self) -> str:
+        """Where the speeds are from that the times are made of."""
+        return (self.topology.speeds or default_speeds(self.topology)).origin
+
+    @property
+    def speeds_are_default(self) -> bool:
+        """Whether the speeds were assumed, not measured."""
+        return self.speeds_origin.startswith("default")
+
+    def with_request(self, request: PlanRequest) -> PlanReport:
+        """The report with the request that its plan was made of, as `PlanRequest.load` reads it.
+
+        Raises:
+            ConfigError: the request has other tables, machines or another batch.
+        """
+        ours = sorted((e.path, e.name, e.rows, e.dim, e.data_type) for e in self.tables)
+        theirs = sorted(
+            (*table.names[0], table.rows, table.dim, table.data_type.value.lower())
+            for table in request.tables
+        )
+        alike = self.topology.to_json() == request.topology.to_json()
+        if ours != theirs or not alike or self.batch_size != request.batch_size:
+            raise ConfigError(
+                "PlanReport.with_request: got a request with other tables, machines or another batch; expected the "
+                "one that the plan was made of. Plan again."
+            )
+        return replace(self, request=request)
+
+    def what_would_help(self) -> tuple[WhatIf, ...]:
+        """Changes and what the step would take with each, the largest gain first.
+
+        The first call plans each change anew, about as long as the plan itself took; later calls return the same. Of
+        large problems, the changes that were not tried are listed as left out.
+
+        Raises:
+            ConfigError: the request is unknown.
+        """
+        return self._what_ifs
+
+    @cached_property
+    def _what_ifs(self) -> tuple[WhatIf, ...]:
+        if self.request is None:
+            raise ConfigError(
+                "PlanReport.what_would_help: got a report without its request, as files have it; expected the request, "
+                "too. Call report.with_request(PlanRequest.load('plan.request.json')) first."
+            )
+        rank = self.fullest_rank
+        full = int(self.memory[rank, self.tier]) / max(1, int(self.cap[rank, self.tier]))
+        cached = any(entry.option.endswith(", cached") for entry in self.tables)
+        return what_ifs(self.request, self.cost_ps, full, cached)
+
     def is_of(self, plan: ShardingPlan) -> bool:
         """Whether these are the numbers of that plan: the same tables where the plan has them."""
         mine = {(entry.path, entry.name): entry.tiling for entry in self.tables}
@@ -117,14 +181,27 @@ class PlanReport:
             theirs.get(place) == tiling for place, tiling in mine.items()
         )
 
-    def weighs_most(self, rank: int, most: int = 8) -> list[tuple[TableEntry, float]]:
-        """The tables that add the most seconds on a rank, and how many, beside the rank's own batch."""
+    def weighs_most(self, rank: int, most: int | None = 8) -> list[tuple[TableEntry, float]]:
+        """The tables that add the most seconds on a rank, and how many, beside the rank's own batch.
+
+        Args:
+            most: how many; None: all that add anything there.
+        """
         found = [(entry, entry.ps_on(rank)) for entry in self.tables]
         found = sorted((f for f in found if f[1]), key=lambda f: (-f[1], f[0].path, f[0].name))
         return [(entry, ps / PICO) for entry, ps in found[:most]]
 
+    def text(self, *, what_would_help: bool = True) -> str:
+        """The report as text; ends without a newline.
+
+        Args:
+            what_would_help: with the what-ifs, where the request is known; see `what_would_help`.
+        """
+        return report_text(self, self._what_ifs if what_would_help and self.request is not None else None)
+
     def __str__(self) -> str:
-        return report_text(self)
+        """The text without what-ifs, which take time."""
+        return self.text(what_would_help=False)
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values. Tables are rows of `columns`; tilings are written as plans write them."""

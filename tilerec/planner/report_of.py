@@ -75,10 +75,6 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
             f"{behind} of {len(request.tables)} tables have their rows in host memory, behind a cache on their "
             "rank's device; what they miss is priced with the topology's hbm_to_ddr_mem_bw"
         )
-    if request.topology.speeds is None:
-        notes.append(
-            "speeds are defaults made from bandwidths, not measurements of these machines (tilerec calibrate)"
-        )
     return PlanReport(
         cost_ps=priced.cost_ps,
         bound_ps=decision.bound,
@@ -92,6 +88,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
         batch_size=request.batch_size,
         planner=f"tilerec planner {VERSION}",
         notes=tuple(notes),
+        request=request,
     )
 
 

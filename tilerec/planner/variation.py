@@ -1,4 +1,7 @@
-"""A request with other machines, batches or tables: what would be if."""
+"""A request with other machines, batches, tables or wire formats: the inputs of a what-if.
+
+A varied request equals the one that a planner makes which is constructed with the new inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ from dataclasses import replace
 
 from tilerec.errors import ConfigError
 from tilerec.planner.request import PlanRequest
+from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
 
 TYPES = {
     d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)
 }
+
+INPUT_BATCHES = 2
+"""Batches of input that `HeuristicalStorageReservation` and `InferenceStorageReservation` reserve."""
 
 
 def varied(
@@ -23,17 +30,24 @@ def varied(
     ddr_cap: int | None = None,
     batch_size: int | None = None,
     data_type: str | None = None,
+    wire: str | None = None,
+    input_batches: int | None = None,
 ) -> PlanRequest:
-    """The request with what is given changed. What is reserved as a part of the memory stays that part.
+    """Return the request with the given inputs changed.
+
+    A part of the memory that is reserved stays that part; reserved batches of input grow with the batch.
 
     Args:
         hosts, ranks_per_host: of the new world; what is left out stays.
         hbm_cap, ddr_cap: bytes of a rank, of all ranks alike.
-        batch_size: of a rank.
+        batch_size: samples of a rank.
         data_type: "bf16", …: of every table.
+        wire: "bf16", …: format of rows and gradients between ranks, for every table without a pin's own.
+        input_batches: batches of input among the reserved bytes. None: 2 where the bytes hold two batches and stand
+            beside a part of the memory, or are two batches exactly (`HeuristicalStorageReservation`), else 0.
 
     Raises:
-        ConfigError: a number below 1, an unknown type, or constraints for ranks that the new world lacks.
+        ConfigError: a number below 1, an unknown type or format, or constraints for ranks that the new world lacks.
     """
     topology = request.topology
     if hbm_cap is not None:
@@ -47,12 +61,21 @@ def varied(
         if data_type.lower() not in TYPES:
             raise ConfigError(f"data type {data_type!r} is none of {list(TYPES)}.")
         tables = tuple(replace(table, data_type=TYPES[data_type.lower()]) for table in tables)
-    return replace(
-        request,
-        topology=topology,
-        tables=tables,
-        batch_size=request.batch_size if batch_size is None else batch_size,
-    )
+    if wire is not None:
+        tables = tuple(replace(table, wire=Wire(wire.lower(), wire.lower())) for table in tables)
+    found = replace(request, topology=topology, tables=tables)
+    return found if batch_size is None else _with_batch(found, batch_size, input_batches)
+
+
+def _with_batch(request: PlanRequest, batch_size: int, input_batches: int | None) -> PlanRequest:
+    """The request for another batch, with the bytes that its reserved batches of input take."""
+    then = replace(request, batch_size=batch_size)
+    before, after = request.input_bytes(), then.input_bytes()
+    if input_batches is None:
+        least = INPUT_BATCHES * before
+        counted = request.reserved == least or (request.reserved > least and request.reserved_part > 0)
+        input_batches = INPUT_BATCHES if counted else 0
+    return replace(then, reserved=max(0, request.reserved + input_batches * (after - before)))
 
 
 def world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:

@@ -306,8 +306,8 @@ class Topology:
         """
         if machine not in MACHINES:
             raise ConfigError(
-                f"Topology: got machine {machine!r:.80}; expected one of {', '.join(MACHINES)}. Name one of these, or give "
-                "hbm_cap=, hbm_mem_bw=, intra_host_bw= and inter_host_bw=."
+                f"Topology: got machine {machine!r:.80}; expected one of {', '.join(MACHINES)}. Name one of these, or "
+                "give hbm_cap=, hbm_mem_bw=, intra_host_bw= and inter_host_bw=."
             )
         for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
             if not _whole(count, 1):

@@ -4,6 +4,9 @@ The page is `page/`: a template, a style sheet and scripts, put together with th
 nothing (its content security policy allows only the style and script it was written with), and the same plan and report
 give the same bytes. Names of tables reach the page as JSON text and are shown as text, whatever is in them.
 
+Why tables are cut as they are and what would help takes searches of their own (planner/explain.py, planner/what_if.py).
+Both need the report's request. The page explains the `EXPLAINED` tables that add most, so its size is bounded.
+
 Legend: T tables, S stages, M tiers, R ranks.
 """
 
@@ -22,32 +25,40 @@ from typing import Any
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
+from tilerec.planner.bottleneck import BALANCED
+from tilerec.planner.explain import Explainer, Explanation
 from tilerec.planner.report import TIERS, PlanReport, TableEntry
-from tilerec.planner.report_text import gap_text
+from tilerec.planner.report_text import balance_text, banner_text, bottleneck_text, gap_text, percent_text
+from tilerec.planner.what_if import WhatIf
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
 
+EXPLAINED = 100
+"""Tables of a page that it explains; of more, those that add most to the step."""
 # In the order in which they are run: later ones use what earlier ones define.
 _SCRIPTS = ("model", "draw", "list", "ranks", "tables", "machines", "main")
 
 
-def write_report(plan: ShardingPlan | None, report: PlanReport, path: str | Path) -> None:
+def write_report(
+    plan: ShardingPlan | None, report: PlanReport, path: str | Path, *, what_ifs: bool = True
+) -> None:
     """Write `report_html` to a file.
 
     Raises:
         ConfigError: the plan has other tables than the report.
         FileError: the file cannot be written; an earlier one is unchanged.
     """
-    write_file(path, report_html(plan, report), "Report page")
+    write_file(path, report_html(plan, report, what_ifs=what_ifs), "Report page")
 
 
-def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
+def report_html(plan: ShardingPlan | None, report: PlanReport, *, what_ifs: bool = True) -> str:
     """The report as a page.
 
     Args:
         plan: adds kernels, wires and the plan's fingerprint; None: the report alone.
         report: of that plan.
+        what_ifs: with the changes that would help, where the report's request is known; they take a search each.
 
     Raises:
         ConfigError: the plan has other tables than the report.
@@ -68,8 +79,13 @@ def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
         "cost": _time(report.cost_ps),
         "bound": bound,
         "gap": gap_text(report.gap) if report.bound_ps else "unknown",
+        "balance": "balanced" if report.bottleneck.balanced else "",
         "slowest": str(report.slowest_rank),
-        "slowest_of": _time(int(report.load_ps[report.slowest_rank].sum())) + " in all stages",
+        "slowest_of": _slowest(report),
+        "bottleneck": _sentence(bottleneck_text(report, _time)),
+        "ranks_say": balance_text(report, _time),
+        "banner": banner_text(report) if report.speeds_are_default else "",
+        "measured": "" if report.speeds_are_default else f"Speeds: {report.speeds_origin}.",
         "fullest": bytes_text(int(report.memory[report.fullest_rank, report.tier])),
         "fullest_of": _fullest(report),
         "machines": str(topology) if topology.host_count <= 16 else machines,
@@ -78,15 +94,90 @@ def report_html(plan: ShardingPlan | None, report: PlanReport) -> str:
     plain = {name: html.escape(text, quote=True) for name, text in shown.items()}
     # Quotes of the policy stand inside a quoted attribute.
     return Template(_file("page.html")).substitute(
-        plain, style=style, script=script, data=_json(_data(report, about))
+        plain,
+        style=style,
+        script=script,
+        no_banner="" if shown["banner"] else "hidden",
+        helps=_helps(report, what_ifs),
+        data=_json(_data(report, about, _explanations(report))),
     )
 
 
-def _data(report: PlanReport, about: Sequence[str]) -> dict[str, Any]:
+def _slowest(report: PlanReport) -> str:
+    found = report.bottleneck
+    load = _time(int(report.load_ps[found.rank].sum()))
+    if report.topology.world_size == 1:
+        return f"{load} in all stages"
+    return f"{load} in all stages, {percent_text(found.above)} above the mean"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _helps(report: PlanReport, wanted: bool) -> str:
+    """The changes that would help, as HTML."""
+    if report.request is None or not wanted:
+        why = "were left out" if report.request is not None else "need the request that the plan was made of"
+        return f"<p>What-ifs {why}: tilerec plan show --html has them, and tilerec plan whatif tries one.</p>"
+    found = report.what_would_help()
+    if not found:
+        return "<p>No change that is tried applies to this plan.</p>"
+    rows = "".join(_help(one) for one in found)
+    return (
+        '<div class="scroll"><table id="helps"><thead><tr><th>change</th><th class="n">saves</th>'
+        f'<th class="n spare">step then</th><th class="spare">how</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _help(one: WhatIf) -> str:
+    step = "–" if one.step_ps is None else _time(one.step_ps)
+    return (
+        f'<tr><td>{html.escape(one.change)}</td><td class="{"n" if one.step_ps is not None else ""}">'
+        f"{html.escape(one.outcome)}</td>"
+        f'<td class="n spare">{step}</td><td class="spare">{html.escape(one.how)}</td></tr>'
+    )
+
+
+def _explanations(report: PlanReport) -> tuple[list[tuple[int, Explanation]], str]:
+    """Explanations with their tables' numbers; and why other tables have none."""
+    if report.request is None:
+        return [], "Why it is cut so is not known here, as the page was made without the plan's request."
+    explainer = Explainer(report.request, _explained(report))
+    if explainer.step_ps != report.cost_ps:
+        return [], "Why it is cut so is not known here, as the plan was made by another release."
+    known = set(explainer.tables)
+    found = []
+    for t, entry in enumerate(report.tables):
+        key = _key(entry)
+        if key in explainer.wanted and key in known:
+            found.append((t, explainer.explanation(key)))
+    if len(report.tables) > EXPLAINED:
+        why = f"This page explains the {EXPLAINED} tables that add most; of this one: tilerec plan explain"
+    else:
+        why = "It was given by hand, or lies with a table that was, so nothing was considered for it."
+    return found, why
+
+
+def _key(entry: TableEntry) -> str:
+    return f"{entry.path}.{entry.name}" if entry.path else entry.name
+
+
+def _explained(report: PlanReport) -> list[str]:
+    order = sorted(report.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.path, e.name))
+    return [_key(entry) for entry in order[:EXPLAINED]]
+
+
+def _data(
+    report: PlanReport, about: Sequence[str], explained: tuple[list[tuple[int, Explanation]], str]
+) -> dict[str, Any]:
     """What the page's scripts read (page/model.js)."""
     tables = report.tables
     paths, words, tilings = _Kept(), _Kept(), _Kept()
     return {
+        "why": {str(t): _why(one, words) for t, one in explained[0]},
+        "why_not": explained[1],
+        "balanced": BALANCED,
         "ranks": report.topology.world_size,
         "hosts": [ranks_to_text(host) for host in report.topology.host_ranks],
         "stages": list(report.stages),
@@ -115,6 +206,16 @@ def _data(report: PlanReport, about: Sequence[str]) -> dict[str, Any]:
         "topology": _topology(report),
         "notes": list(report.notes),
     }
+
+
+def _why(one: Explanation, words: _Kept) -> list[Any]:
+    """The sentence, the notes, and of each way: word, pieces, width, bytes, ps on owners, on all, then; verdict."""
+    ways = []
+    for way in one.considered:
+        verdict = one.verdict(way, _time)
+        figures = (way.pieces, way.width, way.piece_bytes, way.owner_ps, way.home_ps, way.step_ps)
+        ways.append([words.place(way.option, way.option), *figures, words.place(verdict, verdict)])
+    return [_sentence(one.reason(_time)), list(one.notes), ways]
 
 
 class _Kept:

@@ -102,7 +102,10 @@ def test_an_arrangement_on_hosts_alike_costs_what_its_tilings_cost(
         assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-4)
         for s, name in enumerate(problem.stages):
             # Ranks below the slowest may wait for what others send them.
-            assert solution.load[:, s].max() / 1e12 <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
+            assert (
+                solution.load[:, s].max() / 1e12
+                <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
+            )
         if priced.memory.any():
             assert np.all(solution.memory <= priced.memory * (1 + ROUGH) + 1)
             tier = problem.model.tier

@@ -5,6 +5,9 @@
 Random rows reach a part of the bandwidth that large copies reach, less for narrow rows; the efficiencies below are
 round figures. On a CPU, memory bandwidth is that of a rank, and links are copies between processes. `tilerec calibrate`
 replaces all of it.
+
+On a GPU, parts of tables are segments of one kernel's work, and replicas and column blocks cost launches. A step has no
+constant of its own there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from tilerec.spec.topology import Topology
 
 _EFFICIENCY = (0.25, 0.4, 0.6, 0.75, 0.85)  # of random rows of WIDTHS columns
 _MIB = 2**20
+_LAUNCH = 5e-6  # of a kernel, from Python; the host of an H100 took 3 to 10 µs each
 
 
 def default_speeds(topology: Topology) -> Speeds:
@@ -53,9 +57,9 @@ def default_speeds(topology: Topology) -> Speeds:
         call=5e-4 if cpu else 3e-5,
         call_peer=2e-5 if cpu else 5e-7,
         step=1e-3 if cpu else 0.0,
-        part=1e-5 if cpu else 1e-6,
-        replica=1e-4 if cpu else 2e-5,
-        row_sum=3e-4 if cpu else 1e-4,
+        part=1e-5 if cpu else 1e-8,
+        replica=1e-4 if cpu else 2 * _LAUNCH,
+        row_sum=3e-4 if cpu else 2 * _LAUNCH,
         cache=(1 if cpu else 32) * _MIB,
         duplex=not cpu,
         origin=f"default for {topology.compute_device}, from bandwidths; not measured",

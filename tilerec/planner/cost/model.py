@@ -24,8 +24,13 @@ from tilerec.planner.cost.workload import Ints, Workload
 from tilerec.spec.topology import Topology
 
 STAGES = ("ids", "lookup", "rows", "gradients", "update")
-NETWORK_STAGES = ("ids between hosts", "rows between hosts", "gradients between hosts", "update between hosts")
-"""Where the ranks of a host share its network card. Where each has its own, a rank's time there is part of STAGE_OF_NETWORK.
+NETWORK_STAGES = (
+    "ids between hosts",
+    "rows between hosts",
+    "gradients between hosts",
+    "update between hosts",
+)
+"""Stages where the ranks of a host share its network card; where each has its own, they are part of STAGE_OF_NETWORK.
 The last: replicas' gradients, and sums over rows of column blocks."""
 STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update"), strict=True))
 DEVICE, HOST = 0, 1

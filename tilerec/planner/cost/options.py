@@ -5,9 +5,9 @@ Nouns
   group    row pieces on one host, whose rows are added there before they cross to another
 
 Everything is computed for one option of all tables at a time, by the formulas of `Model`; the same that `price` uses
-for tilings that are known. On hosts of one size, an arrangement costs what `price` says, but for what an instance cannot
-see: which column blocks will share a host, and how traffic is spread over ranges of rows of ordered ids. There the
-instance for the search takes an estimate, and a second one, for the bound, the least that can be (`Problem.lower`).
+for tilings that are known. On hosts of one size, an arrangement costs what `price` says, but for what an instance
+cannot see: which column blocks will share a host, and how traffic is spread over ranges of rows of ordered ids. There
+the instance for the search takes an estimate, and a second one, for the bound, the least that can be (`Problem.lower`).
 
 Legend: T tables, O options, S stages, W ranks, H hosts, P present bags, N ids, q share of a table's traffic.
 """
@@ -109,15 +109,14 @@ def build(
     everything = Workload(tables)
     work, rest = everything.part(free), everything.part(fixed)
     model = Model(work, topology, pipeline_depth, beside=rest if fixed else None)
-    given = None
+    paid: Price | None = None
     if fixed:
-        given = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
-    made = [_Builder(model, limits, min_partition, lower) for lower in (False, True)]
-    search, lower = (builder.instance(given, reserved) for builder in made)
-    builder = made[0]
-    if builder.exact:
-        lower = search
-    return Problem(model, work.tables, builder.options, search, lower, builder.stages, builder.charges)
+        paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
+    builder = _Builder(model, limits, min_partition, lower=False)
+    instance = lower = builder.instance(paid, reserved)
+    if not builder.exact:
+        lower = _Builder(model, limits, min_partition, lower=True).instance(paid, reserved)
+    return Problem(model, work.tables, builder.options, instance, lower, builder.stages, builder.charges)
 
 
 class _Builder:
@@ -343,15 +342,14 @@ class _Builder:
         near, far_bytes = bytes_sent * self.near / others, bytes_sent * self.far / others
         link = rates.exchanged(near, near)
         self._put(self.cost, o, t, "update", update + dense + replicas.seconds + link)
-        self._put(
-            self.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True)
-        )
+        self._put(self.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
         memory = model.weights(t, work.rows[t].astype(np.float64), dim)
         memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
         memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
         self.memory[t, o, model.tier] = np.floor(memory).astype(np.int64)
         for name, forms in (
-            ("replicas", (0, 1, 2)), ("replica rows", (0, 1)), ("replica row numbers", (1,)), ("dense replicas", (2, 3)),
+            ("replicas", (0, 1, 2)), ("replica rows", (0, 1)), ("replica row numbers", (1,)),
+            ("dense replicas", (2, 3)),
         ):  # fmt: skip
             self.uses[t, o, CHARGES.index(name)] = np.isin(replicas.form, forms)
         self.uses[t, o, CHARGES.index("partly filled")] = self.part_filled[t]
@@ -387,7 +385,7 @@ class _Builder:
         P, N, lengths = (x[t] for x in work.present(q))
         home_P, home_N, home_lengths = (P, N, lengths) if q is even else (x[t] for x in work.present(even))
         share = row_share[t]
-        # Of what goes with present bags, what a smaller range of rows would not save: bags of many ids are in any range.
+        # Of what goes with present bags, what a smaller range of rows would not save: bags of many ids are in any.
         fewer = work.present(q * (1.0 - 1.0 / _STEPS))[0][t]
         kept = np.clip(1.0 - _STEPS * (1.0 - fewer / np.maximum(P, 1e-300)), 0.0, 1.0)
         payload = self._payload(t, share, N, lengths)
@@ -404,16 +402,28 @@ class _Builder:
         self._link(o, t, "ids", payload, near, "in")
         self._link(o, t, "rows", P * forward, near, "out", kept)
         self._link(o, t, "gradients", P * backward, near, "in", kept)
-        for stage, count in (("ids", head + payload), ("rows", home_P * forward), ("gradients", home_P * backward)):
+        for stage, count in (
+            ("ids", head + payload),
+            ("rows", home_P * forward),
+            ("gradients", home_P * backward),
+        ):
             self._home_link(o, t, stage, parts * count, "in" if stage == "rows" else "out")
         if self.hosts > 1:
             crossing = direct * P + merge * union / members
             places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
             heads = head + merge * 4.0 * self.features[t] * (1.0 + members) / members
             home_crossing = parts * direct * home_P + groups * merge * union
-            apart = np.where(merge > 0.0, 1.0, kept)  # a sum's way out is shared by its members, whatever rows they hold
+            apart = np.where(
+                merge > 0.0, 1.0, kept
+            )  # a sum's way out is shared by its members, whatever rows they hold
             for stage, count, at_home, way_of, fixed in (
-                (NETWORK_STAGES[0], heads + payload + places, parts * (heads + home_payload + places), "in", 0.0),
+                (
+                    NETWORK_STAGES[0],
+                    heads + payload + places,
+                    parts * (heads + home_payload + places),
+                    "in",
+                    0.0,
+                ),
                 (NETWORK_STAGES[1], crossing * forward, home_crossing * forward, "out", apart),
                 (NETWORK_STAGES[2], crossing * backward, home_crossing * backward, "in", apart),
             ):
@@ -447,7 +457,11 @@ class _Builder:
         if columns > 1:
             self._row_sums(o, t, way, columns, distinct, width)
         # The last range is the shortest.
-        held = np.maximum(work.rows[t] - (rows - 1.0) * np.ceil(share * work.rows[t]), 0.0) if q is even else share * work.rows[t]
+        held = (
+            np.maximum(work.rows[t] - (rows - 1.0) * np.ceil(share * work.rows[t]), 0.0)
+            if q is even
+            else share * work.rows[t]
+        )
         weights = model.weights(t, held, width)
         buffers = ranks * (payload * (1 + model.depth) + P * width * work.wide + N * KEY_BYTES)
         # What a home gets and sends beyond a whole table's: here on the ranks that hold a piece.
@@ -471,7 +485,9 @@ class _Builder:
         """
         if self.hosts == 1 or rows == 1 or on == 1:
             return np.zeros(len(t)), 1.0, np.zeros(len(t))
-        members = float(on) if on < self.ranks else float(self.largest if self.lower else self.ranks // self.hosts)
+        members = (
+            float(on) if on < self.ranks else float(self.largest if self.lower else self.ranks // self.hosts)
+        )
         merge = np.where((members > 1.0) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
         return merge, members, self.work.present(np.minimum(even * members, 1.0))[0][t]
 
@@ -540,7 +556,8 @@ class _Builder:
         output = float(sum(self.output.tolist()))
         calls = model.call * self.work.collections
         seconds = [
-            3 * calls, calls, 2 * calls, calls, calls, 2 * calls, talks * calls, float(model.rates.copied(0.5 * output)),
+            3 * calls, calls, 2 * calls, calls, calls, 2 * calls, talks * calls,
+            float(model.rates.copied(0.5 * output)),
         ]  # fmt: skip
         charge = np.floor(np.array(seconds) * PICO).astype(np.int64)
         for f in range(len(CHARGES)):
@@ -557,7 +574,9 @@ class _Builder:
         """[R, S] ps of a step that no table adds to."""
         model, topology = self.model, self.topology
         constant = np.zeros((self.ranks, len(self.stages)), np.int64)
-        on_host = np.array([len(topology.ranks_of(topology.host_of(r))) for r in range(self.ranks)], np.float64)
+        on_host = np.array(
+            [len(topology.ranks_of(topology.host_of(r))) for r in range(self.ranks)], np.float64
+        )
         near, far = 4.0 * (on_host - 1.0), 4.0 * (self.ranks - on_host)
         header = model.rates.exchanged(near, near)
         once = (model.speeds.step + model.call) * self.work.collections

@@ -73,7 +73,9 @@ class Price:
     def stage_of(self) -> dict[str, str]:
         """By part, and by stage between hosts, the stage that its seconds count in."""
         found = {name: STAGES[stage] for name, stage in STAGE_OF_PART.items()}
-        return found | {name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()}
+        return found | {
+            name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()
+        }
 
     @property
     def seconds(self) -> float:
@@ -111,9 +113,7 @@ class _Pricing:
         far = {name: travel.line(travel.far, name) for name in travel.sent}
         calls = self.calls * self.model.call * self.work.collections
         model = self.model
-        return Price(
-            self.parts, self.network, calls, memory, travel.sent, far, model.stages, model.tier
-        )
+        return Price(self.parts, self.network, calls, memory, travel.sent, far, model.stages, model.tier)
 
     # ---------------------------------------------------------------------------------------------- links
 

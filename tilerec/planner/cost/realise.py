@@ -81,7 +81,11 @@ def _one_tile(rows: int, dim: int, ranks: tuple[int, ...]) -> Tiling:
 
 
 def _made(
-    kind: ShardingType, tiling: Tiling, ranks: tuple[int, ...], work: TableWork, ids_per_bag: float | None = None
+    kind: ShardingType,
+    tiling: Tiling,
+    ranks: tuple[int, ...],
+    work: TableWork,
+    ids_per_bag: float | None = None,
 ) -> ParameterSharding:
     # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
     wire = None if work.wire == _PLAIN else work.wire

@@ -96,8 +96,8 @@ class TableWork:
         wire: number formats of rows and gradients.
         each_id: the table's rows are not pooled (a sequence collection).
         collection: the module it belongs to: tables of one share their collectives.
-        sums_in_hosts: rows of ranges that share a host are added up there before they travel to others; None: where a bag
-            has several ids.
+        sums_in_hosts: rows of ranges that share a host are added up there before they travel to others; None: where a
+            bag has several ids.
         cached: rows and their state lie in host memory, behind a cache on the device; load_factor: the part of the rows
             that the cache has lines for (0: none, every row that is read travels).
     """
@@ -225,7 +225,10 @@ class Workload:
 
         Where a member's bags are not all of a host's sum, it is sent their positions.
         """
-        shares = (np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, whole))
+        shares = (
+            np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table]
+            for s in (share, whole)
+        )
         bags, union = (self.bags * (1.0 - missed(s, self.ids_per_bag)) for s in shares)
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 

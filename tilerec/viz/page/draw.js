@@ -6,17 +6,40 @@ function readTheme() {
   [ink, track, line, over, rest, memoryColour] = ["--ink", "--track", "--line", "--over", "--rest", "--memory"].map(css);
   palette = Array.from({ length: 8 }, (_, i) => css(`--c${i}`));
   dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  hatch = makeHatch();
 }
-const stageColour = (s) => palette[s % 8];
+// A stage between hosts is hatched, in the colour of a stage inside them.
+const hatched = data.stages.map((name) => name.endsWith(" between hosts"));
+const colourOf = data.stages.map((_, s) => hatched.slice(0, s).filter((one) => one === hatched[s]).length % 8);
+const stageColour = (s) => palette[colourOf[s]];
+let hatch;
+function stagePaint(pen, s, x, y, wide, tall) {
+  pen.fillStyle = stageColour(s);
+  pen.fillRect(x, y, wide, tall);
+  if (!hatched[s]) return;
+  pen.fillStyle = hatch;
+  pen.fillRect(x, y, wide, tall);
+}
+function makeHatch() {
+  const tile = document.createElement("canvas"), pen = tile.getContext("2d");
+  tile.width = tile.height = 6;
+  pen.strokeStyle = css("--hatch");
+  pen.lineWidth = 2;
+  for (const shift of [-6, 0, 6]) { pen.beginPath(); pen.moveTo(shift - 1, 7); pen.lineTo(shift + 7, -1); pen.stroke(); }
+  return pen.createPattern(tile, "repeat");
+}
 
-// Up to eight ranks have the eight colours. More: a hue for each host, and shades of it within; on one host, hues that
-// lie far apart for neighbours.
+// Up to eight ranks have the eight colours. More: a colour for each host, in turns, and tints of it within; on one host
+// the colours in turns. Labels, tips and lists name the ranks.
 function rankColour(rank) {
   if (R <= 8) return palette[rank];
-  const many = hosts.length > 1, hue = ((many ? hostOf[rank] : rank) * 137.508) % 360;
-  const size = hosts[hostOf[rank]].length, step = many && size > 1 ? localOf[rank] / (size - 1) : (rank % 3) / 2;
-  return `hsl(${hue.toFixed(1)} ${dark ? 48 : 58}% ${((dark ? 36 : 42) + 30 * step).toFixed(1)}%)`;
+  if (hosts.length === 1) return palette[rank % 8];
+  const size = hosts[hostOf[rank]].length;
+  return tinted(palette[hostOf[rank] % 8], size > 1 ? (0.6 * localOf[rank]) / (size - 1) : 0);
 }
+// A colour "#rrggbb" mixed with white, or with black on a dark page.
+const tinted = (colour, share) =>
+  `rgb(${[1, 3, 5].map((i) => Math.round(parseInt(colour.slice(i, i + 2), 16) * (1 - share) + (dark ? 0 : 255 * share))).join(" ")})`;
 // Black or white, whichever stands out.
 const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 const inkKept = new Map();
@@ -46,14 +69,15 @@ function element(tag, about = {}, ...inside) {
   found.append(...inside.filter((part) => part != null));
   return found;
 }
-const key = (colour) => element("span", { class: "key", style: { background: colour } });
+const key = (colour, stripes) => element("span", { class: stripes ? "key hatch" : "key", style: { "background-color": colour } });
+const stageKey = (s) => key(stageColour(s), hatched[s]);
 const at = (id) => document.getElementById(id);
 
-// A bar of segments [share of the width, colour], and a mark.
+// A bar of segments [share of the width, colour, hatched, text], and a mark.
 function bar(segments, { mark, label } = {}) {
   const found = element("div", { class: "bar", role: "img", "aria-label": label });
-  for (const [share, colour] of segments)
-    if (share > 0) found.append(element("i", { style: { width: `${(100 * share).toFixed(3)}%`, background: colour } }));
+  for (const [share, colour, stripes, text] of segments)
+    if (share > 0) found.append(element("i", { class: stripes ? "hatch" : null, style: { width: `${(100 * share).toFixed(3)}%`, "background-color": colour } }, text ? element("span", { class: "tag" }, text) : null));
   if (mark != null) found.append(element("b", { style: { left: `calc(${(100 * Math.min(1, mark)).toFixed(3)}% - 1px)` } }));
   return found;
 }

@@ -18,6 +18,7 @@ makeTables();
 wireOverviews();
 chosenRank = largest(loadOf);
 at("most-loaded").addEventListener("click", () => { pickRank(largest(loadOf), true); at("h-ranks").scrollIntoView(); });
+at("to-tables").addEventListener("click", () => at("h-tables").scrollIntoView());
 at("search").addEventListener("input", search);
 if (data.notes.length) {
   at("notes-section").hidden = false;

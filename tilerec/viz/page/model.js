@@ -26,6 +26,8 @@ const loadOf = new Float64Array(R);
 for (let r = 0; r < R; r++) for (let s = 0; s < S; s++) loadOf[r] += data.load[r * S + s];
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const largest = (values) => values.reduce((best, v, i) => (v > values[best] ? i : best), 0);
+// Ranks are balanced where none has much more to do than the mean.
+const isBalanced = (most, mean) => most <= (1 + data.balanced) * mean;
 const stageOf = data.stages.map((_, s) => {
   const column = Float64Array.from({ length: R }, (_, r) => data.load[r * S + s]);
   const rank = largest(column);
@@ -112,6 +114,7 @@ const typeOf = (t) => data.words[data.type[t]];
 const optionOf = (t) => data.words[data.option[t]];
 const ownPs = Float64Array.from({ length: T }, (_, t) => sum(data.own[t]));
 const homePs = Float64Array.from({ length: T }, (_, t) => sum(data.home[t]));
+const homeOf = data.stages.map((_, s) => sum(data.home.map((one) => one[s] || 0)));
 const addsOf = (t) => ownPs[t] + homePs[t];
 
 // Seconds and bytes of each table on a rank: in proportion to the cells that lie there.
@@ -120,7 +123,7 @@ function onRank(rank) {
   for (let t = 0; t < T; t++) {
     if (!ranksOf(t).has(rank)) continue;
     const { cells, most, all } = heldBy(t), held = cells.get(rank);
-    found.push({ t, ps: Math.floor((ownPs[t] * held) / most), bytes: (data.bytes[t] * held) / all });
+    found.push({ t, ps: Math.floor((ownPs[t] * held) / most), by: data.stages.map((_, s) => ((data.own[t][s] || 0) * held) / most), bytes: (data.bytes[t] * held) / all });
   }
   return found;
 }

@@ -1,11 +1,11 @@
 // The step by stage, the ranks, and one rank: what it has to do and what makes it so.
 
 function drawStep() {
-  const parts = data.stages.map((name, s) => [name, stageOf[s].most, stageColour(s)]);
-  if (data.charge) parts.push(["collectives as such", data.charge, rest]);
+  const parts = data.stages.map((name, s) => [name, stageOf[s].most, stageColour(s), hatched[s]]);
+  if (data.charge) parts.push(["collectives as such", data.charge, rest, false]);
   const whole = sum(parts.map((p) => p[1])) || 1;
   const bound = data.bound / whole;
-  const drawn = bar(parts.map(([, ps, colour]) => [ps / whole, colour]), { mark: data.bound ? bound : null });
+  const drawn = bar(parts.map(([name, ps, colour, stripes]) => [ps / whole, colour, stripes, fitting(name, (ps / whole) * at("step-bar").clientWidth)]), { mark: data.bound ? bound : null });
   at("step-bar").replaceChildren(...drawn.childNodes);
   at("step-bar").setAttribute("aria-label", parts.map(([name, ps]) => `${name} ${time(ps)}`).join(", "));
   const axis = at("step-axis");
@@ -18,20 +18,23 @@ function drawStep() {
   }
   const body = at("stages").tBodies[0];
   body.replaceChildren();
-  parts.forEach(([name, ps, colour], s) => {
+  parts.forEach(([name, ps, colour, stripes], s) => {
     const one = stageOf[s];
-    const cells = one
-      ? [ps ? rankLink(one.rank) : "–", time(ps), time(one.mean), one.mean ? figure(one.most / one.mean) : "–"]
-      : ["all", time(ps), time(ps), "–"];
-    body.append(element("tr", {}, element("td", {}, key(colour), name), ...cells.map((cell, i) => element("td", { class: i > 1 ? "n spare" : "n" }, cell))));
+    const cells = [percent(ps / whole), time(ps), ...(one
+      ? [slowestOf(one), time(one.mean), one.mean ? figure(one.most / one.mean) : "–"]
+      : ["all ranks", time(ps), "–"])];
+    body.append(element("tr", {}, element("td", {}, key(colour, stripes), name), ...cells.map((cell, i) => element("td", { class: i > 2 ? "n spare" : "n" }, cell))));
   });
 }
+// A name, where it has room.
+const fitting = (text, width) => (width > 7.5 * text.length + 8 ? text : null);
+const slowestOf = (one) => (!one.most ? "–" : R > 1 && isBalanced(one.most, one.mean) ? "balanced" : rankLink(one.rank));
 const rankLink = (rank) => element("button", { type: "button", class: "link", onclick: (event) => { event.stopPropagation(); pickRank(rank, true); } }, `rank ${rank}`);
 
 let rankList, chosenRank, chosenTable;
 const slowestLoad = loadOf.reduce((a, b) => Math.max(a, b), 0) || 1;
 function timeBar(rank) {
-  const parts = data.stages.map((_, s) => [data.load[rank * S + s] / slowestLoad, stageColour(s)]);
+  const parts = data.stages.map((_, s) => [data.load[rank * S + s] / slowestLoad, stageColour(s), hatched[s]]);
   const found = bar(parts, { label: `time ${time(loadOf[rank])}` });
   found.classList.add("time");
   return found;
@@ -63,7 +66,7 @@ function makeRanks() {
   at("overview").hidden = R <= 24;
 }
 function drawLegend() {
-  at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, key(stageColour(s)), name)), element("li", {}, key(memoryColour), tierName(data.tier)));
+  at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, stageKey(s), name)), element("li", {}, key(memoryColour), tierName(data.tier)));
 }
 
 // All ranks side by side. With more ranks than pixels a column shows the most of its ranks.
@@ -81,8 +84,7 @@ const overviews = [
     let y = height;
     for (let s = 0; s < S; s++) {
       const tall = (height * data.load[r * S + s]) / slowestLoad;
-      pen.fillStyle = stageColour(s);
-      pen.fillRect(x, y - tall, wide, tall);
+      stagePaint(pen, s, x, y - tall, wide, tall);
       y -= tall;
     }
   }],
@@ -139,11 +141,17 @@ function pickRank(rank, byHand) {
 }
 function drawRank() {
   const rank = chosenRank, mean = sum(loadOf) / R, held = onRank(rank);
-  const first = largest(loadOf), about = rank === first && R > 1 ? "the most loaded rank" : `host ${hostOf[rank]}`;
+  const first = rank === largest(loadOf) && R > 1, balanced = R > 1 && isBalanced(loadOf[largest(loadOf)], mean);
+  const about = `host ${hostOf[rank]}${first ? (balanced ? "; it has the most to do, by little: the ranks are balanced" : "; the most loaded rank") : ""}`;
   const heaviest = [...held].sort((a, b) => b.ps - a.ps || inOrder(a.t, b.t)).slice(0, 10);
-  const home = sum(homePs), here = sum(held.map((h) => h.ps)), other = Math.max(0, loadOf[rank] - here - home);
+  const home = sum(homePs), here = sum(held.map((h) => h.ps));
+  // On a network card lie the pieces of all ranks of the host; the remainder is the same whatever lies where.
+  const link = sum(data.stages.map((_, s) => (hatched[s] ? Math.max(0, data.load[rank * S + s] - sum(held.map((h) => h.by[s])) - homeOf[s]) : 0)));
+  const fixed = Math.max(0, loadOf[rank] - here - home - link);
   const says = [`${time(loadOf[rank])} of work in all stages`, mean ? `, ${figure(loadOf[rank] / mean)} times the mean` : "", "."];
-  if (here || home) says.push(` ${time(here)} serves the pieces of ${whole(held.length)} table${held.length === 1 ? "" : "s"} that lie here, ${time(home)} is work on its own batch, as on every rank`, other > 0.005 * loadOf[rank] ? `, ${time(other)} the rest.` : ".");
+  if (here || home) says.push(` ${time(here)} serves the pieces of ${whole(held.length)} table${held.length === 1 ? "" : "s"} that lie here, ${time(home)} is work on its own batch, as on every rank`,
+    link > 0.005 * loadOf[rank] ? `, ${time(link)} its network card spends on the tables of the other ${hosts[hostOf[rank]].length - 1} ranks of its host` : "",
+    fixed > 0.005 * loadOf[rank] ? `, ${time(fixed)} what a step takes for no single table: bookkeeping, and collectives that no plan avoids.` : ".");
   if (heaviest.length && heaviest[0].ps) says.push(" ", element("bdi", {}, shownName(heaviest[0].t)), ` alone is ${percent(heaviest[0].ps / loadOf[rank])}.`);
   const most = heaviest.length ? heaviest[0].ps || 1 : 1;
   const fattest = [...held].sort((a, b) => b.bytes - a.bytes || inOrder(a.t, b.t)).slice(0, 5), fat = fattest.length ? fattest[0].bytes || 1 : 1;
@@ -154,18 +162,23 @@ function drawRank() {
     element("h4", {}, "Stages; the mark is the mean of all ranks"),
     element("ul", { class: "weigh" }, ...data.stages.map((name, s) => {
       const ps = data.load[rank * S + s], top = stageOf[s].most || 1;
-      return element("li", {}, element("span", {}, key(stageColour(s)), name, stageOf[s].rank === rank && R > 1 && ps ? element("span", { class: "sub" }, " slowest") : null),
-        bar([[ps / top, stageColour(s)]], { mark: stageOf[s].most ? stageOf[s].mean / top : null }), element("span", { class: "n" }, time(ps)));
+      return element("li", {}, element("span", {}, stageKey(s), name, stageOf[s].rank === rank && ps && !isBalanced(stageOf[s].most, stageOf[s].mean) ? element("span", { class: "sub" }, " slowest") : null),
+        bar([[ps / top, stageColour(s), hatched[s]]], { mark: stageOf[s].most ? stageOf[s].mean / top : null }), element("span", { class: "n" }, time(ps)));
     })),
     element("h4", {}, "Memory"),
     element("ul", { class: "weigh" }, ...tiersUsed.map((m) => element("li", {}, element("span", {}, tierName(m)), memoryBar(rank, m),
       element("span", { class: "n", title: `of ${bytes(capOf(rank, m))}` }, capOf(rank, m) ? percent(memoryOf(rank, m) / capOf(rank, m)) : bytes(memoryOf(rank, m)))))),
-    ...(heaviest.length ? [element("h4", {}, "What takes most time here"), element("ul", { class: "weigh", id: "heaviest" }, ...heaviest.map((h) => weighed(h.t, h.ps / most, time(h.ps))))] : []),
-    ...(fattest.length ? [element("h4", {}, "What takes most memory here"), element("ul", { class: "weigh", id: "fattest" }, ...fattest.map((h) => weighed(h.t, h.bytes / fat, bytes(h.bytes))))] : []),
-    ...(held.length ? [element("p", {}, element("button", { type: "button", class: "link", onclick: () => searchFor(`rank:${rank}`) },
-      held.length > 1 ? `all ${whole(held.length)} tables of rank ${rank}` : `the one table of rank ${rank}`))] : []),
+    ...(heaviest.length ? [element("h4", {}, "What takes most time here"), element("ul", { class: "weigh", id: "heaviest" }, ...heaviest.map((h) => weighed(h.t, h.ps / most, time(h.ps)))),
+      ...others(held.length - heaviest.length, time(here - sum(heaviest.map((h) => h.ps))), rank)] : []),
+    ...(fattest.length ? [element("h4", {}, "What takes most memory here"), element("ul", { class: "weigh", id: "fattest" }, ...fattest.map((h) => weighed(h.t, h.bytes / fat, bytes(h.bytes)))),
+      ...others(held.length - fattest.length, bytes(sum(held.map((h) => h.bytes)) - sum(fattest.map((h) => h.bytes))), rank)] : []),
+    ...(held.length ? [element("p", {}, allOf(rank, held.length > 1 ? `all ${whole(held.length)} tables of rank ${rank}` : `the one table of rank ${rank}`))] : []),
   );
 }
+const allOf = (rank, text) => element("button", { type: "button", class: "link", onclick: () => searchFor(`rank:${rank}`) }, text);
+const others = (count, text, rank) => (count > 0
+  ? [element("p", { class: "muted others" }, "and ", allOf(rank, `${whole(count)} other table${count > 1 ? "s" : ""} of rank ${rank}`), `, ${text} together`)]
+  : []);
 const weighed = (t, share, text) => element("li", {},
   element("button", { type: "button", class: "link", title: nameOf(t), onclick: () => pickTable(t, true) }, shownName(t)),
   bar([[share, rest]]), element("span", { class: "n" }, text));

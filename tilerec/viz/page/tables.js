@@ -66,6 +66,24 @@ function pickTable(t, byHand) {
   drawTable();
   if (byHand && matchMedia("(max-width: 900px)").matches) at("table").scrollIntoView({ block: "nearest" });
 }
+// Why a table is cut so: the sentence, and, folded, every way with what the step would take.
+function whyOf(t) {
+  const why = data.why[t];
+  if (!why) return [element("h4", {}, "Why so"), element("p", { id: "why-not" }, data.why_not + (data.why_not.endsWith(".") ? "" : ` ${nameOf(t)}`))];
+  const [reason, notes, ways] = why;
+  const heads = ["way", "step then", "verdict", "pieces", "bytes each", "adds on owners", "on all ranks"];
+  return [
+    element("h4", {}, "Why so"),
+    element("p", { id: "why-so" }, reason),
+    ...notes.map((note) => element("p", { class: "muted" }, note)),
+    element("details", { id: "why" }, element("summary", {}, ways.length > 1 ? `The ${whole(ways.length)} ways that were considered` : "The one way there is"),
+      element("div", { class: "scroll" }, element("table", {},
+        element("thead", {}, element("tr", {}, ...heads.map((name, i) => element("th", { class: i === 1 || i > 3 ? "n" : null }, name)))),
+        element("tbody", {}, ...ways.map(([way, pieces, width, size, own, home, then, verdict]) => element("tr", {},
+          element("td", {}, data.words[way]), element("td", { class: "n" }, time(then)), element("td", {}, data.words[verdict]),
+          element("td", {}, width > 1 ? `${pieces} × ${width}` : `${pieces}`), ...[bytes(size), time(own), time(home)].map((text) => element("td", { class: "n" }, text)))))))),
+  ];
+}
 function drawTable() {
   const t = chosenTable;
   at("table").hidden = t == null;
@@ -85,20 +103,21 @@ function drawTable() {
     const { pen, width, height } = canvas(picture);
     drawTiles(pen, t, 0, 0, width, height, { labels: true });
   };
-  const stages = data.stages.map((name, s) => [name, data.own[t][s] || 0, data.home[t][s] || 0, stageColour(s)]).filter(([, own, home]) => own || home);
+  const stages = data.stages.map((name, s) => [name, data.own[t][s] || 0, data.home[t][s] || 0, s]).filter(([, own, home]) => own || home);
   const top = Math.max(1, ...stages.map(([, own, home]) => own + home));
   at("table").replaceChildren(
     element("h3", { id: "table-name" }, shownName(t)),
     element("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
+    ...whyOf(t),
     element("h4", {}, "Tiles: columns across, rows down, coloured by rank"),
     picture,
     element("p", { class: "muted" }, `columns 0 to ${data.dims[t]}, rows 0 to ${whole(data.rows[t])}`),
     ...(stages.length ? [
       element("h4", {}, "What it adds: on the rank that holds most of it, and (pale) on every rank"),
-      element("ul", { class: "weigh" }, ...stages.map(([name, own, home, colour]) => {
-        const one = bar([[own / top, colour], [home / top, colour]]);
+      element("ul", { class: "weigh" }, ...stages.map(([name, own, home, s]) => {
+        const one = bar([[own / top, stageColour(s), hatched[s]], [home / top, stageColour(s), hatched[s]]]);
         if (home && one.lastChild) one.lastChild.style.opacity = "0.45";
-        return element("li", {}, element("span", {}, key(colour), name), one, element("span", { class: "n" }, time(own + home)));
+        return element("li", {}, element("span", {}, stageKey(s), name), one, element("span", { class: "n" }, time(own + home)));
       }))] : [element("p", { class: "muted" }, "What it adds is not known.")]),
     element("details", {}, element("summary", {}, `The ${tiles.length > 1 ? `${whole(tiles.length)} tiles` : "tile"} in numbers`),
       element("div", { class: "scroll" }, element("table", { id: "tile-list" }, element("thead", {}, element("tr", {}, ...["rows", "columns", "ranks"].map((h) => element("th", {}, h)))),

@@ -1,0 +1,115 @@
+"""Why a way to cut a table is not open to it: one sentence for each restriction that the way breaks.
+
+The restrictions are those by which options are made: `planner/cost/options.py` (`_allowed`), `PlanRequest.limits` and
+`max_ranks` (`planner/decision.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, is_of
+from tilerec.planner.search.instance import Bools
+from tilerec.spec.plan import ShardingType
+from tilerec.spec.ranks import ranks_to_text
+from tilerec.spec.topology import Topology
+
+
+def ruled_out(
+    option: Option,
+    dim: int,
+    limits: Limits,
+    given: ParameterConstraints | None,
+    topology: Topology,
+    allowed: Bools | None,
+) -> list[str]:
+    """Return the restrictions of one table that an option breaks; none where the option is open.
+
+    Args:
+        option: a way that the table's size, storage and optimizer permit. dim: columns of the table.
+        limits: what the table's options were made with. given: its constraints, as the user wrote them.
+        allowed: [R] ranks that its pieces may lie on; None for all.
+    """
+    found = (
+        _type(option, dim, limits, given, topology),
+        _columns(option, dim, limits),
+        _ranks(option, limits, topology, allowed),
+        _most(option, given, topology),
+    )
+    return [reason for reason in found if reason]
+
+
+def _type(
+    option: Option,
+    dim: int,
+    limits: Limits,
+    given: ParameterConstraints | None,
+    topology: Topology,
+) -> str:
+    ranks, hosts = topology.world_size, topology.host_count
+    if not limits.types or is_of(option, limits.types, ranks, hosts) or given is None:
+        return ""
+    asked = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
+    if asked:
+        simpler = " or ".join(kind.value for kind in limits.types)
+        return f"{asked[0].value} comes down to {simpler} here: {_too_narrow(asked, dim, given, topology)}"
+    said = given.sharding_types_said()
+    if said and not is_of(option, said, ranks, hosts):
+        return f"its sharding_types are {', '.join(kind.value for kind in said)}"
+    return f"its forbidden_types are {', '.join(map(_word, given.forbidden_types))}"
+
+
+def _too_narrow(
+    asked: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology
+) -> str:
+    """Why no column split of the types asked for was possible at all."""
+    sizes = [len(host) for host in topology.host_ranks]
+    most = topology.world_size
+    if ShardingType.COLUMN_WISE not in asked:
+        most = max(sizes) if ShardingType.TABLE_COLUMN_WISE in asked else topology.host_count
+    least = _least(given.min_partition)
+    return f"no split of its {dim} columns into 2 to {most} even tiles leaves {least} in each"
+
+
+def _columns(option: Option, dim: int, limits: Limits) -> str:
+    if option.way not in (Way.COLUMNS, Way.GRID):
+        return ""
+    width = dim // option.pieces
+    if width >= (MIN_PARTITION if limits.min_partition is None else limits.min_partition):
+        return ""
+    return f"column tiles of {width} are narrower than min_partition, {_least(limits.min_partition)}"
+
+
+def _least(min_partition: int | None) -> str:
+    return f"{MIN_PARTITION} columns by default" if min_partition is None else f"{min_partition} columns"
+
+
+def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | None) -> str:
+    ranks = topology.world_size
+    if ranks == 1:
+        return ""
+    own = set(range(ranks)) if allowed is None else set(allowed.nonzero()[0].tolist())
+    if limits.ranks is not None and len(set(limits.ranks)) < ranks and option.width == ranks:
+        return f"it takes all {ranks} ranks, and the table may lie on {_shown(limits.ranks)}"
+    if 1 < option.width < ranks and not any(
+        len(host) == option.width and own.issuperset(host) for host in topology.host_ranks
+    ):
+        return f"it takes all {option.width} ranks of a host, and the table may lie on {_shown(own)}"
+    return ""
+
+
+def _most(option: Option, given: ParameterConstraints | None, topology: Topology) -> str:
+    held = min(option.width * option.pieces, topology.world_size)
+    if given is None or given.max_ranks is None or held <= given.max_ranks:
+        return ""
+    return f"it takes {held} ranks, and max_ranks is {given.max_ranks}"
+
+
+def _shown(ranks: Sequence[int] | set[int]) -> str:
+    text = ranks_to_text(sorted(set(ranks)))
+    return f"ranks {text}" if len(text) <= 40 else f"{len(set(ranks))} ranks"
+
+
+def _word(kind: ShardingType | str) -> str:
+    return kind.value if isinstance(kind, ShardingType) else kind
