@@ -289,8 +289,8 @@ def speeds_of(topology: Topology) -> Any:
         place=[2.0 * s for s in stream], pick=[2.0 * s for s in stream], route=per_id, copy=1.0 / memory,
         link_in=link, link_out=link, network_in=network, network_out=network,
         call=5e-4 if cpu else 3e-5, call_peer=2e-5 if cpu else 5e-7,
-        step=1e-3 if cpu else 0.0, part=1e-5 if cpu else 1e-6,
-        replica=1e-4 if cpu else 2e-5, row_sum=3e-4 if cpu else 1e-4, cache=(1 if cpu else 32) * 2**20,
+        step=1e-3 if cpu else 0.0, part=1e-5 if cpu else 1e-8,
+        replica=1e-4 if cpu else 1e-5, row_sum=3e-4 if cpu else 1e-5, cache=(1 if cpu else 32) * 2**20,
         duplex=not cpu,
     )  # fmt: skip
 
