@@ -7,19 +7,16 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from planner_check_planned import Planned, tiling_of
-from planner_check_price import Sums, Table
+from planner_check_planned import Planned, placement_of
+from planner_check_price import Placement, Sums, Table
 
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of
 from tilerec.sharding.strategies import column_wise, grid, row_wise
-from tilerec.spec.plan import HOST_KERNELS, ShardingType
+from tilerec.spec.plan import ShardingType
 from tilerec.spec.tile import Block, Tiling
 
 FEW = 2  # combinations of ranks of each option, where not all are tried
-
-Placement = tuple[Tiling, bool]
-"""Where a table lies, and whether its rows lie in host memory behind a cache."""
 
 
 class Arrangements:
@@ -36,17 +33,27 @@ class Arrangements:
         pins = request.pins()
         limits = request.limits(pins, offload)
         cached = any(limit.cached for limit in limits.values())
-        options = enumerate_options(self.topology, [t.dim for t in request.tables], cached)
+        counts = sorted({len(set(limit.ranks)) for limit in limits.values() if limit.ranks is not None})
+        options = enumerate_options(self.topology, [t.dim for t in request.tables], cached, counts)
         self.found: list[list[Placement]] = []
         for table in planned.tables:
             if table.key in pins:
-                pin = pins[table.key]
-                self.found.append([(tiling_of(pin), pin.kernel in HOST_KERNELS)])
+                self.found.append([placement_of(pins[table.key])])
                 continue
             limit = limits.get(table.key, Limits())
-            most = request.constraints.get(table.key, ParameterConstraints()).max_ranks or planned.world.ranks
-            several = [(tiling, o.cached) for o in options for tiling in self._tilings(table, o, limit)]
-            self.found.append([each for each in dict.fromkeys(several) if len(each[0].ranks()) <= most])
+            given = request.constraints.get(table.key, ParameterConstraints())
+            most, length = given.max_ranks or planned.world.ranks, given.ids_per_bag()
+            several = [
+                # Ranges of rows on single ranks are not added up, even on ranks that share a host.
+                Placement(
+                    tiling,
+                    o.cached,
+                    (length is None or length > 1) and not (o.way is Way.ROWS and o.width == 1),
+                )
+                for o in options
+                for tiling in self._tilings(table, o, limit)
+            ]
+            self.found.append([each for each in dict.fromkeys(several) if len(each.tiling.ranks()) <= most])
 
     @property
     def count(self) -> int:
@@ -139,7 +146,7 @@ class Arrangements:
         """The least own price within memory, and the arrangement; None: none fits."""
         pricing = self.planned.pricing
         each = [
-            [(pricing.of_table(table, *placed), placed) for placed in several]
+            [(pricing.of_table(table, placed), placed) for placed in several]
             for table, several in zip(pricing.tables, self.found, strict=True)
         ]
         found: tuple[float, tuple[Placement, ...]] | None = None
@@ -162,14 +169,11 @@ class Arrangements:
     def downhill(self) -> float:
         """The least own price on a walk from the plan: table by table, the best of the placements here."""
         pricing, planned = self.planned.pricing, self.planned
-        parts = [
-            pricing.of_table(t, tiling_of(planned.placed[t.key]), planned.is_cached(t.key))
-            for t in pricing.tables
-        ]
+        parts = [pricing.of_table(t, placement_of(planned.placed[t.key])) for t in pricing.tables]
         least = planned.price.seconds
         for t, (table, several) in enumerate(zip(pricing.tables, self.found, strict=True)):
             for placed in several:
-                before, parts[t] = parts[t], pricing.of_table(table, *placed)
+                before, parts[t] = parts[t], pricing.of_table(table, placed)
                 total = sum(parts, pricing.nothing())
                 seconds = pricing.finished(total).seconds if self._fits(total) else least
                 if seconds < least:

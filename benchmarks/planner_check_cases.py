@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -114,7 +114,7 @@ class _Draw:
         constraints: dict[str, ParameterConstraints] = {}
         for table in tables:
             given = self.about_ids(table)
-            given.update(self.restrictions(table, topology, tables, constraints))
+            given.update(self.restrictions(table, topology, tables))
             if given:
                 constraints[table.key] = ParameterConstraints(**given)
         case = Case(
@@ -145,23 +145,19 @@ class _Draw:
         )  # fmt: skip
         if draw.random() < 0.5:
             topology = replace(topology, speeds=self.speeds(topology))
-        if "nic" in {f.name for f in fields(Topology)} and draw.random() < 0.3:
-            topology = replace(topology, nic=draw.choice(("device", "host")))
-        return topology
+        nic = random.Random(f"{self.kind}/{self.seed}/nic").choice((None, None, "device", "host"))
+        return topology if nic is None else replace(topology, nic=nic)
 
     def speeds(self, topology: Topology) -> Speeds:
         """The defaults, each number up to twice as large or half as small."""
-        draw, usual = self.random, speeds_of(topology, "new")
+        draw, usual = self.random, speeds_of(topology)
         given: dict[str, Any] = {"cache": draw.choice((0, MIB, 32 * MIB, 1024 * MIB))}
         for name in PER_WIDTH:
             factor = 2.0 ** draw.uniform(-1, 1)
             given[name] = [rate * factor for rate in getattr(usual, name)]
         for name in SINGLE:
             given[name] = getattr(usual, name) * 2.0 ** draw.uniform(-1, 1)
-        if "duplex" in {f.name for f in fields(Speeds)}:
-            given["duplex"] = draw.random() < 0.5
-        elif draw.random() < 0.5:
-            given["link_out"] = given["network_out"] = 0.0
+        given["duplex"] = draw.random() < 0.5
         return Speeds(**given)
 
     def with_caps(self, case: Case) -> Topology:
@@ -286,7 +282,6 @@ class _Draw:
         table: PlannedTable,
         topology: Topology,
         tables: list[PlannedTable],
-        before: dict[str, ParameterConstraints],
     ) -> dict[str, Any]:
         draw, given, ranks = self.random, dict[str, Any](), topology.world_size
         if "copies" in self.has and draw.random() < 0.5:

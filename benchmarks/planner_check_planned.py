@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
-from planner_check_price import Price, Pricing, Table, World, table_of
+from planner_check_price import Placement, Price, Pricing, Table, World, table_of
 
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.infeasible import PlannerError
@@ -16,22 +15,18 @@ from tilerec.planner.planner import make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan, ShardingType
-from tilerec.spec.speeds import Speeds
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
-
-DEFINITION = "new" if "duplex" in {f.name for f in fields(Speeds)} else "old"
-"""Of the price that this version of the planner has (`World`)."""
 
 
 class Planned:
     """A request, what the planner made of it, and what that costs by the own price."""
 
-    def __init__(self, request: PlanRequest, definition: str = DEFINITION) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self.request, self.topology = request, request.topology
         self.plan: ShardingPlan | None = None
         self.error: PlannerError | None = None
-        self.world = World(self.topology, definition)
+        self.world = World(self.topology)
         try:
             self.plan = make_plan(request)
         except PlannerError as error:
@@ -59,12 +54,7 @@ class Planned:
 
     @cached_property
     def price(self) -> Price:
-        return self.pricing.price(
-            {
-                key: (tiling_of(sharding), sharding.kernel in HOST_KERNELS)
-                for key, sharding in self.placed.items()
-            }
-        )
+        return self.pricing.price({key: placement_of(sharding) for key, sharding in self.placed.items()})
 
     def is_cached(self, key: str) -> bool:
         """Whether a table's rows lie in host memory behind a cache."""
@@ -75,6 +65,12 @@ class Planned:
         """Bytes of each rank that tables may not have, in the memory that they lie in."""
         own = self.request
         return [own.reserved + int(np.ceil(cap * own.reserved_part)) for cap in self.topology.memory_caps]
+
+
+def placement_of(sharding: ParameterSharding) -> Placement:
+    """What the price needs of a table's sharding. Hosts add rows up unless it has one id per bag."""
+    sums = sharding.ids_per_bag is None or sharding.ids_per_bag > 1
+    return Placement(tiling_of(sharding), sharding.kernel in HOST_KERNELS, sums)
 
 
 def tiling_of(sharding: ParameterSharding) -> Tiling:

@@ -9,13 +9,11 @@ Nouns
   unit        a rectangle of a part: rows come back per unit
   home        the rank whose batch it is;  reader: the owner of a part that reads it for a home
   exchange    a collective that carries bytes from ranks to ranks; EXCHANGES lists them
-  definition  how the bytes of an exchange become seconds
 
-    new   In each exchange a rank sends `a` bytes to ranks of its host and receives `b`: max(a link_out, b link_in) on
-          full-duplex links, else the sum. Between hosts likewise, with network_out and network_in: of the rank's own
-          bytes where each device has a network card, of the mean over its host's ranks where they share one.
-    old   Always the sum, and the mean over the host's ranks. Row sums take the time of links inside hosts wherever they
-          go, and the header's four bytes for every other rank are counted by their sender alone.
+In each exchange a rank sends `a` bytes to ranks of its host and receives `b`: max(a link_out, b link_in) on full-duplex
+links, else the sum. Between hosts likewise, with network_out and network_in: of the rank's own bytes where each device
+has a network card, as a part of the stage; of the mean over its host's ranks where they share one, as a stage of its
+own.
 
 Legend: R ranks, U distinct rows, q share of a table's ids, L ids per bag.
 """
@@ -27,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,20 +41,13 @@ from tilerec.spec.topology import Topology
 
 Array = npt.NDArray[np.float64]
 
-STAGES = ("ids", "lookup and rows", "gradients", "update")
-NETWORK_STAGES = (
-    "ids between hosts",
-    "rows between hosts",
-    "gradients between hosts",
-    "replicas between hosts",
-)
+STAGES = ("ids", "lookup", "rows", "gradients", "update")
 EXCHANGES = (
     "header", "ids", "rows in host", "rows", "gradients", "gradients in host", "row sums", "replicas",
 )  # fmt: skip
-# The stage of an exchange inside hosts; between hosts it is the network stage of the same number.
 STAGE_OF = {
-    "header": 0, "ids": 0, "rows in host": 1, "rows": 1, "gradients": 2, "gradients in host": 2, "row sums": 3,
-    "replicas": 3,
+    "header": "ids", "ids": "ids", "rows in host": "rows", "rows": "rows", "gradients": "gradients",
+    "gradients in host": "gradients", "row sums": "update", "replicas": "update",
 }  # fmt: skip
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 BAGS, ROWS, DENSE, BARE = range(4)  # forms in which replicas exchange gradients
@@ -135,9 +126,9 @@ class Table:
     features: tuple[Feature, ...]
     forward: tuple[int, int]  # bytes of a cell and of a row on the wire
     backward: tuple[int, int]
-    fan_in: float  # ids per bag, the largest of its features
     collection: str
     fp64: bool
+    pooled: bool
     zipf: Zipf | None
     ordered: bool
     load_factor: float
@@ -226,7 +217,7 @@ def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_s
     return Table(
         planned.key, planned.rows, planned.dim, element, spec is not None or not planned.trained, cell, row,
         sum(partials), len(partials), tuple(features), WIRE_BYTES[wire.forward], WIRE_BYTES[wire.backward],
-        max(f.length for f in features), planned.names[0][0], planned.data_type is DataType.FP64,
+        planned.names[0][0], planned.data_type is DataType.FP64, planned.pooled,
         None if skew is None else Zipf(skew.distinct, skew.exponent), skew is not None and skew.ordered,
         _load_factor(planned, given, pin),
     )  # fmt: skip
@@ -247,20 +238,16 @@ def _load_factor(planned: PlannedTable, given: ParameterConstraints, pin: Parame
 class World:
     """Ranks, hosts and speeds."""
 
-    def __init__(self, topology: Topology, definition: str = "new") -> None:
-        assert definition in ("new", "old")
-        self.topology, self.definition = topology, definition
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
         self.ranks = topology.world_size
         self.host = [topology.host_of(r) for r in range(self.ranks)]
         self.local = [topology.local_rank(r) for r in range(self.ranks)]
         self.size = Counter(self.host)  # ranks of each host
         self.several = topology.host_count > 1
-        self.speeds = speeds_of(topology, definition)
+        self.speeds = speeds_of(topology)
         self.tier = 1 if topology.compute_device == "cpu" else 0
-        cuda = topology.compute_device != "cpu"
-        self.duplex = bool(getattr(self.speeds, "duplex", cuda)) and definition == "new"
-        nic = getattr(topology, "nic", None) or ("device" if cuda else "host")
-        self.shared_nic = nic == "host" or definition == "old"
+        self.shared_nic = topology.nic == "host"
         self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)
 
@@ -283,7 +270,7 @@ class World:
         return near[self.local[home] % len(near)]
 
 
-def speeds_of(topology: Topology, definition: str) -> Any:
+def speeds_of(topology: Topology) -> Any:
     """A topology's speeds, or the defaults made from its bandwidths."""
     if topology.speeds is not None:
         return topology.speeds
@@ -295,21 +282,32 @@ def speeds_of(topology: Topology, definition: str) -> Any:
     link, network = 1.0 / (1000.0 * topology.intra_host_bw), 1.0 / (1000.0 * topology.inter_host_bw)
     if cpu:
         link, network = max(link, 1.0 / memory), max(network, 1.0 / memory)
-    both = cpu or definition == "new"
     per_id = 2e-8 if cpu else 2e-10
     return SimpleNamespace(
         widths=WIDTHS, lookup_far=far, lookup_near=near, lookup_bag=stream, update_far=[2.0 * s for s in far],
         update_near=[2.0 * s for s in near], update_id=[per_id + s for s in near], update_bag=stream,
         place=[2.0 * s for s in stream], pick=[2.0 * s for s in stream], route=per_id, copy=1.0 / memory,
-        link_in=link, link_out=link if both else 0.0, network_in=network, network_out=network if both else 0.0,
+        link_in=link, link_out=link, network_in=network, network_out=network,
         call=5e-4 if cpu else 3e-5, call_peer=2e-5 if cpu else 5e-7,
-        step=1e-3 if cpu else (0.0 if definition == "new" else 1.5e-3), part=1e-5 if cpu else 1e-6,
-        replica=1e-4 if cpu else 2e-5, row_sum=3e-4 if cpu else 1e-4, cache=(1 if cpu else 32) * 2**20,
+        step=1e-3 if cpu else 0.0, part=1e-5 if cpu else 1e-8,
+        replica=1e-4 if cpu else 1e-5, row_sum=3e-4 if cpu else 1e-5, cache=(1 if cpu else 32) * 2**20,
         duplex=not cpu,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ what it costs
+
+
+class Placement(NamedTuple):
+    """Where a table lies.
+
+    cached: its rows are in host memory, behind a cache. sums_in_hosts: rows of ranges that share a host are added up
+    there before they travel to other hosts.
+    """
+
+    tiling: Tiling
+    cached: bool = False
+    sums_in_hosts: bool = True
 
 
 @dataclass
@@ -371,15 +369,12 @@ class Pricing:
         # The part of what a step touches that is still in a rank's processor cache in the next step.
         self.resident = min(1.0, world.speeds.cache / touched) if touched > 0 else 1.0
 
-    def price(self, plan: Mapping[str, tuple[Tiling, bool]]) -> Price:
-        """The price of a plan: of each table, by key, its tiling and whether its rows lie behind a cache."""
+    def price(self, plan: Mapping[str, Placement]) -> Price:
+        """The price of a plan, by the tables' keys."""
         total = self.nothing()
-        id_bytes = (
-            8.0 if any(t.r1 - t.r0 >= 2**31 for tiling, _ in plan.values() for t in tiling.tiles()) else 4.0
-        )
+        wide = any(t.r1 - t.r0 >= 2**31 for placed in plan.values() for t in placed.tiling.tiles())
         for table in self.tables:
-            tiling, cached = plan[table.key]
-            total = total + self.of_table(table, tiling, cached, id_bytes)
+            total = total + self.of_table(table, plan[table.key], 8.0 if wide else 4.0)
         return self.finished(total)
 
     def nothing(self) -> Sums:
@@ -399,31 +394,20 @@ class Pricing:
         header = EXCHANGES.index("header")
         for rank in range(world.ranks):
             own = world.size[world.host[rank]]
-            for way in (OUT, IN) if world.definition == "new" else (OUT,):
-                near[header, way, rank] += 4.0 * (own - 1)
-                far[header, way, rank] += 4.0 * (world.ranks - own)
-        local = total.local.copy()
-        local[0] += speeds.step * self.collections
+            near[header, :, rank] += 4.0 * (own - 1)
+            far[header, :, rank] += 4.0 * (world.ranks - own)
+        stages = {name: seconds.copy() for name, seconds in zip(STAGES, total.local, strict=True)}
+        stages["ids"] += speeds.step * self.collections
         if total.partly_filled:
             # Bags may have no row: the output begins as zeros.
-            local[2] += 0.5 * total.output * speeds.copy
-        stages = {name: local[s] for s, name in enumerate(STAGES)}
-        network = {name: np.zeros(world.ranks) for name in NETWORK_STAGES}
+            stages["gradients"] += 0.5 * total.output * speeds.copy
         for x, name in enumerate(EXCHANGES):
-            inside, between = near[x], far[x]
-            if name == "row sums" and world.definition == "old":
-                # All at the speed of links inside hosts, and as much arrives as leaves.
-                sent = (near[x] + far[x])[OUT]
-                inside, between = np.stack([sent, sent]), np.zeros_like(far[x])
-            stage = STAGES[STAGE_OF[name]]
-            stages[stage] = stages[stage] + self._seconds(inside, speeds.link_out, speeds.link_in)
-            if world.several:
-                stage = NETWORK_STAGES[STAGE_OF[name]]
-                if world.shared_nic:
-                    between = self._mean_of_hosts(between)
-                network[stage] = network[stage] + self._seconds(
-                    between, speeds.network_out, speeds.network_in
-                )
+            stage, between = STAGE_OF[name], far[x]
+            stages[stage] += self._seconds(near[x], speeds.link_out, speeds.link_in)
+            if world.several and world.shared_nic:
+                between, stage = self._mean_of_hosts(between), f"{stage} between hosts"
+            stages.setdefault(stage, np.zeros(world.ranks))
+            stages[stage] += self._seconds(between, speeds.network_out, speeds.network_in)
         calls = 1 + 3 * total.travels + 2 * total.merges + total.phases
         if total.forms:
             # Counts; ids and gradients; numbers of rows; an all-reduce.
@@ -431,15 +415,12 @@ class Pricing:
             calls += (ROWS in total.forms) + bool(total.forms & {DENSE, BARE})
         memory = total.memory.copy()
         memory[:, world.tier] += 2.0 * total.output  # the output and its gradient
-        return Price(
-            {**stages, **(network if world.several else {})}, calls * world.call * self.collections, memory,
-            total.pieces + 2,
-        )  # fmt: skip
+        return Price(stages, calls * world.call * self.collections, memory, total.pieces + 2)
 
     def _seconds(self, both: Array, out_rate: float, in_rate: float) -> Array:
         """[R] seconds of one exchange: of the two directions the slower one if links are full duplex, else both."""
         out, into = both[OUT] * out_rate, both[IN] * in_rate
-        return np.maximum(out, into) if self.world.duplex else out + into
+        return np.maximum(out, into) if self.world.speeds.duplex else out + into
 
     def _mean_of_hosts(self, both: Array) -> Array:
         """The ranks of a host share its network card."""
@@ -451,20 +432,21 @@ class Pricing:
 
     # -------------------------------------------------------------------------------------------- one table
 
-    def of_table(self, table: Table, tiling: Tiling, cached: bool = False, id_bytes: float = 4.0) -> Sums:
+    def of_table(self, table: Table, placed: Placement, id_bytes: float = 4.0) -> Sums:
         """What one table adds."""
-        return _OfTable(self, table, tiling, cached, id_bytes).result()
+        return _OfTable(self, table, placed, id_bytes).result()
 
 
 class _OfTable:
-    def __init__(self, pricing: Pricing, table: Table, tiling: Tiling, cached: bool, id_bytes: float) -> None:
-        self.pricing, self.world, self.table, self.tiling = pricing, pricing.world, table, tiling
-        self.speeds, self.wide, self.cached, self.id_bytes = self.world.speeds, pricing.wide, cached, id_bytes
+    def __init__(self, pricing: Pricing, table: Table, placed: Placement, id_bytes: float) -> None:
+        self.pricing, self.world, self.table = pricing, pricing.world, table
+        self.tiling, self.cached, self.sums_in_hosts = placed
+        self.speeds, self.wide, self.id_bytes = self.world.speeds, pricing.wide, id_bytes
         self.everyone = range(self.world.ranks)
         self.found = pricing.nothing()
         self.every = table.distinct(self.world.ranks)
         self.units: defaultdict[tuple[int, int, tuple[int, ...]], list[Tile]] = defaultdict(list)
-        for tile in rectangles(tiling):
+        for tile in rectangles(self.tiling):
             self.units[(tile.r0, tile.r1, tile.owners)].append(tile)
         for feature in table.features:
             self._feature(feature)
@@ -493,8 +475,8 @@ class _OfTable:
         self.found.memory[rank, self.world.tier] += count
         self.found.pieces += 1
 
-    def _work(self, stage: int, rank: int, seconds: float) -> None:
-        self.found.local[stage, rank] += seconds
+    def _work(self, stage: str, rank: int, seconds: float) -> None:
+        self.found.local[STAGES.index(stage), rank] += seconds
 
     # ---------------------------------------------------------------------------------------- a feature's ids and rows
 
@@ -522,7 +504,7 @@ class _OfTable:
         merged = {part for _, group in groups for part in group}
         for route in routes:
             for home in self.everyone:
-                self._work(0, home, feature.bags * feature.length * self.speeds.route)
+                self._work("ids", home, feature.bags * feature.length * self.speeds.route)
             for part in route:
                 self._part(feature, part, part in merged)
         for host, group in groups:
@@ -550,17 +532,17 @@ class _OfTable:
             if not (merged and far):
                 self._send("rows", owner, home, bags * forward)
                 self._send("gradients", home, owner, bags * backward)
-                self._work(2, home, bags * (world.rate("place", width) + world.rate("pick", width)))
+                self._work("gradients", home, bags * (world.rate("place", width) + world.rate("pick", width)))
             # What the owner does for this home. Rows that come from memory are added in `_rectangles`.
             for unit in units:
                 own = unit.c1 - unit.c0
-                self._work(1, owner, ids * world.rate("lookup_near", own * element / 4.0))
-                self._work(1, owner, bags * world.rate("lookup_bag", own))
-            self._work(1, owner, payload * speeds.copy)
-            self._work(0, owner, speeds.part)
+                self._work("lookup", owner, ids * world.rate("lookup_near", own * element / 4.0))
+                self._work("lookup", owner, bags * world.rate("lookup_bag", own))
+            self._work("lookup", owner, payload * speeds.copy)
+            self._work("ids", owner, speeds.part)
             self._hold(owner, payload * (1 + DEPTH) + bags * width * self.wide + ids * SORT_BYTES)
             # And the home itself.
-            self._work(0, home, 2.0 * payload * speeds.copy + speeds.part)
+            self._work("ids", home, 2.0 * payload * speeds.copy + speeds.part)
             self._hold(home, bags * width * self.wide + payload * (1 + DEPTH))
 
     # ---------------------------------------------------------------------------------------- sums inside hosts
@@ -569,7 +551,7 @@ class _OfTable:
         self, route: Sequence[tuple[int, int, tuple[int, ...]]]
     ) -> list[tuple[int, list[tuple[int, int, tuple[int, ...]]]]]:
         """(host, parts) whose rows are added up there before they travel to other hosts."""
-        if not self.world.several or self.table.fan_in <= 1:
+        if not (self.world.several and self.sums_in_hosts and self.table.pooled):
             return []
         found: defaultdict[Any, list[Any]] = defaultdict(list)
         for part in route:
@@ -597,9 +579,9 @@ class _OfTable:
             self._send("ids", home, proxy, positions)
             self._send("rows", proxy, home, union * self._bytes_of_row(table.forward, units))
             self._send("gradients", home, proxy, union * self._bytes_of_row(table.backward, units))
-            self._work(2, home, union * (place + pick))
-            self._work(1, proxy, sum(bags) * place)
-            self._work(2, proxy, sum(bags) * pick)
+            self._work("gradients", home, union * (place + pick))
+            self._work("rows", proxy, sum(bags) * place)
+            self._work("gradients", proxy, sum(bags) * pick)
             for part, present in zip(group, bags, strict=True):
                 self._send("rows in host", part[2][0], proxy, present * width * self.wide)
                 self._send("gradients in host", proxy, part[2][0], present * width * self.wide)
@@ -636,12 +618,14 @@ class _OfTable:
                     width, rows = unit.c1 - unit.c0, r1 - r0
                     row = width * table.element / 4.0
                     dearer = max(world.rate("lookup_far", row) - world.rate("lookup_near", row), 0.0)
-                    self._work(1, owner, from_memory * dearer)
+                    self._work("lookup", owner, from_memory * dearer)
                     if len(owners) == 1:
                         ids = table.ids * q * reads
-                        self._work(3, owner, self._update(ids, bags * reads, self.every * share, width))
+                        self._work(
+                            "update", owner, self._update(ids, bags * reads, self.every * share, width)
+                        )
                     if not table.attached:
-                        self._work(3, owner, 3.0 * rows * width * table.element * self.speeds.copy)
+                        self._work("update", owner, 3.0 * rows * width * table.element * self.speeds.copy)
                     if self.cached:
                         self._behind_a_cache(owner, rows, share, width)
                     else:
@@ -656,7 +640,7 @@ class _OfTable:
         spare = max(self.every * share - held, 0.0)
         self._hold(owner, (held + spare) * (weights / rows + CACHE_LINE_BYTES) + rows * CACHE_ROW_BYTES)
         moved = table.misses(self.world.ranks) * share * 2.0 * weights / rows
-        self._work(1, owner, moved * self.world.to_host)
+        self._work("lookup", owner, moved * self.world.to_host)
 
     # ---------------------------------------------------------------------------------------- copies
 
@@ -707,7 +691,7 @@ class _OfTable:
             update = self._update(ids * part, sorted_bags * part, self.every * rows_share, width)
             ring = 2.0 * reduced * share / (others + 1.0)  # to each other copy
             for owner in tile.owners:
-                self._work(3, owner, seconds * share + update)
+                self._work("update", owner, seconds * share + update)
                 self._hold(owner, 2.0 * (sent * others * share + reduced * share))
                 for other in tile.owners:
                     self._send("replicas", owner, other, sent * share + ring)
@@ -727,7 +711,7 @@ class _OfTable:
                 for owner in owners:
                     distinct = self.every * (r1 - r0) / table.rows
                     cells = distinct * (block.c1 - block.c0) * self.wide
-                    self._work(3, owner, self.speeds.row_sum + 6.0 * cells * self.speeds.copy)
+                    self._work("update", owner, self.speeds.row_sum + 6.0 * cells * self.speeds.copy)
                     for other in others:
                         for s0, s1, peers in zip(other.cuts, other.cuts[1:], other.owners, strict=False):
                             rows = max(0, min(r1, s1) - max(r0, s0))
