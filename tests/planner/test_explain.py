@@ -52,7 +52,11 @@ def reasons(request: PlanRequest, name: str) -> dict[str, str]:
 def test_a_type_that_the_constraints_leave_out_rules_ways_out() -> None:
     limits = {"t5": ParameterConstraints(["row_wise"], min_partition=64)}
     found = reasons(asked(ROWS, Topology(4), limits), "t5")
-    assert {option for option, why in found.items() if not why} == {"rows x 2", "rows x 3", "rows over 4 ranks"}
+    assert {option for option, why in found.items() if not why} == {
+        "rows x 2",
+        "rows x 3",
+        "rows over 4 ranks",
+    }
     assert found["whole"] == found["copies over 4 ranks"] == "its sharding_types are row_wise"
     limits = {"t5": ParameterConstraints(forbidden_types=["row_wise"])}
     found = reasons(asked(ROWS, Topology(4), limits), "t5")

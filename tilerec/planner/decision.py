@@ -49,6 +49,7 @@ from tilerec.spec.topology import Topology
 
 MOST_BY_CAPS = 8  # tables that are cut in proportion to the ranks' memories
 ROUGH = 100_000  # options are priced to one part in so many
+HARDER = 3  # efforts that are tried until something fits
 AGAIN = 6  # searches with less memory, where the price of what was found is over a cap
 
 
@@ -173,7 +174,14 @@ def _decided(
 
 
 def _solved(request: PlanRequest, instance: Instance, quick: Work | None) -> Solution:
-    return solve(instance, effort=request.effort if quick is None else 0, work=quick)
+    """A solution. Where none is found, twice and four times the work is tried; a quick one is not."""
+    if quick is not None:
+        return solve(instance, effort=0, work=quick)
+    for more in range(HARDER):
+        solution = solve(instance, effort=request.effort + more)
+        if solution.status is not Status.NONE_FOUND:
+            break
+    return solution
 
 
 def _by_caps(none: Decision, quick: Work | None) -> Decision:
@@ -212,18 +220,22 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
 
 
 def _within_caps(decision: Decision, quick: Work | None) -> Decision:
-    """The decision with its price, searched again with less memory as long as ranks are over their caps by it."""
+    """The decision with its price, searched again as long as ranks are over their caps by it.
+
+    Rows of many ranges come to every rank, and the search knows of those that hold a range only. What it missed of the
+    last plan is taken from every rank's memory for the next.
+    """
     instance = decision.instance
+    missed = np.zeros_like(instance.base_memory)
     for _ in range(AGAIN):
         if not decision.found:
             return decision
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
             return _evened(replace(decision, priced=priced))
-        # What is missing, and a little: where pieces go next, slightly more may be missing.
-        more = priced.over + (priced.over >> 3)
-        instance = replace(instance, base_memory=instance.base_memory + more)
-        solution = _solved(decision.request, instance, quick)
+        missed = np.maximum(missed, priced.memory - decision.solution.memory + missed)
+        again = replace(instance, base_memory=instance.base_memory + missed)
+        solution = _solved(decision.request, again, quick)
         if solution.status is not Status.FOUND:
             # With less memory than there is: that proves nothing.
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)

@@ -295,7 +295,9 @@ class EmbeddingShardingPlanner:
         model, one = module if isinstance(module, nn.Module) else None, request.input_bytes()
         reserved = self.storage_reservation.reserved(cap, model, one) - math.ceil(cap * part)
         # Batches of input are kept as such: another batch takes other bytes.
-        batches = max(0, reserved + math.ceil(cap * part) - self.storage_reservation.reserved(cap, model, 0)) // one
+        batches = (
+            max(0, reserved + math.ceil(cap * part) - self.storage_reservation.reserved(cap, model, 0)) // one
+        )
         return replace(
             request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches
         )

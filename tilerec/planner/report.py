@@ -260,7 +260,9 @@ class PlanReport:
             batch_size=found["batch_size"].whole(1),
             planner=found["planner"].text(),
             notes=found["notes"].texts(),
-            network_ps=None if network is None or network.value is None else _table(network, ranks, len(stages)),
+            network_ps=None
+            if network is None or network.value is None
+            else _table(network, ranks, len(stages)),
         )
 
     def save(self, path: str | Path) -> None:

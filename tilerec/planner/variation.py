@@ -18,7 +18,6 @@ TYPES = {
 }
 
 
-
 def varied(
     request: PlanRequest,
     *,

@@ -110,20 +110,19 @@ def reader(
     return near[topology.local_rank(home) % len(near)]
 
 
-class Layout:
-    """The static records of a module's exchange, seen from one rank."""
+class Parts:
+    """Parts, routes and groups of a module's exchange: what is the same on every rank."""
 
     def __init__(
         self,
         tables: Sequence[ShardedTable],
         slots: Sequence[SlotRead],
         topology: Topology,
-        rank: int,
         team_of: Sequence[int] | None = None,
     ) -> None:
         self.tables, self.slots = tuple(tables), tuple(slots)
         self._team_of = None if team_of is None else tuple(team_of)
-        self.topology, self.rank, self.size = topology, rank, topology.world_size
+        self.topology, self.size = topology, topology.world_size
         self.rectangles: list[tuple[int, Tile]] = []  # (table, tile)
         self.parts: list[Part] = []
         self.routes: list[Route] = []
@@ -138,12 +137,6 @@ class Layout:
         self.hierarchical = any(self._groups.values())
         # Every rank holds all that it looks up: ids and rows travel nowhere.
         self.alone = all(len(part.owners) == self.size for part in self.parts)
-        # What I hold: rectangle number -> position among my leaves.
-        self.held = [r for r, (_, tile) in enumerate(self.rectangles) if rank in tile.owners]
-        self.leaf_of = {r: i for i, r in enumerate(self.held)}
-        self._lay_out()
-
-    # ---------------------------------------------------------------- parts, routes, groups: the same on every rank
 
     def _add_slot(self, s: int, t: int) -> None:
         first = self._first_rectangle[t]
@@ -209,7 +202,24 @@ class Layout:
                 found.append(Merge(owners[self.topology.local_rank(home) % len(owners)], group.parts))
         return found
 
-    # ---------------------------------------------------------------- what this rank sends and receives
+
+class Layout(Parts):
+    """The static records of a module's exchange, seen from one rank: what it sends and receives."""
+
+    def __init__(
+        self,
+        tables: Sequence[ShardedTable],
+        slots: Sequence[SlotRead],
+        topology: Topology,
+        rank: int,
+        team_of: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(tables, slots, topology, team_of)
+        self.rank = rank
+        # What this rank holds: rectangle number -> position among its leaves.
+        self.held = [r for r, (_, tile) in enumerate(self.rectangles) if rank in tile.owners]
+        self.leaf_of = {r: i for i, r in enumerate(self.held)}
+        self._lay_out()
 
     def _lay_out(self) -> None:
         rank, size = self.rank, self.size

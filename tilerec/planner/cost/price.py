@@ -166,20 +166,22 @@ class _Pricing:
             bags[mark] += count
         # Each piece once: where its table's first feature reads it.
         first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
-        homes = (travel.e_near + travel.e_far + travel.e_own).tolist()
-        entries = zip(travel.e_part.tolist(), travel.e_owner.tolist(), homes, strict=True)
-        held = [
-            (marks[p][0], owner, unit.width, travel.row_share[p], travel.q[p], reads, bags[marks[p]],
-             len(parts[p].owners))
-            for p, owner, reads in entries
-            if first[marks[p][0]] == parts[p].slot
-            for unit in parts[p].units
-        ]  # fmt: skip
-        columns = np.array(held, np.float64).reshape(len(held), 8).T
-        table, owner = columns[0].astype(np.int64), columns[1].astype(np.int64)
-        width, share, q, reads, present, copies = columns[2:]
+        own = np.array([first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_)
+        # One line for each rank that holds a part, and each rectangle of the part.
+        lines = np.flatnonzero(own[travel.e_part])
+        units = travel.units[travel.e_part[lines]]
+        nth = np.arange(int(units.sum())) - np.repeat(np.cumsum(units) - units, units)
+        lines = np.repeat(lines, units)
+        part, owner = travel.e_part[lines], travel.e_owner[lines]
+        before = np.cumsum(travel.units) - travel.units
+        widths = np.array([unit.width for part in parts for unit in part.units], np.float64)
+        width = widths[before[part] + nth]
+        table, share, q = travel.table[part], travel.row_share[part], travel.q[part]
+        reads = (travel.e_near + travel.e_far + travel.e_own)[lines]
+        present = np.array([bags[mark] for mark in marks])[part]
+        copies = np.array([len(part.owners) for part in parts])[part]
         element = work.element[table]
-        read = np.zeros(len(held))
+        read = np.zeros(len(lines))
         for count in sorted(set(reads.tolist())):
             if count:
                 read = np.where(reads == count, work.distinct(int(count))[table] * share, read)
@@ -217,7 +219,7 @@ class _Pricing:
         for name, rate in (("combine", "place"), ("gather", "pick")):
             self.parts[name] += float(sum((rows * rates.at(rate, travel.width)).tolist()))
         output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
-        if np.any(travel.q < 1.0) or np.any(work.ids_per_bag < 1.0):
+        if np.any(travel.row_share < 1.0) or np.any(work.ids_per_bag < 1.0):
             # A bag may have no row: the output begins as zeros.
             self.parts["combine"] += rates.copied(0.5 * output)
         self.memory += 2.0 * output + float(sum((travel.P * travel.width).tolist())) * work.wide

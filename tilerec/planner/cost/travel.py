@@ -22,7 +22,7 @@ import numpy as np
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.workload import Bools, Ints
-from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, reader
+from tilerec.sharding.layout import Parts, ShardedTable, SlotRead, reader
 from tilerec.spec.tile import Tiling
 
 
@@ -62,14 +62,14 @@ class Travel:
             for t, tiling in zip(work.tables, tilings, strict=True)
         ]
         slots = [SlotRead(int(t), "") for t in work.table]
-        self.layout = Layout(tables, slots, topology, 0)
+        self.layout = Parts(tables, slots, topology)
         self._count_parts(self.layout)
         self._count_merges(self.layout)
         self._exchange()
 
     # ---------------------------------------------------------------------------------------------- who reads what
 
-    def _count_parts(self, layout: Layout) -> None:
+    def _count_parts(self, layout: Parts) -> None:
         """Arrays over parts, and over (part, owner) entries with the homes that it reads for."""
         work, ranks, topology = self.work, self.ranks, self.model.topology
         parts = layout.parts
@@ -110,7 +110,7 @@ class Travel:
         self.width = np.array([sum(u.width for u in p.units) for p in parts], np.float64)
         self.units = np.array([len(p.units) for p in parts], np.int64)
 
-    def _count_merges(self, layout: Layout) -> None:
+    def _count_merges(self, layout: Parts) -> None:
         """(members' parts, host) of the sums inside hosts."""
         self.merges: list[tuple[int, tuple[int, ...]]] = []
         if layout.hierarchical:
