@@ -64,7 +64,8 @@ class Planned:
     def reserved(self) -> list[int]:
         """Bytes of each rank that tables may not have, in the memory that they lie in."""
         own = self.request
-        return [own.reserved + int(np.ceil(cap * own.reserved_part)) for cap in self.topology.memory_caps]
+        always = own.reserved + own.reserved_batches * own.input_bytes()
+        return [always + int(np.ceil(cap * own.reserved_part)) for cap in self.topology.memory_caps]
 
 
 def placement_of(sharding: ParameterSharding) -> Placement:

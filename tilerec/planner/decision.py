@@ -49,6 +49,7 @@ from tilerec.spec.topology import Topology
 
 MOST_BY_CAPS = 8  # tables that are cut in proportion to the ranks' memories
 ROUGH = 100_000  # options are priced to one part in so many
+NEAR = 500  # a price within 1 / NEAR of what the search took it for is taken as it is
 HARDER = 3  # efforts that are tried until something fits
 AGAIN = 6  # searches with less memory, where the price of what was found is over a cap
 
@@ -233,7 +234,8 @@ def _within_caps(decision: Decision, quick: Work | None) -> Decision:
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
             return _evened(replace(decision, priced=priced))
-        missed = np.maximum(missed, priced.memory - decision.solution.memory + missed)
+        less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
+        missed = np.maximum(missed, less + (less >> 4))  # and a little, for the next plan is another one
         again = replace(instance, base_memory=instance.base_memory + missed)
         solution = _solved(decision.request, again, quick)
         if solution.status is not Status.FOUND:
@@ -247,7 +249,7 @@ def _evened(decision: Decision) -> Decision:
     """With even ranges of rows, if those are cheaper: what uneven ones cost is only estimated by the search."""
     solution, priced = decision.solution, decision.priced
     assert priced is not None
-    if not solution.rows or priced.cost_ps <= solution.cost:
+    if not solution.rows or priced.cost_ps <= solution.cost + solution.cost // NEAR:
         return decision
     even = replace(solution, rows={})
     other = replace(

@@ -158,6 +158,10 @@ class PlanRequest:
 
     def works(self) -> list[TableWork]:
         """What a step does with each table, by key: the order in which a model names its tables decides nothing."""
+        return list(self._works)
+
+    @cached_property
+    def _works(self) -> list[TableWork]:
         plain: dict[int, tuple[Reads, ...]] = {}
         for count in {len(table.features) for table in self.tables}:
             plain[count] = (Reads(self.batch_size),) * max(1, count)

@@ -166,7 +166,9 @@ class _Pricing:
             bags[mark] += count
         # Each piece once: where its table's first feature reads it.
         first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
-        own = np.array([first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_)
+        own = np.array(
+            [first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_
+        )
         # One line for each rank that holds a part, and each rectangle of the part.
         lines = np.flatnonzero(own[travel.e_part])
         units = travel.units[travel.e_part[lines]]

@@ -20,8 +20,8 @@ from tilerec.spec.plan import ShardingType
 from tilerec.spec.topology import Topology
 
 COLUMN_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-FEW_ROWS = 8
-"""Ranges of rows up to which every number is tried; beyond, 12, 16, 24, 32, 48, 64, …"""
+FEW_RANKS = 16
+"""Ranks up to which every number of ranges of rows is tried; on more of them 2, 3, 4, 6, 8 and powers of two."""
 GRIDS = (2, 3, 4, 6, 8, 16)
 MIN_PARTITION = 32
 """Columns of the narrowest column tile, unless limits say else."""
@@ -82,12 +82,9 @@ def enumerate_options(
 
 def row_splits_below(ranks: int) -> list[int]:
     """Numbers of ranges of rows that are tried on so many ranks, besides all of them."""
-    found = [k for k in range(2, FEW_ROWS + 1) if k < ranks]
-    k = FEW_ROWS
-    while k < ranks:
-        found += [n for n in (k * 3 // 2, 2 * k) if n < ranks]
-        k *= 2
-    return found
+    if ranks <= FEW_RANKS:
+        return list(range(2, ranks))
+    return [2, 3, 4, 6, *(1 << k for k in range(3, (ranks - 1).bit_length()))]
 
 
 def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[int]) -> tuple[Option, ...]:
