@@ -231,8 +231,9 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
     if first.digest() != second.digest():
         one, two = first.to_json(), second.to_json()
         differ = {key: (one[key], two[key]) for key in one if one[key] != two[key]}
-        name = "what-if"
-        yield Violation(name, case, f"{what} gives another request than planning it: {str(differ)[:200]}")
+        yield Violation(
+            "what-if", case, f"{what} gives another request than planning it: {str(differ)[:200]}"
+        )
     elif _plan_of(first) != _plan_of(second):
         yield Violation("what-if", case, f"{what}: one request got two plans")
 
