@@ -13,8 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tilerec.cli import app
+from tilerec.planner.priced import price_plan
 from tilerec.planner.report import PlanReport
-from tilerec.spec.plan import ShardingPlan
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.time_text import time_text
+from tilerec.planner.variation import varied
+from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.spec.tile import Block, Tiling
 
 TABLES: list[dict[str, Any]] = [
     {"name": "user", "num_embeddings": 2_000_000, "embedding_dim": 64, "optimizer": "RowWiseAdagrad"},
@@ -249,6 +254,33 @@ def test_a_plan_file_of_a_newer_version_or_without_a_report_says_so(planned: Pat
     code, text = run("show", "--html", "x.html")
     assert code == 1
     assert "plan.report.json is not there, and --html draws it" in text
+
+
+def test_a_plan_made_by_hand_is_shown_with_its_price(planned: Path) -> None:
+    """By the request beside it, or by that of other machines; a plan that does not fit says by how much."""
+    plan, request = ShardingPlan.load("plan.json"), PlanRequest.load("plan.request.json")
+    for modules in plan.plan.values():
+        for name, sharding in modules.items():
+            assert sharding.tiling is not None
+            rows, dim = sharding.tiling.rows, sharding.tiling.dim
+            modules[name] = ParameterSharding(
+                "table_wise", ranks=[0], tiling=Tiling(rows, dim, (Block(0, dim, (0, rows), ((0,),)),))
+            )
+    plan.save("plan.json")
+    price = price_plan(request, plan)
+    code, text = run("show")
+    assert code == 0
+    assert f"{time_text(price.cost_ps)} a step, as predicted" in text
+    assert "DOES NOT FIT" not in text
+    small = (
+        varied(request, ddr_cap=1000)
+        if request.topology.compute_device == "cpu"
+        else varied(request, hbm_cap=1000)
+    )
+    Path("small.json").write_text(json.dumps(small.to_json()))
+    code, text = run("show", "--request", "small.json")
+    assert code == 0
+    assert "ranks are over their memory, by up to" in text
 
 
 @pytest.mark.parametrize(

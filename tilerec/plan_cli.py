@@ -32,6 +32,7 @@ from tilerec.planner.explain import explain
 from tilerec.planner.infeasible import PlannerError
 from tilerec.planner.plan_diff import plan_diff
 from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner, make_plan
+from tilerec.planner.priced import price_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_text import aligned, gap_text, time_text
 from tilerec.planner.request import PlanRequest, read_tables
@@ -162,6 +163,9 @@ def make(
 def show(
     plan: Annotated[Path, typer.Argument(help="A plan's file.")] = Path("plan.json"),
     tables: Annotated[bool, typer.Option("--tables", help="Where every table lies.")] = False,
+    request: Annotated[
+        Path | None, typer.Option(help="Price the plan by this request: tables, machines and batch.")
+    ] = None,
     html: _Html = None,
     what_ifs: _WhatIfs = True,
 ) -> None:
@@ -175,6 +179,8 @@ def show(
                 f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
             )
             report = None
+        if request is not None:
+            report = None  # the report beside the plan may be of other machines
         if html is not None and report is None:
             why = "not this plan's" if _beside(plan, "report").exists() else "not there"
             raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
@@ -185,8 +191,12 @@ def show(
             say(("\n" if tables else "") + report.text(what_would_help=what_ifs))
             if html is not None:
                 _write_page(found, report, html, what_ifs)
-        elif not _beside(plan, "report").exists():
+            return
+        if not _beside(plan, "report").exists():
             say(f"\nno report: {_beside(plan, 'report')} is not there")
+        by = request or _beside(plan, "request")
+        if by.exists() or request is not None:
+            say(f"\n{price_plan(PlanRequest.load(by), found)}")
 
 
 @plan_app.command("explain")

@@ -15,8 +15,10 @@ from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Ints
 from tilerec.planner.table_entry import PICO
+from tilerec.planner.time_text import time_text
 from tilerec.sharding.strategies import complete
 from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan
+from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import Tiling
 
 
@@ -58,6 +60,25 @@ class PlanPrice:
     def over(self) -> Ints:
         """[R, 2] bytes above what there is; 0 where the plan fits."""
         return np.maximum(self.memory - self.cap, 0)
+
+    def __str__(self) -> str:
+        """The step, its stages with their slowest ranks, and the fullest memory: a few lines."""
+        lines = [f"{time_text(self.cost_ps)} a step, as predicted"]
+        for name, seconds in self.stages.items():
+            rank = int(seconds.argmax())
+            lines.append(
+                f"  {name:<24} {time_text(round(float(seconds[rank]) * PICO)):>8}  slowest rank {rank}, "
+                f"mean {time_text(round(float(seconds.mean()) * PICO))}"
+            )
+        lines.append(f"  {'collectives as such':<24} {time_text(self.charge_ps):>8}")
+        rank, tier = int(self.memory[:, self.price.tier].argmax()), self.price.tier
+        held, cap = int(self.memory[rank, tier]), int(self.cap[rank, tier])
+        lines.append(f"memory: {bytes_text(held)} of {bytes_text(cap)} on rank {rank}, the fullest")
+        over = np.flatnonzero(self.over.any(1))
+        if len(over):
+            most = bytes_text(int(self.over.max()))
+            lines.append(f"DOES NOT FIT: {len(over)} ranks are over their memory, by up to {most}")
+        return "\n".join(lines)
 
     @property
     def stage_names(self) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from typing import Protocol
 from tilerec.planner.bottleneck import BALANCED, BETWEEN_HOSTS, COLLECTIVES, Bottleneck
 from tilerec.planner.search.instance import Ints
 from tilerec.planner.table_entry import PICO, TableEntry
+from tilerec.planner.time_text import time_text as time_text
 from tilerec.planner.what_if import WhatIf
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
 from tilerec.spec.topology import Topology
 
 _MOST_TABLES, _MOST_ON_RANK, _MOST_NAMED = 20, 5, 8
-_UNITS = ((10**12, "s"), (10**9, "ms"), (10**6, "us"), (10**3, "ns"), (1, "ps"))
 
 
 class Reported(Protocol):
@@ -56,15 +56,6 @@ class Reported(Protocol):
 def fullest(held: Ints, cap: Ints) -> int:
     """The rank that holds most of what it may hold; of equals, the lowest."""
     return int((held / cap.clip(1)).argmax())
-
-
-def time_text(ps: int | float) -> str:
-    """`1_234_000_000` (ps) -> `"1.23 ms"`."""
-    for size, unit in _UNITS:
-        if ps >= size:
-            value = ps / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return "0"
 
 
 def percent_text(share: float) -> str:
