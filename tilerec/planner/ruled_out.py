@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, is_of
 from tilerec.planner.search.instance import Bools
@@ -87,6 +89,9 @@ def _least(min_partition: int | None) -> str:
 
 def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | None) -> str:
     ranks = topology.world_size
+    if allowed is not None and option.width == 1 and option.pieces > int(allowed.sum()):
+        where = ranks_to_text(np.flatnonzero(allowed).tolist())
+        return f"it has {option.pieces} pieces, and the table may lie on ranks {where}"
     if ranks == 1:
         return ""
     own = set(range(ranks)) if allowed is None else set(allowed.nonzero()[0].tolist())

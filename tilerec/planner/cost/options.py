@@ -14,7 +14,6 @@ Legend: T tables, O options, S stages, W ranks, H hosts, P present bags, N ids, 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +139,8 @@ class _Builder:
         kept = np.flatnonzero(there.any(0)).tolist()
         self.options = tuple(self.options[o] for o in kept)
         self.there = there[:, kept]
+        self.allowed = self._ranks_allowed()
+        self._spread()
         self.stages = model.stages
         self.charges: tuple[str, ...] = ()
         shape = (len(self.work.names), len(self.options), len(self.stages))
@@ -159,6 +160,8 @@ class _Builder:
         self.weighted = np.zeros(len(work.names), np.float64)
         self.weighted[work.table[work.weighted]] = 1.0
         self.features = work.per_table(np.ones(len(work.bags)))
+        # How a table's traffic is spread over its pieces, in a lower bound.
+        self.unknown = work.ordered & lower
         every = np.arange(len(work.names))
         self.whole_payload = self._payload(every, 1.0, self.all_ids, self.lengths)
 
@@ -217,7 +220,7 @@ class _Builder:
             host_cap=np.full((self.hosts, 2), NO_CAP, np.int64),
             base_cost=base_cost,
             base_memory=base_memory,
-            allowed=self._ranks_allowed(),
+            allowed=self.allowed,
             divisible=self.divisible,
             fixed=np.minimum(self.fixed, self.cost),
         )
@@ -291,20 +294,29 @@ class _Builder:
                 found[t, list(ranks)] = True
         return found
 
+    def _spread(self) -> None:
+        """Leave out ways with more pieces than the table has ranks for, where there are others: pieces would meet."""
+        if self.allowed is None:
+            return
+        pieces = np.array([option.pieces if option.width == 1 else 1 for option in self.options])
+        apart = self.there & (pieces[None, :] <= self.allowed.sum(1)[:, None])
+        self.there = np.where(apart.any(1)[:, None], apart, self.there)
+
     def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
-        """A host for each of some tables: the largest first, each to the host that bears least per rank."""
+        """A host for each of some tables: the largest first, each to the host that then bears least per rank."""
         work = self.work
         held = {t: int(work.rows[t]) * int(work.dim[t]) for t in tables}
         read = {t: int(work.ids[t] * work.dim[t]) for t in tables}
         # Bytes and traffic count alike; whole numbers, so every machine decides alike.
         all_held, all_read = max(sum(held.values()), 1), max(sum(read.values()), 1)
         size = {t: held[t] * all_read + read[t] * all_held for t in tables}
-        least = [(0, h) for h in range(self.hosts)]
+        borne = [0] * self.hosts
+        ranks = [len(host) for host in self.topology.host_ranks]
         found = {}
         for t in sorted(tables, key=lambda t: (-size[t], work.names[t])):
-            borne, h = heapq.heappop(least)
-            found[t] = h
-            heapq.heappush(least, (borne + size[t] // len(self.topology.host_ranks[h]), h))
+            then = [borne[h] + size[t] // ranks[h] for h in range(self.hosts)]
+            found[t] = h = then.index(min(then))
+            borne[h] = then[h]
         return found
 
     # ---------------------------------------------------------------------------------------------- what it costs
@@ -376,14 +388,23 @@ class _Builder:
         element = work.element[t]
         even = np.full(len(work.names), 1.0 / rows)
         q, row_share = even, even
-        cut = np.flatnonzero(work.ordered) if rows > 1 and not self.lower else np.zeros(0, np.int64)
+        cut = np.flatnonzero(work.ordered) if rows > 1 else np.zeros(0, np.int64)
         if len(cut):
+            # The piece with most of the ids, and the one with most of the rows; or with the least.
             q, row_share = even.copy(), even.copy()
             cuts = row_cuts(work, cut, rows)
-            q[cut] = work.share(cut[:, None], cuts[:, :-1], cuts[:, 1:]).max(1)
-            row_share[cut] = (np.diff(cuts, axis=1) / work.rows[cut][:, None]).max(1)
+            some = np.min if self.lower else np.max
+            q[cut] = some(work.share(cut[:, None], cuts[:, :-1], cuts[:, 1:]), axis=1)
+            row_share[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
         P, N, lengths = (x[t] for x in work.present(q))
         home_P, home_N, home_lengths = (P, N, lengths) if q is even else (x[t] for x in work.present(even))
+        if self.lower and q is not even:
+            # All ranges together have at least the bags of the whole table.
+            whole = (self.bags[t] / rows, self.all_ids[t] / rows, self.lengths[t] / rows)
+            home_P, home_N, home_lengths = (
+                np.where(work.ordered[t], least, known)
+                for least, known in zip(whole, (home_P, home_N, home_lengths), strict=True)
+            )
         share = row_share[t]
         # Of what goes with present bags, what a smaller range of rows would not save: bags of many ids are in any.
         fewer = work.present(q * (1.0 - 1.0 / _STEPS))[0][t]
@@ -396,6 +417,11 @@ class _Builder:
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
         merge, members, union = self._merged(rows, on, even, t)
         direct, groups = 1.0 - merge, np.ceil(parts / members)
+        home_union = union
+        if self.lower and q is not even:
+            # A sum has at least its least member's bags, and all sums of a home those of the whole table.
+            union = np.where(work.ordered[t], P, union)
+            home_union = np.where(work.ordered[t], self.bags[t] / groups, home_union)
         head = 8.0 * self.features[t]
         # What an owner gets from and sends to each home of its host, and of others.
         self._link(o, t, "ids", head, near, "in")
@@ -411,8 +437,10 @@ class _Builder:
         if self.hosts > 1:
             crossing = direct * P + merge * union / members
             places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
+            if self.lower:
+                places = np.where(work.ordered[t], 0.0, places)
             heads = head + merge * 4.0 * self.features[t] * (1.0 + members) / members
-            home_crossing = parts * direct * home_P + groups * merge * union
+            home_crossing = parts * direct * home_P + groups * merge * home_union
             apart = np.where(
                 merge > 0.0, 1.0, kept
             )  # a sum's way out is shared by its members, whatever rows they hold
@@ -443,9 +471,13 @@ class _Builder:
         routed = columns * self.all_ids[t] * speeds.route + rates.copied(2.0 * parts * home_payload)
         self._put(self.home, o, t, "ids", routed + speeds.part * parts * self.features[t])
         placed = rates.at("place", width) + rates.at("pick", width)
-        self._put(self.home, o, t, "gradients", (direct * parts * home_P + merge * groups * union) * placed)
+        self._put(
+            self.home, o, t, "gradients", (direct * parts * home_P + merge * groups * home_union) * placed
+        )
         if on > 1:  # on the pieces' own hosts, rows of members come as they are
-            self._put(self.cost, o, t, "gradients", merge * np.maximum(members * P - union, 0.0) * placed)
+            self._put(
+                self.cost, o, t, "gradients", merge * np.maximum(members * P - home_union, 0.0) * placed
+            )
         state = work.cell_state[t] * work.attached[t]
         update = rates.update(
             ranks * work.ids[t] * q[t], ranks * P, distinct, model.update_far(distinct), width, element, state,
@@ -497,7 +529,8 @@ class _Builder:
         """Bytes between an owner and each of its host's other ranks; fixed: the part that does not go with rows."""
         speeds = self.model.speeds
         rate, other = (speeds.link_in, speeds.link_out) if way == "in" else (speeds.link_out, speeds.link_in)
-        saved = 0.0 if speeds.duplex or self.hosts > 1 else other  # a home need not send to itself
+        # A home need not send to itself.
+        saved = 0.0 if speeds.duplex or self.hosts > 1 else np.where(self.unknown[t], 0.0, other)
         self._put(self.cost, o, t, stage, count * (homes * rate - saved))
         self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
 
@@ -505,6 +538,7 @@ class _Builder:
         speeds = self.model.speeds
         if not speeds.duplex and (self.hosts == 1 or not self.lower):
             rate = speeds.link_in if way == "in" else speeds.link_out
+            count = np.where(self.unknown[t], 0.0, count)
             self._put(self.home, o, t, stage, count * rate * (self.near + 1.0) / self.ranks)
 
     def _between_hosts(
@@ -517,11 +551,11 @@ class _Builder:
         rate, other = rates if way == "in" else rates[::-1]
         # Of a card that a host's ranks share, what its homes need not send is known, if hosts are alike.
         known = not speeds.duplex and self.alike and self.topology.nic == "host"
-        saved = (self.near + 1.0) * other if known else 0.0
+        saved = np.where(self.unknown[t], 0.0, (self.near + 1.0) * other) if known else 0.0
         self._put(self.cost, o, t, stage, count * (homes * rate - saved))
         self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
         if known:
-            self._put(self.home, o, t, stage, at_home * other)
+            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * other))
 
     def _row_sums(self, o: int, t: Ints, way: Way, columns: int, distinct: Floats, width: Floats) -> None:
         """Column blocks of rules over whole rows send each other sums."""

@@ -304,7 +304,7 @@ class _Pricing:
     def _row_sums(self, tilings: Sequence[Tiling]) -> None:
         """Column blocks of rules that need sums over whole rows send each other theirs."""
         work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
-        talks = 0
+        talks, near, far = 0, np.zeros((2, self.ranks)), np.zeros((2, self.ranks))  # bytes sent, received
         for t in np.flatnonzero(work.talks).tolist():
             tiling = tilings[t]
             if len({block.owners for block in tiling.blocks}) < 2:
@@ -319,14 +319,15 @@ class _Pricing:
                 distinct = float(model.all_distinct[t]) * (tile.r1 - tile.r0) / tiling.rows
                 copied = float(self.rates.copied(6.0 * distinct * (tile.c1 - tile.c0) * work.wide))
                 for owner in tile.owners:
-                    others = sorted(holders[tile.r0, tile.r1].difference(tile.owners))
-                    far = float(np.count_nonzero(travel.host[others] != travel.host[owner]))
-                    near = (len(others) - far) * distinct * row_bytes
-                    link = float(self.rates.exchanged(near, near))
-                    self.parts["row sums"][owner] += link + speeds.row_sum + copied
-                    travel.line(travel.sent, "row sums")[owner] += len(others) * distinct * row_bytes
-                    travel.line(travel.far, "row sums")[owner] += far * distinct * row_bytes
+                    others = np.array(sorted(holders[tile.r0, tile.r1].difference(tile.owners)), np.int64)
+                    away = travel.host[others] != travel.host[owner]
+                    for lines, there in ((near, others[~away]), (far, others[away])):
+                        lines[0, owner] += len(there) * distinct * row_bytes
+                        lines[1, there] += distinct * row_bytes
+                    self.parts["row sums"][owner] += speeds.row_sum + copied
         if talks:
-            away = travel.line(travel.far, "row sums")
-            self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
+            self.parts["row sums"] += self.rates.exchanged(near[0], near[1])
+            self.network[NETWORK_STAGES[3]] += self._between_hosts(far[0], far[1])
+            travel.line(travel.sent, "row sums")[:] += near[0] + far[0]
+            travel.line(travel.far, "row sums")[:] += far[0]
         self.calls += talks
