@@ -303,3 +303,11 @@ def test_no_reference_waits_for_the_device_or_leaves_it(name: str) -> None:
 
 def test_every_op_has_a_test_of_torchs_checks() -> None:
     assert set(_arguments()) == set(REFERENCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float16])
+def test_lengths_that_are_no_integers_are_refused_by_their_type(dtype: torch.dtype) -> None:
+    with pytest.raises(
+        InputError, match=rf"lengths are {dtype}, wanted integers; convert them with .long\(\)"
+    ):
+        torch.ops.tilerec.offsets_from_lengths(torch.ones(3, dtype=dtype))

@@ -101,3 +101,19 @@ def test_a_strided_or_fp64_tile_goes_to_the_reference() -> None:
     double = torch.empty(10, 6, dtype=torch.float64)
     fill_(double, KEY, 4, 1, "uniform", -1.0, 1.0)
     assert torch.equal(double.float(), want)
+
+
+def test_rows_of_a_strided_tile_are_those_of_a_tile_of_its_own() -> None:
+    """Its columns do not lie side by side, or every other row number is asked for."""
+    rows = torch.tensor([5, 9, 2, 0])
+    want = torch.empty(4, 6)
+    torch.ops.tilerec.random_rows_(want, rows, KEY, 1, "uniform", -1.0, 1.0)
+    wide = torch.zeros(4, 12)
+    torch.ops.tilerec.random_rows_(wide[:, 3:9], rows, KEY, 1, "uniform", -1.0, 1.0)
+    assert torch.equal(wide[:, 3:9], want)
+    assert (wide[:, :3] == 0).all()
+    assert (wide[:, 9:] == 0).all()
+    every_other = torch.stack((rows, -rows), 1).view(-1)[::2]
+    got = torch.empty(4, 6)
+    torch.ops.tilerec.random_rows_(got, every_other, KEY, 1, "uniform", -1.0, 1.0)
+    assert torch.equal(got, want)

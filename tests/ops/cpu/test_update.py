@@ -555,3 +555,20 @@ def test_a_table_whose_memory_was_freed_is_refused(victim: str) -> None:
         ops.rule_apply_(
             run.weights[1], run.slots[1:], rows, grads, torch.ones(1, 1), 16, "rowwise_adagrad", hyper, 1, [0, 0], 0, 0
         )  # fmt: skip
+
+
+def test_row_sums_that_lie_in_columns_are_read_like_those_in_rows() -> None:
+    """Of a rule with two phases, three sums for each row."""
+    rows, grads = torch.arange(5), torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    sums = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)) + 1.0
+    hyper = [0.1, 1.0, 0.0, 0.0, 1e-8, 0.9, 0.999, 0.0]
+    found = []
+    for scalars in (sums.T.contiguous(), sums.T, sums.T.repeat_interleave(2, 1)[:, ::2]):
+        weight, slots = torch.ones(5, 8), [torch.zeros(5, 8), torch.zeros(5)]
+        ops.rule_apply_(
+            weight, slots, rows, grads, scalars, 8, "partial_rowwise_lamb", hyper, 1, [0, 0], 0, 0
+        )
+        found.append((weight, *slots))
+    assert not torch.equal(found[0][0], torch.ones(5, 8))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
