@@ -60,7 +60,7 @@ class Result:
     """A checked case.
 
     Args:
-        outcome: "planned", "no plan" or "refused" (what is asked contradicts itself).
+        outcome: "planned", "no plan" or "refused" (the request contradicts itself).
         above: how far the plan is above the best of all arrangements, as a part of it. above_walk: above the end of a
             walk downhill from it. gap: above the bound. By the own price; None where there is no such number.
     """

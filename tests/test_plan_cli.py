@@ -391,7 +391,7 @@ def test_the_request_of_another_plan_beside_a_plan_is_not_used(planned: Path) ->
     os.replace("other.request.json", "plan.request.json")
     code, text = run("show")
     assert code == 0
-    assert "plan.request.json is not used, so nothing says why or what would help" in text
+    assert "plan.request.json is not used, so the reasons and the suggestions are missing" in text
     assert "what would help   " not in text
 
 

@@ -420,7 +420,7 @@ def _with_request(report: PlanReport, plan: Path) -> PlanReport:
     try:
         return report.with_request(PlanRequest.load(path))
     except ConfigError as error:
-        print_warning(f"{path} is not used, so nothing says why or what would help: {error}")
+        print_warning(f"{path} is not used, so the reasons and the suggestions are missing: {error}")
         return report
 
 

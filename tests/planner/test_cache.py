@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.asked import asked
+from tests.planner.plan_requests import plan_request
 from tilerec.planner import planner as face
 from tilerec.planner.cache import PlanCache
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
@@ -21,7 +21,7 @@ TABLES = [EmbeddingBagConfig(1000, 64, "user"), EmbeddingBagConfig(10, 4, "item"
 
 
 def request() -> PlanRequest:
-    return asked({"a": 1000, "b": 10}, Topology(2))
+    return plan_request({"a": 1000, "b": 10}, Topology(2))
 
 
 def test_a_plan_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_an_entry_under_another_requests_name_is_not_used(tmp_path: Path) -> Non
     cache = PlanCache(tmp_path)
     plan = make_plan(request())
     cache.store(request(), plan, plan.report)
-    other = asked({"a": 1001, "b": 10}, Topology(2))
+    other = plan_request({"a": 1001, "b": 10}, Topology(2))
     cache.path(request()).rename(cache.path(other))
     with pytest.warns(UserWarning, match="it is for another request"):
         assert cache.load(other) is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.asked import asked, table
+from tests.planner.plan_requests import plan_request, table
 from tilerec.errors import ConfigError
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -50,7 +50,9 @@ def placed(request: PlanRequest) -> ShardingPlan:
 def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
     kind: ShardingType, topology: Topology, rows: int, dim: int
 ) -> None:
-    request = asked([table("a", rows, dim), table("b", 500)], topology, {"a": ParameterConstraints([kind])})
+    request = plan_request(
+        [table("a", rows, dim), table("b", 500)], topology, {"a": ParameterConstraints([kind])}
+    )
     sharding = placed(request).plan["ebc"]["a"]
     assert sharding.kind is kind
     assert sharding.ranks is not None
@@ -66,7 +68,7 @@ def test_pieces_lie_on_the_ranks_and_hosts_that_are_allowed() -> None:
         "c": ParameterConstraints(["row_wise"], ranks="1,4-6"),
         "d": ParameterConstraints(["table_column_wise"], ranks="1,2,6,7"),
     }
-    part = placed(asked(dict.fromkeys("abcd", 100_000), topology, limits)).plan["ebc"]
+    part = placed(plan_request(dict.fromkeys("abcd", 100_000), topology, limits)).plan["ebc"]
     assert part["a"].ranks == (3,)
     assert set(part["b"].ranks or ()) <= {4, 5, 6, 7}
     assert set(part["c"].ranks or ()) <= {1, 4, 5, 6}
@@ -77,17 +79,21 @@ def test_pieces_lie_on_the_ranks_and_hosts_that_are_allowed() -> None:
 def test_no_more_ranks_than_allowed_hold_a_table() -> None:
     for most in (1, 2, 4):
         limits = {"a": ParameterConstraints(max_ranks=most, pooling_factors=[50])}
-        plan = placed(asked({"a": 1_000_000, "b": 10}, Topology(8), limits))
+        plan = placed(plan_request({"a": 1_000_000, "b": 10}, Topology(8), limits))
         tiling = plan.plan["ebc"]["a"].tiling
         assert tiling is not None
         assert len(tiling.ranks()) <= most
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': max_ranks=2 and its other constraints contradict"):
-        decide(asked({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], max_ranks=2)}))
+        decide(
+            plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], max_ranks=2)})
+        )
 
 
 def test_constraints_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': nothing that its constraints allow"):
-        decide(asked({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], ranks=[0])}))
+        decide(
+            plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], ranks=[0])})
+        )
 
 
 def test_tables_that_lie_together_are_cut_alike_on_the_same_ranks() -> None:
@@ -97,7 +103,7 @@ def test_tables_that_lie_together_are_cut_alike_on_the_same_ranks() -> None:
         "c": ParameterConstraints(with_table="b"),
     }
     rows = {"a": 1000, "b": 2_000_000, "c": 70_000, "d": 100, "e": 30_000}
-    part = placed(asked(rows, Topology(8, local_world_size=4), limits)).plan["ebc"]
+    part = placed(plan_request(rows, Topology(8, local_world_size=4), limits)).plan["ebc"]
     assert part["a"].ranks == part["b"].ranks == part["c"].ranks
     assert part["a"].kind is part["b"].kind is part["c"].kind
 
@@ -107,10 +113,10 @@ def test_a_table_lies_with_one_that_was_given_by_hand() -> None:
         "a": ParameterConstraints(with_table="b"),
         "b": ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[5])),
     }
-    assert placed(asked({"a": 1000, "b": 1000}, Topology(8), limits)).plan["ebc"]["a"].ranks == (5,)
+    assert placed(plan_request({"a": 1000, "b": 1000}, Topology(8), limits)).plan["ebc"]["a"].ranks == (5,)
     limits["a"] = ParameterConstraints(with_table="b", ranks=[1])
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='ebc.b' puts it on ranks"):
-        decide(asked({"a": 1000, "b": 1000}, Topology(8), limits))
+        decide(plan_request({"a": 1000, "b": 1000}, Topology(8), limits))
 
 
 def test_tables_that_cannot_lie_together_are_refused() -> None:
@@ -119,10 +125,10 @@ def test_tables_that_cannot_lie_together_are_refused() -> None:
         "b": ParameterConstraints(["table_wise"], with_table="a"),
     }
     with pytest.raises(ConfigError, match=r"Tables \['ebc.a', 'ebc.b'\] .*no way to be cut"):
-        decide(asked({"a": 1000, "b": 1000}, Topology(2), limits))
+        decide(plan_request({"a": 1000, "b": 1000}, Topology(2), limits))
     limits = {"a": ParameterConstraints(ranks=[0]), "b": ParameterConstraints(ranks=[1], with_table="a")}
     with pytest.raises(ConfigError, match=r"Tables \['ebc.a', 'ebc.b'\] .*no rank"):
-        decide(asked({"a": 1000, "b": 1000}, Topology(3), limits))
+        decide(plan_request({"a": 1000, "b": 1000}, Topology(3), limits))
 
 
 def test_pins_stay_as_they_are_and_count() -> None:
@@ -130,7 +136,7 @@ def test_pins_stay_as_they_are_and_count() -> None:
         "a", 1000, 64, [(0, 300, 0, 64, (0, 1)), (300, 1000, 0, 32, 2), (300, 1000, 32, 64, 3)]
     )
     limits = {"a": ParameterConstraints(sharding=tiling)}
-    plan = placed(asked({"a": 1000, "b": 500_000}, Topology(4), limits))
+    plan = placed(plan_request({"a": 1000, "b": 500_000}, Topology(4), limits))
     assert plan.plan["ebc"]["a"] == ParameterSharding(
         "explicit", tiling=tiling, data_type=plan.plan["ebc"]["a"].data_type
     )
@@ -144,7 +150,7 @@ def test_pins_stay_as_they_are_and_count() -> None:
 
 def test_all_tables_may_be_pinned() -> None:
     limits = {name: ParameterConstraints(sharding=ParameterSharding("row_wise")) for name in "ab"}
-    report = placed(asked({"a": 1000, "b": 2000}, Topology(2), limits)).report
+    report = placed(plan_request({"a": 1000, "b": 2000}, Topology(2), limits)).report
     assert report.cost_ps == report.bound_ps > 0
     assert report.gap == 0
 
@@ -152,19 +158,22 @@ def test_all_tables_may_be_pinned() -> None:
 def test_a_pin_that_goes_with_neither_table_nor_world_is_refused() -> None:
     other = Tiling.of("a", 999, 64, [(0, 999, 0, 64, 0)])
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': its tiling is of 999 x 64 cells"):
-        decide(asked({"a": 1000}, Topology(2), {"a": ParameterConstraints(sharding=other)}))
+        decide(plan_request({"a": 1000}, Topology(2), {"a": ParameterConstraints(sharding=other)}))
     far = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[7]))
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': ranks name 7; the world has ranks 0 to 1"):
-        decide(asked({"a": 1000}, Topology(2), {"a": far}))
+        decide(plan_request({"a": 1000}, Topology(2), {"a": far}))
     dense = ParameterConstraints(sharding=ParameterSharding("row_wise", "dense"))
     with pytest.raises(ConfigError, match=r"optimizer is attached, .* says 'dense'"):
-        decide(asked({"a": 1000}, Topology(2), {"a": dense}))
+        decide(plan_request({"a": 1000}, Topology(2), {"a": dense}))
 
 
 def test_the_order_of_tables_does_not_matter() -> None:
     rows = {f"t{i}": 1000 * (i + 1) for i in range(20)}
     topology = Topology(8, local_world_size=4)
-    one, other = placed(asked(rows, topology)), placed(asked(dict(reversed(rows.items())), topology))
+    one, other = (
+        placed(plan_request(rows, topology)),
+        placed(plan_request(dict(reversed(rows.items())), topology)),
+    )
     assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}
 
 
@@ -174,7 +183,7 @@ def test_ordered_ids_and_uneven_rows_make_whole_tilings() -> None:
         "b": ParameterConstraints(["row_wise"], pooling_factors=[7]),
     }
     tables = [table("a", 1_000_003), table("b", 999_983, optimizer=Adam()), table("c", 400_000)]
-    part = placed(asked(tables, Topology(4), limits, batch_size=4096)).plan["ebc"]
+    part = placed(plan_request(tables, Topology(4), limits, batch_size=4096)).plan["ebc"]
     tiling = part["a"].tiling
     assert tiling is not None
     cuts = tiling.blocks[0].cuts
@@ -183,16 +192,16 @@ def test_ordered_ids_and_uneven_rows_make_whole_tilings() -> None:
 
 def test_memory_that_is_reserved_is_not_used() -> None:
     topology = Topology(2, ddr_cap=0, hbm_cap=40 * 2**20)
-    request = asked({"a": 100_000}, topology, {"a": ParameterConstraints(["table_wise"])})
+    request = plan_request({"a": 100_000}, topology, {"a": ParameterConstraints(["table_wise"])})
     assert decide(request).found
     assert not decide(replace(request, reserved=20 * 2**20)).found
 
 
 def test_tables_that_device_memory_does_not_hold_lie_in_host_memory_behind_caches() -> None:
     rows = {"a": 400_000, "b": 300_000, "c": 1000}
-    roomy = decide(asked(rows, Topology(2))).shardings()
+    roomy = decide(plan_request(rows, Topology(2))).shardings()
     assert all(sharding.kernel is EmbeddingComputeKernel.FUSED for sharding in roomy.values())
-    decision = decide(asked(rows, Topology(2, hbm_cap=64 * MIB)))
+    decision = decide(plan_request(rows, Topology(2, hbm_cap=64 * MIB)))
     assert decision.found
     assert (decision.solution.memory <= decision.instance.cap).all()
     assert decision.bound <= decision.priced.cost_ps
@@ -211,7 +220,7 @@ def test_constraints_say_where_rows_lie_and_how_large_a_cache_is() -> None:
         "b": ParameterConstraints(compute_kernels=["fused_uvm"]),
         "c": ParameterConstraints(compute_kernels=["fused", "fused_uvm_caching"]),
     }
-    request = asked({"a": 100_000, "b": 100_000, "c": 100_000, "d": 100_000}, Topology(2), limits)
+    request = plan_request({"a": 100_000, "b": 100_000, "c": 100_000, "d": 100_000}, Topology(2), limits)
     again = PlanRequest.from_json(request.to_json())
     assert again.digest() == request.digest()
     decision = decide(again)
@@ -231,7 +240,7 @@ def test_a_pinned_table_in_host_memory_takes_it_there() -> None:
     pin = ParameterSharding(
         "table_wise", "fused_uvm_caching", ranks=[1], cache_params=CacheParams(load_factor=0.1)
     )
-    request = asked({"a": 100_000, "b": 10}, Topology(2), {"a": ParameterConstraints(sharding=pin)})
+    request = plan_request({"a": 100_000, "b": 10}, Topology(2), {"a": ParameterConstraints(sharding=pin)})
     memory = decide(request).solution.memory
     assert memory[1, 1] == pytest.approx(100_000 * (64 * 4 + 4), rel=0.01)
     assert memory[0, 1] == 0
@@ -240,8 +249,8 @@ def test_a_pinned_table_in_host_memory_takes_it_there() -> None:
 def test_a_table_in_host_memory_needs_an_attached_optimizer() -> None:
     limits = {"a": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': its compute_kernels .* takes an optimizer"):
-        asked([table("a", optimizer=None)], Topology(2), limits)
-    frozen = asked([table("a", optimizer=None, trained=False)], Topology(2), limits)
+        plan_request([table("a", optimizer=None)], Topology(2), limits)
+    frozen = plan_request([table("a", optimizer=None, trained=False)], Topology(2), limits)
     assert decide(frozen).found
 
 
@@ -263,13 +272,15 @@ def test_a_table_that_is_cached_already_stays_in_host_memory() -> None:
 
 def test_on_a_cpu_there_is_one_memory() -> None:
     limits = {"a": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
-    decision = decide(asked({"a": 1000}, Topology(2, "cpu"), limits))
+    decision = decide(plan_request({"a": 1000}, Topology(2, "cpu"), limits))
     assert not any(option.cached for option in decision.problem.options)
     assert decision.shardings()["ebc.a"].kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 
 def test_the_report_adds_up_and_is_read_back() -> None:
-    report = placed(asked({f"t{i}": 1000 * 3**i for i in range(9)}, Topology(4, local_world_size=2))).report
+    report = placed(
+        plan_request({f"t{i}": 1000 * 3**i for i in range(9)}, Topology(4, local_world_size=2))
+    ).report
     assert report.cost_ps == int(report.stage_ps.sum()) + report.charge_ps
     assert report.bound_ps <= report.cost_ps
     held = sum(entry.bytes for entry in report.tables)
@@ -291,7 +302,7 @@ def test_a_table_that_lies_with_a_pinned_one_is_cut_as_that_is() -> None:
         "b": ParameterConstraints(sharding=ParameterSharding("row_wise", ranks=[1, 3, 0])),
         "c": ParameterConstraints(with_table="a"),
     }
-    part = placed(asked({"a": 10, "b": 1000, "c": 7, "d": 100}, Topology(4), limits)).plan["ebc"]
+    part = placed(plan_request({"a": 10, "b": 1000, "c": 7, "d": 100}, Topology(4), limits)).plan["ebc"]
     for name in "ac":
         assert (part[name].kind, part[name].ranks) == (part["b"].kind, (1, 3, 0))
         assert part[name].compute_kernel is not None
@@ -299,17 +310,17 @@ def test_a_table_that_lies_with_a_pinned_one_is_cut_as_that_is() -> None:
     with pytest.raises(
         ConfigError, match=r"Table 'ebc.a': with_table='b' makes it row_wise, which its constraints do"
     ):
-        decide(asked({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
+        decide(plan_request({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
     limits["a"] = ParameterConstraints(with_table="b", max_ranks=2)
     with pytest.raises(ConfigError, match=r"with_table='ebc.b' puts it on ranks \[0, 1, 3\]"):
-        decide(asked({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
+        decide(plan_request({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
 
 
 def test_a_pin_has_its_tables_type_and_travels_in_its_own_format() -> None:
     def report(wire: Wire | None) -> PlanReport:
         pin = ParameterSharding("table_wise", ranks=[0], wire=wire, data_type=DataType.FP16)
         limits = {"a": ParameterConstraints(sharding=pin)}
-        plan = placed(asked({"a": 1000, "b": 10}, Topology(2, local_world_size=1), limits))
+        plan = placed(plan_request({"a": 1000, "b": 10}, Topology(2, local_world_size=1), limits))
         assert plan.plan["ebc"]["a"].data_type is DataType.FP32
         return plan.report
 
@@ -318,7 +329,7 @@ def test_a_pin_has_its_tables_type_and_travels_in_its_own_format() -> None:
 
 def test_every_rank_is_filled_to_its_own_cap_at_most() -> None:
     topology = Topology(4, hbm_caps=[64 * 2**20, 32 * 2**20, 64 * 2**20, 24 * 2**20], local_world_size=2)
-    report = placed(asked({f"t{i}": 20_000 for i in range(24)}, topology)).report
+    report = placed(plan_request({f"t{i}": 20_000 for i in range(24)}, topology)).report
     assert report.cap[:, 0].tolist() == list(topology.memory_caps)
     assert (report.memory <= report.cap).all()
     assert report.fullest_rank in (1, 3)
@@ -329,7 +340,7 @@ def test_tables_weigh_no_more_on_a_rank_than_it_has_to_do(kind: str) -> None:
     topology = Topology(8, local_world_size=4, inter_host_bw=1e5)
     rows = {f"t{i}": 20_000 for i in range(9)}
     report = placed(
-        asked(rows, topology, {name: ParameterConstraints([kind]) for name in rows}, batch_size=4096)
+        plan_request(rows, topology, {name: ParameterConstraints([kind]) for name in rows}, batch_size=4096)
     ).report
     for rank in range(8):
         weighed = sum(seconds for _, seconds in report.weighs_most(rank, 99))
@@ -342,8 +353,8 @@ def test_the_order_of_tables_does_not_matter_to_those_that_get_a_host_by_turns()
     rows = {f"t{i}": 1000 * (i + 1) for i in range(7)}
     limits = {name: ParameterConstraints(["table_column_wise"]) for name in ("t2", "t5", "t6")}
     topology = Topology(8, local_world_size=4)
-    one = placed(asked(rows, topology, limits))
+    one = placed(plan_request(rows, topology, limits))
     for turn in (1, 3, 5):
         names = [*rows][turn:] + [*rows][:turn]
-        other = placed(asked({name: rows[name] for name in names}, topology, limits))
+        other = placed(plan_request({name: rows[name] for name in names}, topology, limits))
         assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.planner.asked import asked, table
+from tests.planner.plan_requests import plan_request, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION
@@ -26,7 +26,7 @@ ROWS = {f"t{i}": 500 * 3**i for i in range(8)}
 
 @pytest.mark.parametrize("topology", [Topology(4), Topology(8, local_world_size=4)], ids=str)
 def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
-    request = asked(ROWS, topology, batch_size=4096)
+    request = plan_request(ROWS, topology, batch_size=4096)
     cost = decide(request).priced.cost_ps
     for name in ROWS:
         found = explain(request, name)
@@ -37,7 +37,7 @@ def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
 
 
 def test_no_way_that_fits_is_much_better_than_the_plan() -> None:
-    request = asked(ROWS, Topology(4), batch_size=4096)
+    request = plan_request(ROWS, Topology(4), batch_size=4096)
     decision = decide(request)
     for name in ROWS:
         best = min(way.step_ps for way in explain(request, name).considered if way.allowed and not way.short)
@@ -51,7 +51,7 @@ def reasons(request: PlanRequest, name: str) -> dict[str, str]:
 
 def test_a_type_that_the_constraints_leave_out_rules_ways_out() -> None:
     limits = {"t5": ParameterConstraints(["row_wise"], min_partition=64)}
-    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    found = reasons(plan_request(ROWS, Topology(4), limits), "t5")
     assert {option for option, why in found.items() if not why} == {
         "rows x 2",
         "rows x 3",
@@ -59,31 +59,31 @@ def test_a_type_that_the_constraints_leave_out_rules_ways_out() -> None:
     }
     assert found["whole"] == found["copies over 4 ranks"] == "its sharding_types are row_wise"
     limits = {"t5": ParameterConstraints(forbidden_types=["row_wise"])}
-    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    found = reasons(plan_request(ROWS, Topology(4), limits), "t5")
     assert found["rows x 2"] == "its forbidden_types are row_wise"
     assert not found["whole"]
     limits = {"t5": ParameterConstraints(["row_wise", "table_wise"], forbidden_types=["row_wise"])}
-    found = reasons(asked(ROWS, Topology(4), limits), "t5")
+    found = reasons(plan_request(ROWS, Topology(4), limits), "t5")
     assert found["rows x 2"] == "its forbidden_types are row_wise"
     assert found["copies over 4 ranks"] == "its sharding_types are row_wise, table_wise"
 
 
 def test_narrow_column_tiles_are_ruled_out_by_min_partition_and_not_by_constraints() -> None:
     narrow = [table("a", dim=16), table("b", dim=64)]
-    found = reasons(asked(narrow, Topology(4)), "a")
+    found = reasons(plan_request(narrow, Topology(4)), "a")
     for pieces in (2, 4):
         assert found[f"columns x {pieces}"] == (
             f"column tiles of {16 // pieces} are narrower than min_partition, {MIN_PARTITION} columns by default"
         )
-    text = str(explain(asked(narrow, Topology(4)), "a"))
+    text = str(explain(plan_request(narrow, Topology(4)), "a"))
     assert "constraints" not in text
     # With a smaller least width the same ways are open; with a larger one the reason names it.
     free = {"a": ParameterConstraints(min_partition=8)}
-    found = reasons(asked(narrow, Topology(4), free), "a")
+    found = reasons(plan_request(narrow, Topology(4), free), "a")
     assert found["columns x 2"] == ""
     assert found["columns x 4"] == "column tiles of 4 are narrower than min_partition, 8 columns"
     free = {"a": ParameterConstraints(min_partition=8, sharding_types=["column_wise"])}
-    assert decide(asked(narrow, Topology(4), free)).found
+    assert decide(plan_request(narrow, Topology(4), free)).found
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_
     kind: str, topology: Topology, simpler: str, option: str, most: int
 ) -> None:
     limits = {"a": ParameterConstraints([kind])}
-    request = asked([table("a", dim=16), table("b", dim=64)], topology, limits)
+    request = plan_request([table("a", dim=16), table("b", dim=64)], topology, limits)
     why = reasons(request, "a")[option]
     assert why.startswith(
         f"{kind} comes down to {simpler} here: no split of its 16 columns into 2 to {most} even tiles leaves "
@@ -112,17 +112,17 @@ def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_
 
 def test_ranks_and_hosts_rule_out_ways_that_take_more() -> None:
     topology = Topology(8, local_world_size=4)
-    found = reasons(asked(ROWS, topology, {"t6": ParameterConstraints(ranks="0-2")}), "t6")
+    found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(ranks="0-2")}), "t6")
     assert found["rows over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 0-2"
     assert found["rows over 4 ranks"] == "it takes all 4 ranks of a host, and the table may lie on ranks 0-2"
     assert found["rows x 2"] == ""
-    found = reasons(asked(ROWS, topology, {"t6": ParameterConstraints(hosts=[1])}), "t6")
+    found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(hosts=[1])}), "t6")
     assert found["copies over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 4-7"
     assert found["rows over 4 ranks"] == ""
 
 
 def test_max_ranks_rules_out_ways_on_more_ranks() -> None:
-    found = explain(asked(ROWS, Topology(4), {"t6": ParameterConstraints(max_ranks=1)}), "t6")
+    found = explain(plan_request(ROWS, Topology(4), {"t6": ParameterConstraints(max_ranks=1)}), "t6")
     assert {way.option for way in found.considered if way.allowed} == {"whole"}
     why = {way.option: way.ruled_out for way in found.considered}
     assert why["columns x 2"] == "it takes 2 ranks, and max_ranks is 1"
@@ -132,7 +132,7 @@ def test_max_ranks_rules_out_ways_on_more_ranks() -> None:
 
 def test_several_restrictions_are_all_named() -> None:
     limits = {"a": ParameterConstraints(["table_wise"], max_ranks=1)}
-    found = reasons(asked([table("a", dim=32)], Topology(2), limits), "a")
+    found = reasons(plan_request([table("a", dim=32)], Topology(2), limits), "a")
     assert found["columns x 2"] == (
         "its sharding_types are table_wise; column tiles of 16 are narrower than min_partition, 32 columns by default; "
         "it takes 2 ranks, and max_ranks is 1"
@@ -141,7 +141,7 @@ def test_several_restrictions_are_all_named() -> None:
 
 def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
     limits = {"t1": ParameterConstraints(with_table="t0"), "t0": ParameterConstraints(["table_wise"])}
-    request = asked(ROWS, Topology(4), limits)
+    request = plan_request(ROWS, Topology(4), limits)
     found = explain(request, "t1")
     assert found.together == ("ebc.t0",)
     why = {way.option: way.ruled_out for way in found.considered}
@@ -152,7 +152,7 @@ def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
 
 def test_one_rank_leaves_one_way() -> None:
     assert "whole is the only way to cut it on these machines." in str(
-        explain(asked(ROWS, Topology(1)), "t0")
+        explain(plan_request(ROWS, Topology(1)), "t0")
     )
 
 
@@ -194,7 +194,7 @@ def random_request(seed: int) -> PlanRequest:
             said["with_table"] = f"t{i - 1}"
         if said:
             limits[f"t{i}"] = ParameterConstraints(**said)
-    return asked(tables, topology, limits, batch_size=256)
+    return plan_request(tables, topology, limits, batch_size=256)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -225,7 +225,7 @@ def test_ways_are_ruled_out_exactly_where_the_search_could_not_take_them(seed: i
 
 
 def test_ways_that_do_not_fit_say_by_how_much() -> None:
-    request = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
+    request = plan_request({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
     found = explain(request, "a")
     whole = next(way for way in found.considered if way.option == "whole")
     assert whole.short > 30 * 2**20
@@ -233,24 +233,24 @@ def test_ways_that_do_not_fit_say_by_how_much() -> None:
 
 
 def test_a_way_that_does_not_fit_would_fill_a_rank_beyond_its_cap() -> None:
-    request = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
+    request = plan_request({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20))
     found = explain(request, "a")
     whole = next(way for way in found.considered if way.option == "whole")
-    forced = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short + 2**16))
+    forced = plan_request({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short + 2**16))
     assert decide(forced.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
-    less = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short - 2**22))
+    less = plan_request({"a": 400_000, "b": 100}, Topology(4, hbm_cap=64 * 2**20 + whole.short - 2**22))
     assert not decide(less.with_constraint("ebc.a", sharding_types=["table_wise"], enforce_hbm=True)).found
 
 
 def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
-    request = asked(ROWS, Topology(4), batch_size=4096)
+    request = plan_request(ROWS, Topology(4), batch_size=4096)
     for name in ROWS:
         found = explain(request, name)
         best = min(way.step_ps for way in found.considered[1:] if way.allowed and not way.short)
         more = best - found.step_ps
         words = "makes the fastest step" if more > 0 else "equally fast" if not more else "would save"
         assert words in found.reason()
-    tight = asked({"a": 400_000, "b": 100}, Topology(4, hbm_cap=32 * 2**20))
+    tight = plan_request({"a": 400_000, "b": 100}, Topology(4, hbm_cap=32 * 2**20))
     tight = tight.with_constraint("ebc.a", enforce_hbm=True).with_constraint("ebc.b", enforce_hbm=True)
     tight = tight.with_constraint("ebc.a", enforce_hbm=True, sharding_types=["row_wise", "table_wise"])
     found = explain(tight, "a")
@@ -259,7 +259,7 @@ def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
 
 
 def test_many_tables_are_explained_from_one_search() -> None:
-    request = asked(ROWS, Topology(4), {"t3": ParameterConstraints(["row_wise"])})
+    request = plan_request(ROWS, Topology(4), {"t3": ParameterConstraints(["row_wise"])})
     every = Explainer(request)
     for name in ROWS:
         assert str(every.explanation(f"ebc.{name}")) == str(explain(request, name))
@@ -268,25 +268,25 @@ def test_many_tables_are_explained_from_one_search() -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     pin = {"t0": ParameterConstraints(sharding=ParameterSharding("row_wise"))}
     with pytest.raises(ConfigError, match=r"Table 'ebc.t0' was given by hand"):
-        explain(asked(ROWS, Topology(2), pin), "t0")
+        explain(plan_request(ROWS, Topology(2), pin), "t0")
     with pytest.raises(ConfigError, match=r"There is no table 'x'; there are \['ebc.t0'"):
-        explain(asked(ROWS, Topology(2)), "x")
+        explain(plan_request(ROWS, Topology(2)), "x")
     with pytest.raises(PlannerError):
-        explain(asked(ROWS, Topology(2, hbm_cap=2**20)), "t0")
+        explain(plan_request(ROWS, Topology(2, hbm_cap=2**20)), "t0")
 
 
 @pytest.mark.parametrize("others", [{}, {"b": 100_000}])
 def test_rows_over_more_ranks_than_there_are_rows_are_explained_too(others: dict[str, int]) -> None:
     limits = {"a": ParameterConstraints(["row_wise"]), "b": ParameterConstraints(["row_wise"])}
     limits = {name: limits[name] for name in ("a", *others)}
-    found = explain(asked({"a": 1, **others}, Topology(4), limits), "a")
+    found = explain(plan_request({"a": 1, **others}, Topology(4), limits), "a")
     assert found.chosen.chosen
     assert found.chosen.option == "rows over 4 ranks"
     assert "Ways that its constraints rule out were not considered." in str(found)
 
 
 def test_an_explanation_knows_its_plan() -> None:
-    request = asked({"a": 1000, "b": 100_000}, Topology(2))
+    request = plan_request({"a": 1000, "b": 100_000}, Topology(2))
     plan = make_plan(request)
     found = explain(request, "a")
     assert found.is_in(plan)

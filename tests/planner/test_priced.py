@@ -1,4 +1,4 @@
-"""What plans cost, whoever made them."""
+"""Prices of plans, made by the planner or by hand."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_ranks_with_network_cards_of_their_own_wait_for_the_busiest_and_others_s
 
 
 def test_a_plan_over_a_cap_by_its_price_is_not_returned() -> None:
-    """Rows of many ranges come to every rank, whoever holds them: the search finds another plan, or none."""
+    """Rows of many ranges come to every rank, on whichever rank they lie: the search finds another plan, or none."""
     tables = configs(*[30_000] * 6, dim=64)
     limits = {t.name: ParameterConstraints(pooling_factors=[30.0]) for t in tables}
     found = set()

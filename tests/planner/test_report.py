@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.planner.asked import asked
+from tests.planner.plan_requests import plan_request
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.planner import make_plan
@@ -185,7 +185,7 @@ def test_a_report_made_by_hand_is_shown_with_what_it_has() -> None:
     assert "What weighs most" not in text
 
 
-REQUEST = asked({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
+REQUEST = plan_request({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
 
 
 def test_a_plan_is_made_and_shown_without_what_ifs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_time_on_network_cards_of_their_own_is_the_networks() -> None:
     """Two hosts whose cards are slow: no stage is named after the network, and yet it is the bottleneck."""
     topology = Topology(4, local_world_size=2, inter_host_bw=1e5)
     assert topology.nic == "device"
-    report = make_plan(asked({f"t{i}": 20_000 for i in range(8)}, topology, batch_size=4096)).report
+    report = make_plan(plan_request({f"t{i}": 20_000 for i in range(8)}, topology, batch_size=4096)).report
     assert not any("between hosts" in stage for stage in report.stages)
     largest = report.bottleneck.largest
     assert (largest.name, largest.share > 0.5) == ("network between hosts", True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.asked import ADAGRAD, asked, table
+from tests.planner.plan_requests import ADAGRAD, plan_request, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
@@ -31,7 +31,7 @@ def full() -> PlanRequest:
         "a": ParameterConstraints(["row_wise"], pooling_factors=[2, 3.5], skew=Skew(100, 1.2)),
         "b": ParameterConstraints(with_table="c", ranks="0-1"),
     }
-    return asked(tables, TWO_HOSTS, limits, batch_size=64, reserved=10, effort=2)
+    return plan_request(tables, TWO_HOSTS, limits, batch_size=64, reserved=10, effort=2)
 
 
 def test_a_request_is_read_back_from_json() -> None:
@@ -84,7 +84,7 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
 def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
     given = {"tables": [table("a")], "topology": TWO_HOSTS, **change}
     with pytest.raises(ConfigError, match=message):
-        asked(**given)
+        plan_request(**given)
 
 
 def test_reads_are_what_constraints_say_of_each_feature() -> None:
@@ -94,26 +94,28 @@ def test_reads_are_what_constraints_say_of_each_feature() -> None:
             pooling_factors=[2, 5], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True
         )
     }
-    (work,) = asked([two], TWO_HOSTS, limits, batch_size=64).works()
+    (work,) = plan_request([two], TWO_HOSTS, limits, batch_size=64).works()
     assert [(r.bags, r.ids_per_bag, r.weighted) for r in work.reads] == [(24, 2, True), (48, 5, True)]
-    (plain,) = asked([two], TWO_HOSTS, batch_size=64).works()
+    (plain,) = plan_request([two], TWO_HOSTS, batch_size=64).works()
     assert [(r.bags, r.ids_per_bag, r.weighted) for r in plain.reads] == [(64, 1, False)] * 2
-    (weighted,) = asked([replace(two, weighted=True)], TWO_HOSTS, batch_size=64).works()
+    (weighted,) = plan_request([replace(two, weighted=True)], TWO_HOSTS, batch_size=64).works()
     assert all(r.weighted for r in weighted.reads)
     with pytest.raises(ConfigError, match=r"pooling_factors has 3 numbers for 2 features"):
-        asked([two], TWO_HOSTS, {"a": ParameterConstraints(pooling_factors=[1, 2, 3])}).works()
+        plan_request([two], TWO_HOSTS, {"a": ParameterConstraints(pooling_factors=[1, 2, 3])}).works()
 
 
 def test_a_table_without_gradients_has_neither_state_nor_gradient() -> None:
-    (work,) = asked([table("a", trained=False)], TWO_HOSTS).works()
+    (work,) = plan_request([table("a", trained=False)], TWO_HOSTS).works()
     assert work.optimizer is not None
     assert not work.optimizer.slots
 
 
 def test_input_bytes_are_ids_lengths_and_weights_of_a_batch() -> None:
-    assert asked([table("a")], TWO_HOSTS, batch_size=100).input_bytes() == pytest.approx(100 * (4 + 8), abs=1)
+    assert plan_request([table("a")], TWO_HOSTS, batch_size=100).input_bytes() == pytest.approx(
+        100 * (4 + 8), abs=1
+    )
     limits = {"a": ParameterConstraints(pooling_factors=[3], is_weighted=True)}
-    assert asked([table("a")], TWO_HOSTS, limits, batch_size=100).input_bytes() == pytest.approx(
+    assert plan_request([table("a")], TWO_HOSTS, limits, batch_size=100).input_bytes() == pytest.approx(
         100 * (4 + 36), abs=1
     )
 
@@ -133,25 +135,25 @@ def test_input_bytes_are_ids_lengths_and_weights_of_a_batch() -> None:
 def test_types_that_come_down_to_simpler_ones_are_searched_as_these(
     kind: str, topology: Topology, dim: int, searched: tuple[str, ...]
 ) -> None:
-    request = asked([table("a", dim=dim)], topology, {"a": ParameterConstraints([kind])})
+    request = plan_request([table("a", dim=dim)], topology, {"a": ParameterConstraints([kind])})
     limits = request.limits({}).get("ebc.a")
     assert (() if limits is None else limits.types) == tuple(ShardingType(word) for word in searched)
 
 
 def test_tables_that_lie_together_are_grouped_through_each_other() -> None:
     limits = {"a": ParameterConstraints(with_table="b"), "c": ParameterConstraints(with_table="ebc.b")}
-    request = asked({"a": 10, "b": 10, "c": 10, "d": 10}, TWO_HOSTS, limits)
+    request = plan_request({"a": 10, "b": 10, "c": 10, "d": 10}, TWO_HOSTS, limits)
     assert request.groups({}) == [["ebc.a", "ebc.b", "ebc.c"]]
     pin = {"ebc.b": ParameterSharding("table_wise", ranks=[2])}
     assert request.groups(pin) == []
     with pytest.raises(ConfigError, match=r"with_table='x' is no table of the model"):
-        asked({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
+        plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
 
 
 def test_a_name_that_several_tables_have_is_asked_about() -> None:
     tables = [table("a"), replace(table("x"), names=(("u", "x"),)), replace(table("x"), names=(("v", "x"),))]
     with pytest.raises(ConfigError, match=r"with_table='x' may be any of \['u.x', 'v.x'\]"):
-        asked(tables, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
+        plan_request(tables, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_requests_of_other_versions_and_other_things_are_refused() -> None:
 
 
 def test_works_come_by_key_whatever_the_order_of_tables() -> None:
-    assert [work.name for work in asked({"b": 1, "a": 2, "c": 3}, TWO_HOSTS).works()] == [
+    assert [work.name for work in plan_request({"b": 1, "a": 2, "c": 3}, TWO_HOSTS).works()] == [
         "ebc.a",
         "ebc.b",
         "ebc.c",
@@ -228,7 +230,7 @@ def test_works_come_by_key_whatever_the_order_of_tables() -> None:
 
 
 def test_of_ranks_that_differ_a_part_is_reserved_of_each() -> None:
-    request = asked({"a": 10}, Topology(2, hbm_caps=[1000, 3001]), reserved=7, reserved_part=0.1)
+    request = plan_request({"a": 10}, Topology(2, hbm_caps=[1000, 3001]), reserved=7, reserved_part=0.1)
     assert request.reserved_bytes() == [107, 308]
     assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))).digest() == request.digest()
 
@@ -265,16 +267,16 @@ def test_fields_of_another_kind_are_refused(item: dict[str, Any], message: str) 
 )
 def test_numbers_out_of_range_are_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        asked({"a": 10}, TWO_HOSTS, **more)
+        plan_request({"a": 10}, TWO_HOSTS, **more)
 
 
 def test_tables_beyond_all_machines_are_refused_before_numbers_overflow() -> None:
     with pytest.raises(
         ConfigError, match=r"Table 'b' of module 'ebc': 281474976710656 x 64 cells make the tables larger"
     ):
-        asked({"a": 1, "b": 2**48}, TWO_HOSTS)
+        plan_request({"a": 1, "b": 2**48}, TWO_HOSTS)
 
 
 def test_a_table_does_not_lie_with_itself() -> None:
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='a' is the table itself"):
-        asked({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="a")}).groups({})
+        plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="a")}).groups({})

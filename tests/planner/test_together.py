@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.planner.asked import asked
+from tests.planner.plan_requests import plan_request
 from tilerec.planner.decision import decide
 from tilerec.planner.search.instance import evaluate
 from tilerec.planner.together import together
@@ -12,7 +12,9 @@ from tilerec.spec.topology import Topology
 
 
 def test_a_group_costs_and_holds_what_its_tables_do() -> None:
-    problem = decide(asked({f"t{i}": 1000 * 2**i for i in range(6)}, Topology(4, local_world_size=2))).problem
+    problem = decide(
+        plan_request({f"t{i}": 1000 * 2**i for i in range(6)}, Topology(4, local_world_size=2))
+    ).problem
     instance = problem.instance
     joined, row = together(instance, [["ebc.t4", "ebc.t1", "ebc.t3"]])
     assert joined.names == ("ebc.t0", "ebc.t1", "ebc.t2", "ebc.t5")
@@ -30,7 +32,7 @@ def test_a_group_costs_and_holds_what_its_tables_do() -> None:
 
 
 def test_no_groups_change_nothing() -> None:
-    instance = decide(asked({"a": 10, "b": 20}, Topology(2))).problem.instance
+    instance = decide(plan_request({"a": 10, "b": 20}, Topology(2))).problem.instance
     same, row = together(instance, [])
     assert same is instance
     assert row.tolist() == [0, 1]

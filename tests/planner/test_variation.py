@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.planner.asked import asked
+from tests.planner.plan_requests import plan_request
 from tilerec.errors import ConfigError
 from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner.constraints import ParameterConstraints
@@ -30,7 +30,7 @@ from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.topology import Topology
 
-REQUEST = asked({"a": 100, "b": 10}, Topology(8, hbm_cap=1000, local_world_size=4), reserved=100)
+REQUEST = plan_request({"a": 100, "b": 10}, Topology(8, hbm_cap=1000, local_world_size=4), reserved=100)
 
 
 def test_nothing_changes_nothing() -> None:
@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
 
 
 def test_hosts_of_different_sizes_need_a_size() -> None:
-    uneven = asked({"a": 10}, Topology(3, hosts=[[0, 1], [2]]), {"a": ParameterConstraints()})
+    uneven = plan_request({"a": 10}, Topology(3, hosts=[[0, 1], [2]]), {"a": ParameterConstraints()})
     with pytest.raises(ConfigError, match="The hosts differ in size"):
         varied(uneven, hosts=2)
     assert varied(uneven, hosts=2, ranks_per_host=2).topology.world_size == 4
@@ -76,7 +76,7 @@ def test_what_is_reserved_as_a_part_grows_with_the_memory() -> None:
 
 
 def test_ranks_that_differ_in_memory_need_a_cap_for_new_ones() -> None:
-    differ = asked({"a": 10}, Topology(2, hbm_caps=[2**30, 2**31], local_world_size=1))
+    differ = plan_request({"a": 10}, Topology(2, hbm_caps=[2**30, 2**31], local_world_size=1))
     with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); say how much the new ones have"):
         varied(differ, hosts=4)
     other = varied(differ, hosts=4, hbm_cap=2**32).topology
@@ -113,7 +113,7 @@ def made(inputs: dict[str, Any]) -> EmbeddingShardingPlanner:
 
 
 def asked_of(planner: EmbeddingShardingPlanner, inputs: dict[str, Any]) -> PlanRequest:
-    """What a planner asks for, of tables of a type that travel in a format."""
+    """A request with tables of one data type and one wire format."""
     wire = inputs["wire"]
     formats = None if wire is None else Wire(wire, wire)
     tables = [

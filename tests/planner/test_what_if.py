@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planner.asked import asked, table
+from tests.planner.plan_requests import plan_request, table
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import make_plan
 from tilerec.planner.variation import varied
@@ -13,7 +13,7 @@ from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
 
-REQUEST = asked({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
+REQUEST = plan_request({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)
 
 
 def test_what_would_help_is_what_plans_made_afresh_take() -> None:
@@ -44,7 +44,7 @@ def test_what_would_help_is_what_plans_made_afresh_take() -> None:
 
 
 def test_only_changes_that_apply_are_tried() -> None:
-    bare = asked(
+    bare = plan_request(
         [table("a", 1000, data_type=DataType.BF16, optimizer=None, wire=Wire("bf16", "bf16"))], Topology(2)
     )
     request = bare.with_constraint("ebc.a", sharding_types=["row_wise"])
@@ -53,17 +53,17 @@ def test_only_changes_that_apply_are_tried() -> None:
         "twice the batch, 1,024 samples of a rank", "one more host, 2 x 2 ranks",
         "an optimizer in the backward pass for 1 table", "no constraints on how 1 table may lie",
     }  # fmt: skip
-    assert {one.change for one in make_plan(asked({"a": 10}, Topology(1))).report.what_would_help()} == {
+    assert {one.change for one in make_plan(plan_request({"a": 10}, Topology(1))).report.what_would_help()} == {
         "bf16 rows in 1 table", "twice the batch, 1,024 samples of a rank", "one more host, 2 x 1 ranks",
     }  # fmt: skip
 
 
 def test_changes_that_fail_or_gain_nothing_say_so() -> None:
-    full = asked({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0))
+    full = plan_request({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0))
     assert make_plan(full).report.fullest_rank == 0
     found = {one.change: one for one in what_ifs(full, 10**12, 0.95)}
     assert found["twice the memory, 40.0 MiB of a rank"].step_ps is not None
-    tight = asked({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0), batch_size=4096)
+    tight = plan_request({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0), batch_size=4096)
     cost = make_plan(tight).report.cost_ps
     doubled = what_ifs(varied(tight, batch_size=4096), cost)
     (batch,) = [one for one in doubled if one.change.startswith("twice the batch")]

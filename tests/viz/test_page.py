@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.planner.asked import asked, table
+from tests.planner.plan_requests import plan_request, table
 from tests.viz.browser import Browser, Page, browser_path
 from tests.viz.reports import entry, large, plan_of, report, small
 from tilerec.planner.constraints import ParameterConstraints
@@ -297,7 +297,7 @@ def planned() -> PlanReport:
         "pin": ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[1])),
     }
     tables = [table("a", 400_000), table("b", 3_000), table("narrow", 9_000, 16), table("pin", 70)]
-    return make_plan(asked(tables, Topology(2, local_world_size=1), limits, batch_size=2048)).report
+    return make_plan(plan_request(tables, Topology(2, local_world_size=1), limits, batch_size=2048)).report
 
 
 def pick(page: Page, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.planner.asked import asked
+from tests.planner.plan_requests import plan_request
 from tests.viz.reports import STAGES, entry, large, plan_of, report, small
 from tilerec.errors import ConfigError
 from tilerec.planner.explain import explain
@@ -182,7 +182,7 @@ def test_the_file_is_written_or_the_path_is_named(tmp_path: Path) -> None:
 
 def planned(tables: int) -> PlanReport:
     """The report of a plan that a planner made."""
-    return make_plan(asked({f"t{i:03d}": 500 + 37 * i for i in range(tables)}, Topology(2))).report
+    return make_plan(plan_request({f"t{i:03d}": 500 + 37 * i for i in range(tables)}, Topology(2))).report
 
 
 def test_the_page_explains_as_many_tables_as_it_is_said_and_names_the_command_for_others(

@@ -65,7 +65,7 @@ class Decision:
         bound: ps that no plan's price is below, of those made of the problem's options.
         priced: what the plan costs; None without one.
         offload: device memory alone did not do, so host memory was tried, too.
-        by_caps: keys of `pins` that nobody gave: ranges of rows in proportion to the ranks' memory.
+        by_caps: keys of `pins` that the search made: ranges of rows in proportion to the ranks' memory.
     """
 
     request: PlanRequest
@@ -131,7 +131,7 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     """Search for a plan.
 
     Args:
-        quick: take the first plan that fits, with a bound that says little, within this work.
+        quick: take the first plan that fits, with a loose bound, within this work.
 
     Raises:
         ConfigError: constraints leave a table no option.
@@ -318,18 +318,18 @@ def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
 def _finished(
     made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
 ) -> ParameterSharding:
-    """With the kernel that is known, the word that the user knows it by, and ids per bag where they were told."""
+    """With the kernel that is known, the word that the user knows it by, and ids per bag where they are known."""
     allowed = () if limits is None else limits.types_allowed()
     kind = made.kind if not allowed or made.kind in allowed else _called(made, allowed, topology)
     kernel = kernel_of(table, limits)
-    told = made.ids_per_bag
-    if told is None and limits is not None:
-        told = limits.ids_per_bag()
-    if (kind, kernel, told) == (made.kind, made.kernel, made.ids_per_bag):
+    ids_per_bag = made.ids_per_bag
+    if ids_per_bag is None and limits is not None:
+        ids_per_bag = limits.ids_per_bag()
+    if (kind, kernel, ids_per_bag) == (made.kind, made.kernel, made.ids_per_bag):
         return made
     # All of it was checked already; a new record would check a thousand ranks again.
     finished = ParameterSharding.__new__(ParameterSharding)
-    vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=told)
+    vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=ids_per_bag)
     if kernel is not None and kernel not in KERNELS_IN_USE:
         return replace(finished)  # which warns
     return finished

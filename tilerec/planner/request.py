@@ -168,7 +168,7 @@ class PlanRequest:
         works = []
         for table in sorted(self.tables, key=lambda table: table.key):
             limits = self.constraints.get(table.key)
-            told = None if limits is None else limits.ids_per_bag()
+            ids_per_bag = None if limits is None else limits.ids_per_bag()
             reads = plain[len(table.features)]
             if table.weighted or limits is not None:
                 reads = self._reads(table, limits or ParameterConstraints())
@@ -184,8 +184,8 @@ class PlanRequest:
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
-                    # As sharding has it: where nobody says how many ids a bag has, hosts add rows up.
-                    sums_in_hosts=None if not table.pooled else (told is None or told > 1),
+                    # As sharding has it: where ids per bag are unknown, hosts add rows up.
+                    sums_in_hosts=None if not table.pooled else (ids_per_bag is None or ids_per_bag > 1),
                     **({} if limits is None and table.cached is None else _cache_of(table, limits)),
                 )
             )

@@ -52,10 +52,10 @@ def _type(
     ranks, hosts = topology.world_size, topology.host_count
     if not limits.types or is_of(option, limits.types, ranks, hosts) or given is None:
         return ""
-    asked = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
-    if asked:
+    wanted = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
+    if wanted:
         simpler = " or ".join(kind.value for kind in limits.types)
-        return f"{asked[0].value} comes down to {simpler} here: {_too_narrow(asked, dim, given, topology)}"
+        return f"{wanted[0].value} comes down to {simpler} here: {_too_narrow(wanted, dim, given, topology)}"
     said = given.sharding_types_said()
     if said and not is_of(option, said, ranks, hosts):
         return f"its sharding_types are {', '.join(kind.value for kind in said)}"
@@ -63,13 +63,13 @@ def _type(
 
 
 def _too_narrow(
-    asked: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology
+    wanted: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology
 ) -> str:
-    """Why no column split of the types asked for was possible at all."""
+    """The reason why no column split of the allowed types is possible."""
     sizes = [len(host) for host in topology.host_ranks]
     most = topology.world_size
-    if ShardingType.COLUMN_WISE not in asked:
-        most = max(sizes) if ShardingType.TABLE_COLUMN_WISE in asked else topology.host_count
+    if ShardingType.COLUMN_WISE not in wanted:
+        most = max(sizes) if ShardingType.TABLE_COLUMN_WISE in wanted else topology.host_count
     least = _least(given.min_partition)
     return f"no split of its {dim} columns into 2 to {most} even tiles leaves {least} in each"
 

@@ -168,7 +168,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
 
 
 def _on_device(request: PlanRequest) -> PlanRequest:
-    """The request whose tables stay in device memory, unless something says where their rows lie."""
+    """The request whose tables stay in device memory, unless a constraint gives the place of their rows."""
     if not request.may_offload():
         return request
     free = {

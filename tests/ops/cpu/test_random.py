@@ -104,7 +104,7 @@ def test_a_strided_or_fp64_tile_goes_to_the_reference() -> None:
 
 
 def test_rows_of_a_strided_tile_are_those_of_a_tile_of_its_own() -> None:
-    """Its columns do not lie side by side, or every other row number is asked for."""
+    """Its columns do not lie side by side, or every other row number is given."""
     rows = torch.tensor([5, 9, 2, 0])
     want = torch.empty(4, 6)
     torch.ops.tilerec.random_rows_(want, rows, KEY, 1, "uniform", -1.0, 1.0)

@@ -16,10 +16,10 @@ from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options
 from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
-from tilerec.planner.search.instance import SHARE, evaluate
+from tilerec.planner.search.instance import SHARE, Solution, evaluate
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ShardingType
-from tilerec.spec.tile import ceil_chunks
+from tilerec.spec.tile import Tiling, ceil_chunks
 from tilerec.spec.topology import Topology
 
 PLAIN = specs.SGD(0.1)
@@ -257,16 +257,19 @@ def test_tables_that_must_lie_within_a_host_are_shared_out_among_hosts() -> None
         assert first.isdisjoint({"t2", "t4"})
 
 
-def test_parts_of_an_uneven_split_pay_for_themselves_however_few_rows_they_have() -> None:
-    topology = Topology(8)
-    table = TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[Reads(512, 1)])
-    problem = build([table], topology)
+def uneven_rows(reads: Reads) -> tuple[Problem, int, Solution, Tiling]:
+    """One table in row ranges on 8 ranks: half of it, and seven parts of a fourteenth."""
+    problem = build([TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[reads])], Topology(8))
     o = [str(option) for option in problem.options].index("rows over 8 ranks")
     shares = np.array([SHARE // 2, *[SHARE // 14] * 6])
     shares = np.append(shares, SHARE - shares.sum())
-    found = evaluate(problem.instance, np.array([o]), [()], {0: shares})
     tiling = problem.sharding(0, o, (), shares).tiling
     assert tiling is not None
+    return problem, o, evaluate(problem.instance, np.array([o]), [()], {0: shares}), tiling
+
+
+def test_parts_of_an_uneven_split_pay_for_themselves_however_few_rows_they_have() -> None:
+    problem, o, found, tiling = uneven_rows(Reads(512, 1))
     own, ids = found.load[:, 0] / 1e12, price([tiling], problem.model).stages["ids"]
     assert own - own.min() == pytest.approx(ids - ids.min(), rel=0.01, abs=2e-9)
     # One large part, and seven alike: all of them pay for being one.
@@ -276,14 +279,7 @@ def test_parts_of_an_uneven_split_pay_for_themselves_however_few_rows_they_have(
 
 
 def test_bags_of_many_ids_are_in_any_range_however_few_rows_it_has() -> None:
-    table = TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[Reads(512, 50)])
-    problem = build([table], Topology(8))
-    o = [str(option) for option in problem.options].index("rows over 8 ranks")
-    shares = np.array([SHARE // 2, *[SHARE // 14] * 6])
-    shares = np.append(shares, SHARE - shares.sum())
-    found = evaluate(problem.instance, np.array([o]), [()], {0: shares})
-    tiling = problem.sharding(0, o, (), shares).tiling
-    assert tiling is not None
+    problem, _, found, tiling = uneven_rows(Reads(512, 50))
     rows = problem.stages.index("rows")
     sent = price([tiling], problem.model).stages["rows"]
     # 97 % of the bags have an id in a fourteenth of the rows, 100 % in the half.

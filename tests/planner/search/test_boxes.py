@@ -99,7 +99,7 @@ def test_no_uneven_split_is_below_the_bound_whatever_its_parts_pay_in_any_case(
 
 
 def test_options_that_no_good_plan_has_do_not_lower_floors() -> None:
-    # 300 on one of 4 ranks; and 150 on each, or 700 on one, which is more than the bound is asked about: so all ranks
+    # 300 on one of 4 ranks; and 150 on each, or 700 on one, which is above the limit of the bound: so all ranks
     # bear 150, and one of them 300 more.
     instance = one_stage([[300, 0], [700, 150]], [1, 4], [1, 1], 4)
     width = instance.width.copy()

@@ -5,7 +5,7 @@ Nouns
   group    row pieces on one host, whose rows are added there before they cross to another
 
 Everything is computed for one option of all tables at a time, by the formulas of `Model`; the same that `price` uses
-for tilings that are known. On hosts of one size, an arrangement costs what `price` says, but for what an instance
+for tilings that are known. On hosts of one size, the cost of an arrangement equals `price`, but for what an instance
 cannot see: which column blocks will share a host, and how traffic is spread over ranges of rows of ordered ids. There
 the instance for the search takes an estimate, and a second one, for the bound, the least that can be (`Problem.lower`).
 

@@ -42,7 +42,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     """Every set of charges that leaves each table an option, the one with the least bound first.
 
     The prices that are best with all charges paid bound every set, with one pass over the tables; sets that cannot be
-    among the best are left at that. With more than eight charges they are not told apart: one set, nothing charged.
+    among the best are left at that. More than eight charges count as one set, and nothing is charged.
     """
     instance = relaxed.instance
     charges = len(instance.charge)

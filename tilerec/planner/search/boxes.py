@@ -38,7 +38,7 @@ BITS = 5
 ONE = 1 << BITS
 CLIMBS = 8  # changes of all weights in a box
 KEPT = 8  # choices of options that are kept
-CLOSE = 2000  # boxes within 1 / CLOSE of each other are not told apart
+CLOSE = 2000  # boxes within 1 / CLOSE of each other count as equal
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class Boxes:
     def search(self, upper: int, work: Work, dives: bool = False) -> int:
         """ps that no plan is below, as far as it is at most `upper`; `found` has options, the most promising first.
 
-        May be asked again: it goes on where it stopped. `dives`: for options rather than for the bound.
+        A second call goes on where the first stopped. `dives`: for options rather than for the bound.
         """
         top = upper * self.ranks << BITS
         dive: _Box | None = None  # a box whose options are better than those it was cut from is cut next

@@ -58,7 +58,7 @@ def solve(instance: Instance, *, effort: int = 1, work: Work | None = None) -> S
     """A plan within all caps, its cost, and a bound that no plan's cost is below.
 
     Args:
-        effort: each step doubles the work. 0: the first plan that fits, with a bound that says little.
+        effort: each step doubles the work. 0: the first plan that fits, with a loose bound.
         work: what the search may do at most; what it does is spent there.
     """
     order = np.array(sorted(range(instance.tables), key=instance.names.__getitem__), np.int64)

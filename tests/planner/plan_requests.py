@@ -19,7 +19,7 @@ def table(name: str, rows: int = 1000, dim: int = 64, **more: Any) -> PlannedTab
     return PlannedTable((("ebc", name),), rows, dim, **given)
 
 
-def asked(
+def plan_request(
     tables: dict[str, int] | list[PlannedTable],
     topology: Topology,
     constraints: dict[str, ParameterConstraints] | None = None,
