@@ -11,6 +11,7 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts, sizes_of_shares
+from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.price import price
@@ -135,6 +136,43 @@ def test_no_arrangement_is_cheaper_than_its_lower_instance_says(
         assert np.all(lower.memory <= priced.memory * (1 + ROUGH) + 1)
 
 
+def test_ids_of_a_table_of_two_to_the_31_rows_take_eight_bytes() -> None:
+    topology = Topology(8, local_world_size=4)
+    found = []
+    for rows in ((1 << 31) - 1, 1 << 31):
+        problem = build([TableWork("t", rows, 16, optimizer=PLAIN, reads=[Reads(512, 3)])], topology)
+        option, places, tilings = drawn(problem, topology, (Way.WHOLE,))
+        ids = price(tilings, apart(problem, option)).stages["ids"].max()
+        found.append((evaluate(problem.instance, option, places).stage[0] / 1e12, ids))
+    (short, short_price), (tall, tall_price) = found
+    assert tall - short == pytest.approx(tall_price - short_price, rel=1e-3)
+
+
+@pytest.mark.parametrize("dear", ["link_in", "link_out", "network_in", "network_out"])
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, "cpu"), Topology(3, "cpu"), Topology(8, "cpu", local_world_size=4)],
+    ids=str,
+)
+def test_a_direction_that_is_dearer_than_the_other_raises_no_bound_above_a_price(
+    topology: Topology, dear: str
+) -> None:
+    """Where both directions take the same processor's time, a home saves what its own rank holds."""
+    speeds = default_speeds(topology)
+    for times in (1.5, 5.0):
+        topology = dataclasses.replace(
+            topology, speeds=dataclasses.replace(speeds, **{dear: times * getattr(speeds, dear)})
+        )
+        for ways in WAYS:
+            if ways == (Way.GRID, Way.WHOLE) and topology.host_count == 1:
+                continue
+            problem = build(works(12), topology)
+            option, places, tilings = drawn(problem, topology, ways)
+            priced = price(tilings, apart(problem, option)).seconds
+            lower = evaluate(problem.lower, option, places).cost / 1e12
+            assert 0.9 * priced <= lower <= priced * (1 + 2e-4)
+
+
 def test_on_unlike_hosts_the_search_goes_by_a_mean() -> None:
     topology = Topology(8, hosts=[[0, 1, 2], [3, 4, 5, 6, 7]])
     problem = build(works(24), topology)
@@ -218,6 +256,14 @@ def test_every_option_is_a_tiling_of_the_type_it_is_called() -> None:
     assert problem.sharding(0, [str(o) for o in problem.options].index("columns x 2"), (5, 2)).kind is (
         ShardingType.COLUMN_WISE
     )
+
+
+def test_one_range_of_rows_is_a_whole_table() -> None:
+    """Also where a table is limited to one rank."""
+    options = [str(option) for option in enumerate_options(Topology(20), [64], row_splits=[1, 5, 20])]
+    assert "rows x 1" not in options
+    assert "rows x 5" in options
+    assert len(set(options)) == len(options)
 
 
 def test_limits_leave_the_options_of_their_types() -> None:

@@ -433,7 +433,7 @@ class _Builder:
             ("rows", home_P * forward),
             ("gradients", home_P * backward),
         ):
-            self._home_link(o, t, stage, parts * count, "in" if stage == "rows" else "out")
+            self._home_link(o, t, stage, parts * count, "out" if stage == "rows" else "in")
         if self.hosts > 1:
             crossing = direct * P + merge * union / members
             places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
@@ -527,35 +527,46 @@ class _Builder:
         self, o: int, t: Ints, stage: str, count: Floats, homes: float, way: str, fixed: Floats | float = 0.0
     ) -> None:
         """Bytes between an owner and each of its host's other ranks; fixed: the part that does not go with rows."""
-        speeds = self.model.speeds
-        rate, other = (speeds.link_in, speeds.link_out) if way == "in" else (speeds.link_out, speeds.link_in)
-        # A home need not send to itself.
-        saved = 0.0 if speeds.duplex or self.hosts > 1 else np.where(self.unknown[t], 0.0, other)
-        self._put(self.cost, o, t, stage, count * (homes * rate - saved))
-        self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
+        rate, other = self._rates(way, network=False)
+        known = not self.model.speeds.duplex and self.hosts == 1
+        each, _ = _sides(homes * rate, other, self.ranks) if known else (homes * rate, 0.0)
+        each = np.where(self.unknown[t], homes * rate, each)
+        self._put(self.cost, o, t, stage, count * each)
+        self._put(self.fixed, o, t, stage, fixed * count * each)
 
     def _home_link(self, o: int, t: Ints, stage: str, count: Floats, way: str) -> None:
-        speeds = self.model.speeds
-        if not speeds.duplex and (self.hosts == 1 or not self.lower):
-            rate = speeds.link_in if way == "in" else speeds.link_out
-            count = np.where(self.unknown[t], 0.0, count)
-            self._put(self.home, o, t, stage, count * rate * (self.near + 1.0) / self.ranks)
+        """Bytes between a home and all owners; way: of the owners."""
+        rate, other = self._rates(way, network=False)
+        if not self.model.speeds.duplex and (self.hosts == 1 or not self.lower):
+            if self.hosts == 1:
+                _, each = _sides(self.near * rate, other, self.ranks)
+            else:
+                each = other * (self.near + 1.0) / self.ranks
+            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, count) * each)
 
     def _between_hosts(
         self, o: int, t: Ints, stage: str, count: Floats, at_home: Floats, homes: float, way: str,
         fixed: Floats | float,
     ) -> None:  # fmt: skip
         """Bytes between an owner and each rank of other hosts, and those of each home."""
-        speeds = self.model.speeds
-        rates = (speeds.network_in, speeds.network_out)
-        rate, other = rates if way == "in" else rates[::-1]
+        rate, other = self._rates(way, network=True)
         # Of a card that a host's ranks share, what its homes need not send is known, if hosts are alike.
-        known = not speeds.duplex and self.alike and self.topology.nic == "host"
-        saved = np.where(self.unknown[t], 0.0, (self.near + 1.0) * other) if known else 0.0
-        self._put(self.cost, o, t, stage, count * (homes * rate - saved))
-        self._put(self.fixed, o, t, stage, fixed * count * (homes * rate - saved))
+        known = not self.model.speeds.duplex and self.alike and self.topology.nic == "host"
+        each, each_home = (
+            _sides(homes * rate, (self.near + 1.0) * other, self.hosts) if known else (homes * rate, 0.0)
+        )
+        each = np.where(self.unknown[t], homes * rate, each)
+        self._put(self.cost, o, t, stage, count * each)
+        self._put(self.fixed, o, t, stage, fixed * count * each)
         if known:
-            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * other))
+            per_own = self.near + 1.0
+            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * each_home / per_own))
+
+    def _rates(self, way: str, *, network: bool) -> tuple[float, float]:
+        """Seconds per byte of the owner's direction, and of the other."""
+        speeds = self.model.speeds
+        rates = (speeds.network_in, speeds.network_out) if network else (speeds.link_in, speeds.link_out)
+        return rates if way == "in" else (rates[1], rates[0])
 
     def _row_sums(self, o: int, t: Ints, way: Way, columns: int, distinct: Floats, width: Floats) -> None:
         """Column blocks of rules over whole rows send each other sums."""
@@ -632,6 +643,20 @@ class _Builder:
         at_home = 2.0 * self.output + rows + self.whole_payload * (1 + model.depth)
         memory[:, model.tier] += int(float(sum(at_home.tolist())))
         return cost, memory
+
+
+def _sides(owner: float, kept: float, units: int) -> tuple[float, float]:
+    """Seconds per byte of a link that carries both directions: of the owner's side beyond the homes', and of the homes'.
+
+    A rank (or host, where a card is shared) sends `kept` less, as a home, for what lies on itself. An owner's side that
+    would be below zero counts as zero; then the homes' side is the mean over all units, which the slowest is not below.
+
+    Args:
+        owner: seconds per byte that the owner sends to (or gets from) all homes elsewhere.
+        kept: seconds per byte of the unit's own homes. units: ranks, or hosts.
+    """
+    own = owner - kept
+    return (own, kept) if own >= 0.0 else (0.0, kept + own / units)
 
 
 def _on_one_host(limit: Limits) -> bool:
