@@ -529,8 +529,8 @@ class _Builder:
         """Bytes between an owner and each of its host's other ranks; fixed: the part that does not go with rows."""
         rate, other = self._rates(way, network=False)
         known = not self.model.speeds.duplex and self.hosts == 1
-        each, _ = _sides(homes * rate, other, self.ranks) if known else (homes * rate, 0.0)
-        each = np.where(self.unknown[t], homes * rate, each)
+        own = _sides(homes * rate, other, self.ranks)[0] if known else homes * rate
+        each = np.where(self.unknown[t], homes * rate, own)
         self._put(self.cost, o, t, stage, count * each)
         self._put(self.fixed, o, t, stage, fixed * count * each)
 
@@ -552,15 +552,12 @@ class _Builder:
         rate, other = self._rates(way, network=True)
         # Of a card that a host's ranks share, what its homes need not send is known, if hosts are alike.
         known = not self.model.speeds.duplex and self.alike and self.topology.nic == "host"
-        each, each_home = (
-            _sides(homes * rate, (self.near + 1.0) * other, self.hosts) if known else (homes * rate, 0.0)
-        )
-        each = np.where(self.unknown[t], homes * rate, each)
+        on_host = self.near + 1.0
+        own, at = _sides(homes * rate, on_host * other, self.hosts) if known else (homes * rate, 0.0)
+        each = np.where(self.unknown[t], homes * rate, own)
         self._put(self.cost, o, t, stage, count * each)
         self._put(self.fixed, o, t, stage, fixed * count * each)
-        if known:
-            per_own = self.near + 1.0
-            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * each_home / per_own))
+        self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * at / on_host))
 
     def _rates(self, way: str, *, network: bool) -> tuple[float, float]:
         """Seconds per byte of the owner's direction, and of the other."""
@@ -646,7 +643,7 @@ class _Builder:
 
 
 def _sides(owner: float, kept: float, units: int) -> tuple[float, float]:
-    """Seconds per byte of a link that carries both directions: of the owner's side beyond the homes', and of the homes'.
+    """Seconds per byte of a link that carries both directions: the owner's side beyond the homes', and the homes'.
 
     A rank (or host, where a card is shared) sends `kept` less, as a home, for what lies on itself. An owner's side that
     would be below zero counts as zero; then the homes' side is the mean over all units, which the slowest is not below.
