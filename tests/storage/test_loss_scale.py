@@ -12,6 +12,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.storage import loss_scale
 
 BATCH = KeyedJaggedTensor.from_lengths_sync(["t"], torch.tensor([1, 2, 2]), torch.tensor([1, 2]))
 
@@ -83,3 +84,33 @@ def test_a_scaler_that_scales_nothing_is_no_obstacle(idle: str) -> None:
     if idle == "gone":
         del scaler
     loss.backward()  # raises nothing
+
+
+@pytest.mark.parametrize("when", ["made before", "made after"])
+def test_a_scaler_that_is_first_used_after_some_updates_is_refused_too(when: str) -> None:
+    model = Model()
+    scaler = torch.amp.GradScaler("cpu") if when == "made before" else None
+    for _ in range(2):
+        model().backward()
+    before = model.tables.embedding_bags["t"].weight.detach().clone()
+    scaler = scaler or torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match=r"but a GradScaler multiplies losses by 65536\.0"):
+        scaler.scale(model()).backward()
+    assert torch.equal(model.tables.embedding_bags["t"].weight, before)
+
+
+def test_a_process_is_searched_for_scalers_only_when_one_came_or_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, searches, living = Model(), [], loss_scale._living
+    monkeypatch.setattr(loss_scale, "_living", lambda classes: searches.append(1) or living(classes))
+    model().backward()
+    searches.clear()
+    for _ in range(3):
+        model().backward()
+    assert not searches
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        model().backward()
+    assert len(searches) == 1
+    del scaler

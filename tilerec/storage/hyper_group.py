@@ -52,7 +52,7 @@ class HyperGroup(dict[str, Any]):
         self._digest: int | None = None  # until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
         self._copied: float | None = None  # what they hold
-        # The loss scale was given or written, or no GradScaler was found when it was looked for.
+        # The loss scale was given or written: a GradScaler with another one is not for these tables.
         self.scale_known = values.get("grad_scale", 1.0) != 1.0
         self._frozen = False  # a graph has captured an update by these numbers
 

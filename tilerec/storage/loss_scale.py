@@ -1,14 +1,16 @@
 """The scale of the loss: what `torch.amp.GradScaler` multiplies it by, an attached optimizer must divide by.
 
 A scaler divides the `.grad`s of the optimizers that it steps. Tables with attached optimizers have none, so the scale
-is written into their `param_groups`. If it was never written, and a scaler in use is found at the first update, the
-update is refused: it would move rows 65,536 times too far.
+is written into their `param_groups`. If it was never written, and a scaler in use is found at an update, the update is
+refused: it would move rows 65,536 times too far.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import weakref
+from dataclasses import dataclass, field
 
 from torch.amp.grad_scaler import GradScaler
 
@@ -17,15 +19,11 @@ from tilerec.storage.hyper_group import HyperGroup
 
 
 def check_scale(table: str, group: HyperGroup) -> None:
-    """Raise a `ConfigError` if a loss scale is in use and nothing was written to the group's `grad_scale`.
-
-    Looked for once per group, at its first update. An instance holds a reference to its class, so a process without
-    scalers is known by the class's count of references, and nothing is searched.
-    """
-    scales = [
-        scaler.get_scale() for scaler in _scalers() if scaler.is_enabled() and scaler._scale is not None
-    ]
-    foreign = next((scale for scale in scales if scale != group["grad_scale"]), None)
+    """Raise a `ConfigError` if a loss scale is in use and nothing was written to the group's `grad_scale`."""
+    foreign = _other_scale(group)
+    if foreign is not None:
+        gc.collect()  # a scaler that waits for the collector does not count
+        foreign = _other_scale(group)
     if foreign is not None:
         raise ConfigError(
             f"Table '{table}': got grad_scale={group['grad_scale']}, but a GradScaler multiplies losses by {foreign}; "
@@ -33,28 +31,40 @@ def check_scale(table: str, group: HyperGroup) -> None:
             "group['grad_scale'] = scaler.get_scale() for group in fused_optimizer.param_groups (1.0 where the "
             "scaler is for another model)."
         )
-    group.scale_known = True
+
+
+def _other_scale(group: HyperGroup) -> float | None:
+    for scaler in _scalers():
+        if scaler.is_enabled() and scaler._scale is not None and scaler.get_scale() != group["grad_scale"]:
+            return float(scaler.get_scale())
+    return None
+
+
+@dataclass
+class _Seen:
+    """The scalers of the process when it was last searched.
+
+    An instance holds a reference to its class: as long as the classes' counts of references stay as they were, no
+    scaler came or went, and nothing is searched.
+    """
+
+    counts: tuple[int, ...] = ()
+    scalers: list[weakref.ref[GradScaler]] = field(default_factory=list)
 
 
 def _scalers() -> list[GradScaler]:
     classes: list[type] = [GradScaler]
     for kind in classes:
         classes += kind.__subclasses__()
-    counts = tuple(map(sys.getrefcount, classes))
-    if counts == _idle[0]:
-        return []
-    found = _living(classes)
-    if found:
-        found.clear()
-        gc.collect()  # those that wait for the collector do not count
-        found = _living(classes)
-    _idle[0] = () if found else counts
-    return found
+    if tuple(map(sys.getrefcount, classes)) != _SEEN.counts:
+        _SEEN.scalers = _living(classes)
+        _SEEN.counts = tuple(map(sys.getrefcount, classes))
+    found = (reference() for reference in _SEEN.scalers)
+    return [scaler for scaler in found if scaler is not None]
 
 
-def _living(classes: list[type]) -> list[GradScaler]:
-    return [thing for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
+def _living(classes: list[type]) -> list[weakref.ref[GradScaler]]:
+    return [weakref.ref(thing) for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
 
 
-_idle: list[tuple[int, ...]] = [()]
-"""References of the classes when no instance lived; empty while one does."""
+_SEEN = _Seen()

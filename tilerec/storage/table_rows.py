@@ -400,9 +400,10 @@ def counting(
         ConfigError: it is being captured, and would get numbers, which every replay would repeat; a `GradScaler` scales
             losses, and no divisor of these gradients was given.
     """
-    for table in tables:
-        if table.group is not None and not table.group.scale_known:
-            check_scale(table.name, table.group)
+    unknown = {id(table.group): table for table in tables if table.group and not table.group.scale_known}
+    for table in unknown.values():
+        assert table.group is not None
+        check_scale(table.name, table.group)
     if spec.capturable:
         if capturing():
             for table in tables:
