@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +198,25 @@ def test_a_topology_file_says_the_machines(planned: Path) -> None:
     assert "error: --device cpu: topology.json is of cuda" in text
 
 
-def test_yaml_is_read_where_the_package_is_there(here: Path) -> None:
+def test_a_list_of_tables_is_read_from_yaml(here: Path) -> None:
     (here / "t.yaml").write_text("- {name: user, num_embeddings: 10, embedding_dim: 4}\n")
-    try:
-        import yaml  # type: ignore[import-untyped, unused-ignore] # noqa: F401
-    except ImportError:
-        code, text = run("t.yaml", *WORLD)
-        assert code == 1
-        assert "reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON" in text
-    else:
-        assert run("t.yaml", *WORLD)[0] == 0
-        assert list(ShardingPlan.load("plan.json").plan[""]) == ["user"]
+    assert run("t.yaml", *WORLD)[0] == 0
+    assert list(ShardingPlan.load("plan.json").plan[""]) == ["user"]
+
+
+def test_without_the_package_yaml_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "t.yaml").write_text("- {name: user, num_embeddings: 10, embedding_dim: 4}\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    code, text = run("t.yaml", *WORLD)
+    assert code == 1
+    assert "reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON" in text
+
+
+def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
+    (here / "t.yaml").write_text("- {name: user, num_embeddings: 10, embedding_dim: 4, num_embeddings: 20}\n")
+    code, text = run("t.yaml", *WORLD)
+    assert code == 1
+    assert "got the key 'num_embeddings' twice in one mapping; expected it once" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

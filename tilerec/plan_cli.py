@@ -326,6 +326,18 @@ def _read(path: Path) -> JsonValue:
         # Aliases may name one list a billion times in a few lines.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise ConfigError(f"Tables: {path}: got an alias (*name); expected none. Write the value out.")
+        nodes = [yaml.compose(text, yaml.SafeLoader)]
+        for node in nodes:
+            if isinstance(node, yaml.MappingNode):
+                keys = [key.value for key, _ in node.value]
+                twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+                if twice is not None:
+                    raise ConfigError(
+                        f"Tables: {path}: got the key {twice!r} twice in one mapping; expected it once."
+                    )
+                nodes += [value for _, value in node.value]
+            elif isinstance(node, yaml.SequenceNode):
+                nodes += node.value
         return JsonValue.of(yaml.safe_load(text), f"Tables: {path}")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
