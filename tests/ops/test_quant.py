@@ -59,6 +59,20 @@ def test_segments_are_rows_one_after_the_other(format: str) -> None:
     assert torch.equal(unpack_segments(packed, counts, widths, format), torch.cat(back))
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(
+    format: str, bad: float
+) -> None:
+    packed = pack_rows(torch.tensor([[bad, 1.0, -2.0], [4.0, 0.0, 2.0]]), format)
+    codes = packed[:, 4:] if format == "int8" else packed[:, 4:].view(torch.float8_e4m3fn).float()
+    assert not codes[0].any()
+    assert codes[1].any()
+    back = unpack_rows(packed, format, torch.float32)
+    assert back[0].isnan().all()
+    torch.testing.assert_close(back[1], torch.tensor([4.0, 0.0, 2.0]), rtol=0.07, atol=0.02)
+
+
 def test_what_is_no_matrix_of_such_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pack_rows: format is 'int4'; use one of \['int8', 'fp8'\]"):
         pack_rows(torch.zeros(1, 2), "int4")

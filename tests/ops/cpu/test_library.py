@@ -126,9 +126,19 @@ def test_a_wider_instruction_set_than_the_machine_has_is_never_chosen(lib: ctype
 
 def test_advice_on_pages_changes_no_value() -> None:
     table = torch.arange(3 << 19, dtype=torch.float32)  # 6 MiB
-    native.advise_huge_pages(table)
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    offered = setting.is_file() and "[never]" not in setting.read_text()
+    assert native.advise_huge_pages(table) or not offered
     assert torch.equal(table, torch.arange(3 << 19, dtype=torch.float32))
     assert not native.advise_huge_pages(torch.zeros(4))  # less than a page
+
+
+def test_no_pages_are_advised_on_without_the_library_or_for_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not native.advise_huge_pages(torch.zeros(3 << 19, device="meta"))
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert not native.advise_huge_pages(torch.zeros(3 << 19))
 
 
 def test_isa_variable_caps_the_vector_width() -> None:

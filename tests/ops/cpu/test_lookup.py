@@ -398,6 +398,10 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "offsets that are no integers": ({"offsets": torch.zeros(5)}, r"offsets have .* type torch.float32"),
     "offsets that are none": ({"offsets": torch.zeros(0, dtype=torch.int64)}, "fewer bags than the batch sizes say"),
     "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags, wanted 5\)"),
+    "offsets too few for the only key": (
+        {"keys": [0], "tables": [0], "means": [0], "batches": [3], "offsets": torch.tensor([0, 2, 3])},
+        r"fewer bags .*\(3 offsets for 3 bags, wanted 4\)",
+    ),
     "key behind the offsets": ({"keys": [0, 2]}, r"fewer bags .*\(5 offsets for 6 bags, wanted 7\)"),
     "key that wraps": ({"keys": [0, 2**62]}, r"fewer bags than the batch sizes say"),
     "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; wanted no negative number"),
