@@ -139,6 +139,14 @@ class _Builder:
         kept = np.flatnonzero(there.any(0)).tolist()
         self.options = tuple(self.options[o] for o in kept)
         self.there = there[:, kept]
+        self.bags, self.all_ids, self.lengths = self.work.present(np.ones(len(self.work.names)))
+        # The pieces of an instance are not tied to one host: for the search, tables that must be on one are given it
+        # beforehand. A bound lets them lie on any.
+        self.one_host = [
+            t
+            for t, limit in self._limited()
+            if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
+        ]
         self.allowed = self._ranks_allowed()
         self._spread()
         self.stages = model.stages
@@ -153,7 +161,6 @@ class _Builder:
         self.divisible = np.zeros(shape[:2], np.bool_)
         self.fixed = np.zeros(shape, np.int64)
         work = self.work
-        self.bags, self.all_ids, self.lengths = work.present(np.ones(len(work.names)))
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)
         self.part_filled = np.zeros(len(work.names), np.bool_)
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
@@ -169,6 +176,8 @@ class _Builder:
     def exact(self) -> bool:
         """Whether nothing that costs depends on what an instance cannot see."""
         rows = np.array([option.way is Way.ROWS for option in self.options], np.bool_)
+        if self.one_host:
+            return False
         if self.hosts > 1:
             columns = np.array([option.way is Way.COLUMNS for option in self.options], np.bool_)
             summed = self.there[self.work.talks > 0][:, columns].any()
@@ -280,11 +289,7 @@ class _Builder:
     def _ranks_allowed(self) -> Bools | None:
         found: Bools | None = None
         limited = self._limited()
-        # The pieces of an instance are not tied to one host: tables that must be on one are given it beforehand.
-        one_host = [
-            t for t, limit in limited if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
-        ]
-        host = self._shared_out(one_host)
+        host = {} if self.lower else self._shared_out(self.one_host)
         for t, limit in limited:
             ranks = self.topology.ranks_of(host[t]) if t in host else limit.ranks
             if ranks is not None:
@@ -303,13 +308,18 @@ class _Builder:
         self.there = np.where(apart.any(1)[:, None], apart, self.there)
 
     def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
-        """A host for each of some tables: the largest first, each to the host that then bears least per rank."""
+        """A host for each of some tables: the largest first, each to the host that then bears least per rank.
+
+        Traffic counts, and bytes as far as they fill the memory that there is.
+        """
         work = self.work
-        held = {t: int(work.rows[t]) * int(work.dim[t]) for t in tables}
-        read = {t: int(work.ids[t] * work.dim[t]) for t in tables}
-        # Bytes and traffic count alike; whole numbers, so every machine decides alike.
-        all_held, all_read = max(sum(held.values()), 1), max(sum(read.values()), 1)
-        size = {t: held[t] * all_read + read[t] * all_held for t in tables}
+        each = np.arange(len(work.names))
+        held = self.model.weights(each, work.rows.astype(np.float64), work.dim).astype(np.int64).tolist()
+        read = {t: int((work.ids[t] + self.bags[t]) * work.dim[t]) for t in tables}
+        # Whole numbers, so every machine decides alike.
+        all_held, all_read = max(sum(held[t] for t in tables), 1), max(sum(read.values()), 1)
+        full = min(1024 * all_held // max(sum(self.topology.memory_caps), 1), 1024)
+        size = {t: (held[t] * all_read * full >> 10) + read[t] * all_held for t in tables}
         borne = [0] * self.hosts
         ranks = [len(host) for host in self.topology.host_ranks]
         found = {}
