@@ -21,6 +21,7 @@ from tilerec.planner.time_text import time_text
 from tilerec.planner.variation import varied
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Block, Tiling
+from tilerec.spec.topology import Topology
 
 TABLES: list[dict[str, Any]] = [
     {"name": "user", "num_embeddings": 2_000_000, "embedding_dim": 64, "optimizer": "RowWiseAdagrad"},
@@ -198,6 +199,14 @@ def test_a_topology_file_says_the_machines(planned: Path) -> None:
     assert "error: --device cpu: topology.json is of cuda" in text
 
 
+def test_machines_are_known_by_name(here: Path) -> None:
+    code, text = run("tables.json", "--machine", "h100", "--hosts", "2", "--hbm", "60GB")
+    assert code == 0, text
+    assert ShardingPlan.load("plan.json").world_size == 16
+    topology = PlanRequest.load("plan.request.json").topology
+    assert topology == Topology.preset("h100", hosts=2, hbm_cap=60 * 10**9)
+
+
 def test_a_list_of_tables_is_read_from_yaml(here: Path) -> None:
     (here / "t.yaml").write_text("- {name: user, num_embeddings: 10, embedding_dim: 4}\n")
     assert run("t.yaml", *WORLD)[0] == 0
@@ -222,7 +231,16 @@ def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tables.json",), "Which machines? Give --ranks-per-host (and --hosts), or --topology"),
+        (
+            ("tables.json",),
+            "Which machines? Give --machine h100, or --ranks-per-host (and --hosts), or --topology",
+        ),
+        (("tables.json", "--machine", "h10"), "got machine 'h10'; expected one of a100, h100, h200, b200"),
+        (("tables.json", "--machine", "h100", "--device", "cpu"), "--machine h100: got --device cpu, too"),
+        (
+            ("tables.json", "--machine", "h100", "--topology", "t.json"),
+            "--machine h100: got --topology t.json, too",
+        ),
         (("nothing.json", *WORLD), "nothing.json cannot be read"),
         (("half.json", *WORLD), "half.json is not JSON"),
         (("object.json", *WORLD), 'got an object without "tables"'),

@@ -39,6 +39,7 @@ from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
 from tilerec.planner.variation import varied, world
+from tilerec.spec.machines import MACHINES
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
@@ -94,6 +95,9 @@ def make(
     topology: Annotated[
         Path | None, typer.Option(help="The machines, as `tilerec calibrate` writes them.")
     ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help=f"A GPU by name, with --hosts of 8: {', '.join(MACHINES)}.")
+    ] = None,
     hosts: _Hosts = None,
     ranks_per_host: _PerHost = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda, or the topology's.")] = None,
@@ -123,7 +127,7 @@ def make(
         began = time.perf_counter()
         _check_written("--out", out)
         _check_written("--html", html)
-        world = _topology(topology, hosts, ranks_per_host, device, hbm, ddr)
+        world = _topology(topology, machine, hosts, ranks_per_host, device, hbm, ddr)
         origin = (
             _file(Path(source), optimizer)
             if source.endswith(_FILES)
@@ -358,13 +362,19 @@ class _Read:
 
 
 def _topology(
-    path: Path | None, hosts: int | None, per_host: int | None, device: str | None, hbm: str | None, ddr: str | None
+    path: Path | None, machine: str | None, hosts: int | None, per_host: int | None, device: str | None,
+    hbm: str | None, ddr: str | None,
 ) -> Topology:  # fmt: skip
     caps = {
         name: _bytes(option, text)
         for name, option, text in (("hbm_cap", "--hbm", hbm), ("ddr_cap", "--ddr", ddr))
         if text is not None
     }
+    if machine is not None:
+        if path is not None or device == "cpu":
+            other = "--device cpu" if path is None else f"--topology {path}"
+            raise ConfigError(f"--machine {machine}: got {other}, too; leave one of them out.")
+        return Topology.preset(machine, hosts or 1, per_host or 8, **caps)
     if path is not None:
         topology = Topology.load(path)
         if device not in (None, topology.compute_device):
@@ -377,7 +387,8 @@ def _topology(
         return world(topology, hosts or 1, per_host or topology.local_world_size or topology.world_size)
     if per_host is None:
         raise ConfigError(
-            "Which machines? Give --ranks-per-host (and --hosts), or --topology with a file of tilerec calibrate."
+            "Which machines? Give --machine h100, or --ranks-per-host (and --hosts), or --topology with a file of "
+            "tilerec calibrate."
         )
     return Topology((hosts or 1) * per_host, device or "cuda", local_world_size=per_host, **caps)  # type: ignore[arg-type]
 
