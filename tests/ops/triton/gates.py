@@ -91,8 +91,8 @@ nightly = pytest.mark.skipif(
 
 
 def aside() -> int:
-    """Bytes that a kernel may spill: none; a few under Triton 3.6, which keeps to 128 registers in three kernels."""
-    return 32 if importlib.metadata.version("triton").startswith("3.6.") else 0
+    """Bytes that a kernel may spill: a few under Triton 3.6 and 3.9, which keep to 128 registers in some kernels."""
+    return 32 if importlib.metadata.version("triton").startswith(("3.6.", "3.9.")) else 0
 
 
 def compiled(gates: Sequence[Gate]) -> dict[str, Compiled]:

@@ -282,6 +282,21 @@ def test_hints_that_lie() -> None:
 
 
 @triton.jit
+def hinted_lanes(out, values, starts, count):
+    i = tl.arange(0, 4)
+    start = tl.multiple_of(tl.load(starts + i), 4)
+    tl.store(out + i, tl.load(values + start, mask=i < count, other=0.0))
+
+
+def test_a_hint_says_nothing_of_lanes_that_nobody_wrote_but_no_access_may_use_them() -> None:
+    out, values, starts = torch.zeros(4), torch.arange(20.0), torch.empty(4, dtype=torch.int64)
+    starts[:2] = torch.tensor([8, 16])
+    passes(lambda: hinted_lanes[(1,)](out, values, starts, 2))
+    assert out.tolist() == [8.0, 16.0, 0.0, 0.0]
+    fails("memory", lambda: hinted_lanes[(1,)](out, values, starts, 3))
+
+
+@triton.jit
 def contiguous(out, stride, CONSTANT: tl.constexpr):
     i = tl.arange(0, 8) * tl.cast(stride, tl.int64)
     i = tl.max_constancy(i, 4) if CONSTANT else tl.max_contiguous(i, 4)

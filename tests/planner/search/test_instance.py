@@ -49,7 +49,7 @@ def test_a_shared_stage_is_the_mean_of_a_host_rounded_up() -> None:
     assert found.load[:, 1].tolist() == [43, 43, 82, 82]  # ceil((80 + 2 + 2 + 2 * 0 + 1) / 2), (160 + 4) / 2
 
 
-def test_a_slow_rank_takes_longer_but_not_for_what_was_there() -> None:
+def test_a_slow_rank_takes_longer_for_what_lies_on_it() -> None:
     slow = np.full((4, 2), 1000)
     slow[0] = 1500
     instance = two_hosts(slow=slow, base_cost=np.full((4, 2), 7))
