@@ -571,10 +571,9 @@ class _OfTable:
         positions = 4.0 * sum(p for p in bags if union - p > 0.5)
         owners = sorted({part[2][0] for part in group})
         place, pick = world.rate("place", width), world.rate("pick", width)
-        for home in self.everyone:
-            if world.host[home] == host:
-                continue  # rows come to it as they are: `_part`
-            proxy = owners[world.local[home] % len(owners)]
+        elsewhere = [home for home in self.everyone if world.host[home] != host]
+        for turn, home in enumerate(elsewhere):  # to others of the host, rows come as they are: `_part`
+            proxy = owners[turn % len(owners)]
             self._send("header", home, proxy, 4.0 * (1 + len(group)))
             self._send("ids", home, proxy, positions)
             self._send("rows", proxy, home, union * self._bytes_of_row(table.forward, units))

@@ -209,7 +209,9 @@ def test_the_bound_is_below_every_arrangement_of_a_small_problem(topology: Topol
     ]
     assert len(costs) > 60
     assert decision.bound <= min(costs)
-    assert decision.priced.cost_ps <= min(costs) * 1.001
+    assert decision.priced.cost_ps <= min(costs) * (
+        1.001 if len(set(map(len, topology.host_ranks))) == 1 else 1.01
+    )
 
 
 def arrangements(instance: Instance, table: int, option: int) -> list[tuple[int, ...]]:

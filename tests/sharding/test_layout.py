@@ -92,6 +92,12 @@ def test_a_proxy_of_a_small_host_serves_several_homes() -> None:
     assert [layout(tiling, home, topology).own_merges[0].proxy for home in range(3)] == [3, 4, 3]
 
 
+def test_homes_that_are_each_alone_on_a_host_share_the_proxies_of_another() -> None:
+    topology = Topology(6, "cpu", hosts=[[0], [1], [2], [3], [4, 5]])
+    tiling = Tiling.of("t", 10, 4, [(0, 5, 0, 4, 4), (5, 10, 0, 4, 5)])
+    assert [layout(tiling, home, topology).own_merges[0].proxy for home in range(4)] == [4, 5, 4, 5]
+
+
 # ---------------------------------------------------------------------------------------------------- parts and routes
 
 

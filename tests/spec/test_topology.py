@@ -57,6 +57,15 @@ def test_names_positions_defaults_and_units_are_those_that_users_know() -> None:
     assert topology.inter_host_bw == pytest.approx(13421772.8) == gigabytes_per_second(12.5)
 
 
+def test_ranks_of_other_hosts_take_turns() -> None:
+    topology = Topology(6, hosts=[[0], [4, 1], [2, 3, 5]])
+    assert [topology.turn(rank, 1) for rank in (0, 2, 3, 5)] == [0, 1, 2, 3]
+    assert [topology.turn(rank, 2) for rank in (0, 1, 4)] == [0, 1, 2]
+    even = Topology(12, local_world_size=3)
+    for rank in range(3, 12):
+        assert even.turn(rank, 0) % 3 == even.local_rank(rank)
+
+
 def test_tables_of_a_cpu_world_live_in_host_memory() -> None:
     assert Topology(1, "cpu").hbm_cap == 0
     assert Topology(1, "cpu").memory_cap == DDR_CAP

@@ -48,7 +48,7 @@ from tilerec.spec.plan import (
 from tilerec.spec.topology import Topology
 
 MOST_BY_CAPS = 8  # tables that are cut in proportion to the ranks' memories
-ROUGH = 100_000  # options are priced to one part in so many
+ROUGH = 5_000  # options are priced to one part in so many: ranges of whole rows are not all alike
 NEAR = 500  # a price within 1 / NEAR of what the search took it for is taken as it is
 HARDER = 3  # efforts that are tried until something fits
 AGAIN = 6  # searches with less memory, where the price of what was found is over a cap

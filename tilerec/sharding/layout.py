@@ -199,7 +199,7 @@ class Parts:
         for group in self._groups[self._team(home)]:
             if group.host != own_host:
                 owners = sorted(set(group.owners))
-                found.append(Merge(owners[self.topology.local_rank(home) % len(owners)], group.parts))
+                found.append(Merge(owners[self.topology.turn(home, group.host) % len(owners)], group.parts))
         return found
 
 

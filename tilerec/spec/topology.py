@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
@@ -229,6 +230,10 @@ class Topology:
         """A rank's position within its host."""
         return self._place(rank)[1]
 
+    def turn(self, rank: int, host: int) -> int:
+        """A rank's number among the ranks of other hosts than `host`, from 0."""
+        return rank - bisect_left(self._ascending[host], rank)
+
     def ranks_of(self, host: int) -> tuple[int, ...]:
         """A host's ranks, in the order of their local ranks."""
         if not _whole(host, 0) or host >= self.host_count:
@@ -260,6 +265,11 @@ class Topology:
         """`memory_cap`, of each rank."""
         tier = 1 if self.compute_device == "cpu" else 0
         return tuple(cap[tier] for cap in self.caps)
+
+    @cached_property
+    def _ascending(self) -> tuple[list[int], ...]:
+        """The ranks of each host in ascending order."""
+        return tuple(sorted(ranks) for ranks in self.host_ranks)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:

@@ -28,12 +28,13 @@ from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
 from tilerec.planner.cost.workload import TableWork, Workload
-from tilerec.planner.search.instance import NO_CAP, Bools, Instance, Ints
+from tilerec.planner.search.instance import NO_CAP, PER_MILLE, Bools, Instance, Ints
 from tilerec.spec.plan import ParameterSharding, ShardingType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 PICO = 1e12
+EXCHANGES = ("ids", "rows", "gradients")
 CHARGES = (
     "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "hosts", "row sums",
     "partly filled",
@@ -128,9 +129,11 @@ class _Builder:
         sizes = [len(host) for host in self.topology.host_ranks]
         self.smallest, self.largest = min(sizes), max(sizes)
         self.alike = self.smallest == self.largest
-        # Other ranks of an owner's host, and of other hosts: the mean over hosts of several sizes, or the least.
+        # Other ranks of a rank's host, and of other hosts: the mean over hosts of several sizes, or the least.
         self.near = (self.smallest if lower else self.ranks / self.hosts) - 1.0
         self.far = self.ranks - (self.largest if lower else self.ranks / self.hosts)
+        # Of an owner: on the host where it takes longest (`_slow` has the others), or the least.
+        self.owner_near, self.owner_far = self._reach()
         cached = any(limit.cached for _, limit in self._limited())
         limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
         self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
@@ -226,6 +229,7 @@ class _Builder:
             uses=self.uses[:, :, keep],
             charge=charge[keep],
             shared=between & (topology.nic == "host"),
+            slow=self._slow(),
             host_cap=np.full((self.hosts, 2), NO_CAP, np.int64),
             base_cost=base_cost,
             base_memory=base_memory,
@@ -233,6 +237,37 @@ class _Builder:
             divisible=self.divisible,
             fixed=np.minimum(self.fixed, self.cost),
         )
+
+    def _reach(self) -> tuple[float, float]:
+        """Ranks of an owner's host, and of others, that the costs of a piece are made for."""
+        sizes = sorted({len(host) for host in self.topology.host_ranks})
+        if self.topology.nic == "host":  # each is a stage of its own
+            return (self.near, self.far) if self.lower else (sizes[-1] - 1.0, self.ranks - float(sizes[0]))
+        seconds = [self._owner_seconds(size, "in") for size in sizes]
+        size = sizes[seconds.index(min(seconds) if self.lower else max(seconds))]
+        return size - 1.0, float(self.ranks - size)
+
+    def _owner_seconds(self, size: int, way: str) -> float:
+        """Seconds per byte to all homes, of an owner on a host of so many ranks with a card of its own."""
+        link, network = self._rates(way, network=False)[0], self._rates(way, network=True)[0]
+        return (size - 1.0) * link + (self.ranks - size) * network
+
+    def _slow(self) -> Ints:
+        """[R, S] per mille: owners on other hosts than that of `_reach` take so much of what its owners take."""
+        slow = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
+        if self.alike or self.lower:
+            return slow
+        size = np.array([len(self.topology.ranks_of(self.topology.host_of(r))) for r in range(self.ranks)])
+        for stage, between, way in zip(EXCHANGES, NETWORK_STAGES, ("in", "out", "in"), strict=False):
+            if self.topology.nic == "host":
+                parts = [(stage, size - 1.0, self.owner_near), (between, self.ranks - size, self.owner_far)]
+            else:
+                each = np.array([self._owner_seconds(n, way) for n in size.tolist()])
+                parts = [(stage, each, self._owner_seconds(int(self.owner_near) + 1, way))]
+            for name, own, reach in parts:
+                if reach > 0.0:
+                    slow[:, self._stage(name)] = np.maximum(np.rint(own / reach * PER_MILLE), 1.0)
+        return slow
 
     # ---------------------------------------------------------------------------------------------- what is allowed
 
@@ -391,9 +426,9 @@ class _Builder:
         way, k, on, cached = option
         columns = k if way in (Way.COLUMNS, Way.GRID) else 1
         rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
-        ranks, near, far = float(self.ranks), self.near, self.far
-        if 1 < on < self.ranks:
-            near = on - 1.0
+        ranks, near, far = float(self.ranks), self.owner_near, self.owner_far
+        if 1 < on < self.ranks and (self.alike or self.lower):
+            near, far = on - 1.0, ranks - on
         width = work.dim[t] / float(columns)
         element = work.element[t]
         even = np.full(len(work.names), 1.0 / rows)
@@ -527,9 +562,7 @@ class _Builder:
         """
         if self.hosts == 1 or rows == 1 or on == 1:
             return np.zeros(len(t)), 1.0, np.zeros(len(t))
-        members = (
-            float(on) if on < self.ranks else float(self.largest if self.lower else self.ranks // self.hosts)
-        )
+        members = float(on if on < self.ranks else self.largest)
         merge = np.where((members > 1.0) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
         return merge, members, self.work.present(np.minimum(even * members, 1.0))[0][t]
 

@@ -209,7 +209,7 @@ class Travel:
         names = ("rows in host", "gradients in host")
         lines = {name: (self.line(self.sent, name), self.line(self.received, name)) for name in names}
         row_bytes = [self._row_bytes(backward=backward) for backward in (False, True)]
-        local = np.array([topology.local_rank(r) for r in range(self.ranks)])
+        turns: dict[int, Ints] = {}
         for host, parts in self.merges:
             members = list(parts)
             slot = self.layout.parts[members[0]].slot
@@ -219,7 +219,9 @@ class Travel:
             owners = sorted({self.layout.parts[p].owners[0] for p in members})
             homes = self.host != host
             width = self.width[members[0]]
-            proxies = np.array(owners)[local % len(owners)]
+            if host not in turns:
+                turns[host] = np.array([topology.turn(r, host) for r in range(self.ranks)])
+            proxies = np.array(owners)[turns[host] % len(owners)]
             count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)
             inner = self.P[members] * width * wide
             # Positions of members' bags in the union, where they are not all of it.

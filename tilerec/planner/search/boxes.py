@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tilerec.planner.search.bound import Kinds
-from tilerec.planner.search.instance import PER_MILLE, Bools, Ints
+from tilerec.planner.search.instance import Bools, Ints
 from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, Resource, least
 from tilerec.planner.search.work import CALLS, Work
 
@@ -86,13 +86,12 @@ class Boxes:
         self.memory, self.ranks = memory, instance.ranks
         self.rows = np.arange(instance.tables)
         stages = range(instance.stages)
-        fastest = instance.slow.min(0)
         uniform, pieces = relaxed.uniform, relaxed.piece_times
         self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in stages]
         self.own = [np.where(uniform, 0, pieces[s]) * head // 4 for s in stages]
         self.off = []  # rank-ps that an option makes every rank bear alike, more than the average
         for s in stages:
-            alike = instance.home[:, :, s] * fastest[s] // PER_MILLE + np.where(uniform, pieces[s], 0)
+            alike = instance.home[:, :, s] + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
         self.mass_base, self.base_total = relaxed.base_totals, relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks

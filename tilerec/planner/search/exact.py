@@ -18,7 +18,7 @@ from itertools import combinations
 
 import numpy as np
 
-from tilerec.planner.search.instance import PER_MILLE, Ints
+from tilerec.planner.search.instance import PER_MILLE, Ints, at_home
 from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, least
 
 BATCH = 4096  # parts that grow together
@@ -26,7 +26,8 @@ BATCH = 4096  # parts that grow together
 
 @dataclass(frozen=True, eq=False)
 class Ways:
-    """Of one table. Args: option: [W]. places: W tuples. work: [W, R, S]. memory: [W, R, M]. charges: [W] bits."""
+    """Of one table. Args: option: [W]. places: W tuples. work: [W, R + 1, S], the last one work at
+    home. memory: [W, R, M]. charges: [W] bits."""
 
     option: Ints
     places: list[tuple[int, ...]]
@@ -58,7 +59,8 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
         if len(places) + len(where) > at_most:
             return None
         for place in where:
-            w = np.zeros((instance.ranks, instance.stages), np.int64) + instance.home[table, o]
+            w = np.zeros((instance.ranks + 1, instance.stages), np.int64)
+            w[-1] = instance.home[table, o]
             b = np.zeros((instance.ranks, instance.tiers), np.int64)
             for i in place or (0,):
                 w[ranks_of[i]] += instance.cost[table, o]
@@ -152,7 +154,7 @@ class _Enumeration:
     def grow(self) -> bool:
         """Whether all was seen within the steps."""
         instance = self.instance
-        work = np.zeros((1, instance.ranks, instance.stages), np.int64)
+        work = np.zeros((1, instance.ranks + 1, instance.stages), np.int64)
         memory = instance.base_memory[None].copy()
         none = np.zeros((1, 2), np.int64)
         return self._grow(0, work, memory, none[:, 0], none, none[:, :0])
@@ -190,7 +192,9 @@ class _Enumeration:
             charge = self.charge[new_bits]
             ranks = self.instance.ranks
             base = self.relaxed.base_total
-            floor = self._cost(new_work + rest_home).sum(1) + charge
+            at_least = new_work.copy()
+            at_least[:, -1] += rest_home
+            floor = self._cost(at_least).sum(1) + charge
             floor = np.maximum(floor, (new_sums[:, 0] + rest_plain + base + ranks - 1) // ranks + charge)
             floor = np.maximum(
                 floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge
@@ -211,9 +215,10 @@ class _Enumeration:
         return True
 
     def _cost(self, work: Ints) -> Ints:
-        """[N, S] the slowest rank of each stage."""
+        """[N, S] the slowest rank of each stage, of [N, R + 1, S] work."""
         instance = self.instance
-        load = instance.base_cost + -(-work * instance.slow // PER_MILLE)
+        load = work[:, :-1] + at_home(instance, work[:, -1])
+        load = instance.base_cost + -(-load * instance.slow // PER_MILLE)
         for s in np.flatnonzero(instance.shared).tolist():
             for ranks in instance.host_ranks:
                 load[:, ranks, s] = -(-load[:, ranks, s].sum(1, keepdims=True) // len(ranks))

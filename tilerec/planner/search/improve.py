@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, evaluate, fits
+from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, at_home, evaluate, fits
 from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
@@ -63,7 +63,7 @@ class _Exchange:
         self.slow = instance.slow / PER_MILLE
         self.sizes = instance.host_sizes.astype(np.float64)
         self.hosts_capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
-        self.even = not np.any(instance.slow != PER_MILLE)
+        self.even = instance.even
         self.repairing = False
         self.linked = bool(instance.shared.any()) and instance.hosts > 1
         self.splitting = instance.ranks <= 16
@@ -369,7 +369,9 @@ def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tu
     """[R, S] work and [R, M] bytes of all but the single pieces."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
-    work = np.zeros((instance.ranks, instance.stages), np.int64) + instance.home[every, option].sum(0)
+    work = np.zeros((instance.ranks, instance.stages), np.int64) + at_home(
+        instance, instance.home[every, option].sum(0)
+    )
     memory = instance.base_memory.copy()
     uniform = instance.everywhere(width)
     work += instance.cost[every, option][uniform].sum(0)

@@ -54,7 +54,7 @@ class Instance:
         shared: [S] the stage is a host's network link: what its ranks put on it is added up and divided by their
             number, and each of them takes that long.
         host_cap: [H, M] bytes that the ranks of a host hold together; NO_CAP for none.
-        slow: [R, S] per mille: a rank takes cost * slow / 1000, rounded up.
+        slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up; `home` is as it is.
         base_cost, base_memory: [R, S], [R, M]: what is there already; `slow` is not applied to it.
         allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks); None for all.
         divisible: [T, O] the option is a split by rows whose pieces may be made uneven (`Solution.rows`): width 1, or
@@ -187,6 +187,11 @@ class Instance:
         return tuple(np.split(order, np.cumsum(np.bincount(self.host_of))[:-1]))
 
     @cached_property
+    def even(self) -> bool:
+        """Whether all ranks are as quick as they can be."""
+        return bool(np.all(self.slow == PER_MILLE))
+
+    @cached_property
     def host_sizes(self) -> Ints:
         """[H] ranks of each host."""
         return np.bincount(self.host_of).astype(np.int64)
@@ -297,14 +302,14 @@ def evaluate(
 def work_of(
     instance: Instance, option: Ints, places: Sequence[Sequence[int]], rows: Mapping[int, Ints]
 ) -> tuple[Ints, Ints]:
-    """[R, S] ps of work (before slowness and what was there), and [R, M] bytes with what was there."""
+    """[R, S] ps of work, which `slow` is still to be applied to, and [R, M] bytes with what was there."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
     uneven = np.zeros(instance.tables, np.bool_)
     uneven[list(rows)] = True
     work = np.zeros((instance.ranks, instance.stages), np.int64)
     memory = instance.base_memory.copy()
-    work += instance.home[every, option].sum(0)
+    work += at_home(instance, instance.home[every, option].sum(0))
     uniform = np.flatnonzero(instance.everywhere(width) & ~uneven)
     work += instance.cost[uniform, option[uniform]].sum(0)
     memory += instance.memory[uniform, option[uniform]].sum(0)
@@ -328,6 +333,12 @@ def work_of(
         np.add.at(work, where, fixed + portion((instance.cost[t, o] - fixed) * len(shares), shares))
         np.add.at(memory, where, portion(instance.memory[t, o] * len(shares), shares))
     return work, memory
+
+
+def at_home(instance: Instance, home: Ints) -> Ints:
+    """[..., R, S] work, or [..., 1, S] for all ranks, that takes `home` [..., S] ps on every rank, quick or slow."""
+    home = home[..., None, :]
+    return home if instance.even else -(-home * PER_MILLE // instance.slow)
 
 
 def loads(instance: Instance, work: Ints) -> Ints:

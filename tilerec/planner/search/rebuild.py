@@ -107,12 +107,16 @@ class _Rebuild:
         self.factor = instance.slow / PER_MILLE
         self.host_factor = np.stack([self.factor[r].max(0) for r in instance.host_ranks])
         self.shared = np.flatnonzero(instance.shared)
+        # [R, S] and [H, S] what work that every rank has takes: where a host's link is shared, its ranks' mean.
+        self.slow, self.host_slow = self.factor.copy(), np.zeros((instance.hosts, instance.stages))
+        np.add.at(self.host_slow, instance.host_of, self.slow)
+        self.host_slow /= instance.host_sizes[:, None]
+        self.slow[:, self.shared] = self.host_slow[instance.host_of][:, self.shared]
         self.factor[:, self.shared] /= instance.host_sizes[instance.host_of][:, None]
         part = np.ones_like(self.factor)
         part /= instance.host_sizes[instance.host_of][:, None]
         part[:, self.shared] = 1.0
         self.part = part.T[:, None, :]
-        self.slowest = (instance.slow / PER_MILLE).max(0)
         self.load = np.zeros((instance.ranks, instance.stages)) + instance.base_cost
         for s in self.shared.tolist():
             for ranks in instance.host_ranks:
@@ -203,10 +207,14 @@ class _Rebuild:
         instance = self.instance
         o = int(self.option[t])
         cost = instance.cost[t, o] * sign
-        self.alike += instance.home[t, o] * sign * self.slowest
+        self.alike += instance.home[t, o] * sign
         width = int(instance.width[t, o])
         if instance.everywhere(width):
-            self.alike += cost * self.slowest
+            if instance.even:
+                self.alike += cost
+            else:
+                self.load += cost * self.slow
+                self.mean += cost * self.host_slow
             return
         (self._remember if sign > 0 else self._forget)(t)
         places = np.array(self.places[t])

@@ -161,8 +161,10 @@ class Relaxed:
     @cached_property
     def stage_totals(self) -> Ints:
         """[T, O, S] rank-ps of an option in each stage."""
-        mass = self.copies[:, :, None] * self.instance.cost + self.instance.ranks * self.instance.home
-        return mass if np.all(self.factor == 1 << FACTOR_BITS) else mass * self.factor >> FACTOR_BITS
+        mass = self.copies[:, :, None] * self.instance.cost
+        if np.any(self.factor != 1 << FACTOR_BITS):
+            mass = mass * self.factor >> FACTOR_BITS
+        return mass + self.instance.ranks * self.instance.home
 
     @cached_property
     def totals(self) -> Ints:
