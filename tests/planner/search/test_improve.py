@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -70,3 +71,16 @@ def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
 def test_what_does_not_fit_is_not_repaired() -> None:
     relaxed, heap = on_one_rank([1, 1, 1], [6, 6, 6], 2, 10)
     assert repair(relaxed, heap, 50, Work(10**10)) is None
+
+
+def test_exchanges_of_one_round_do_not_overshoot_on_a_link_together() -> None:
+    # Four ranks of a host bear 10 each, the other host 18: one piece of 10 is to move, though each pair would move one.
+    relaxed, _ = on_one_rank([10_000] * 4 + [18_000], [0] * 5, 8, 1)
+    instance = replace(
+        relaxed.instance, host_of=np.arange(8) // 4, shared=np.array([True]), host_cap=None, slow=None
+    )
+    places = [(0,), (1,), (2,), (3,), (4,)]
+    memory = np.zeros((8, 1), np.int64)
+    start = Packing(np.zeros(5, np.int64), list(places), memory)
+    _, cost = exchange(Relaxed(instance), start, 2, 0, Work(10**10))
+    assert cost == 30_000 // 4

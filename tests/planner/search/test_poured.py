@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from tilerec.planner.search.bound import kinds_of
 from tilerec.planner.search.flow import flow
+from tilerec.planner.search.granularity import choose
+from tilerec.planner.search.improve import exchange
 from tilerec.planner.search.instance import Instance, Solution, evaluate
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.poured import poured
@@ -32,7 +35,9 @@ def two_hosts_of_two() -> Instance:
 
 
 def test_ranks_bear_what_stays_and_hosts_the_mean_with_what_flows() -> None:
-    instance = poured(two_hosts_of_two())
+    view = poured(two_hosts_of_two())
+    instance = view.instance
+    assert view.twins == [(0, 1)]
     assert instance.shared.tolist() == [False, True]
     places = [(0,), (0,), (2,), (2,), (3,)]
     found = evaluate(instance, np.zeros(5, np.int64), places)
@@ -42,17 +47,62 @@ def test_ranks_bear_what_stays_and_hosts_the_mean_with_what_flows() -> None:
 
 def test_without_such_rows_nothing_is_added() -> None:
     even = replace(two_hosts_of_two(), divisible=None, fixed=None)
-    assert poured(even).cost.tolist() == even.cost.tolist()
+    assert poured(even).instance.cost.tolist() == even.cost.tolist()
+    assert poured(even).twins == []
 
 
 def test_a_large_piece_is_put_beside_rows_that_can_leave_it_the_rank() -> None:
-    def packed(view: Instance) -> Solution:
-        found = pack(Relaxed(view), np.zeros(5, np.int64), Rule.TIME, Work(10**10))
+    def packed(view: Relaxed) -> Solution:
+        found = pack(view, np.zeros(5, np.int64), Rule.TIME, Work(10**10))
         assert found is not None
+        found, _ = exchange(view, found, 20, 0, Work(10**10))
         return flow(instance, evaluate(instance, found.option, found.places), 240, Work(10**10))
 
     # 120 over a host's two ranks, 100 whole, and three of 40: 340 / 4 = 85, and 100 is one rank's.
     cost = np.array([60, 100, 40, 40, 40])[:, None, None] * 1000
     instance = replace(two_hosts_of_two(), cost=cost, fixed=None)
-    assert packed(poured(instance)).cost <= packed(instance).cost
+    assert packed(poured(instance)).cost <= packed(Relaxed(instance)).cost
     assert packed(poured(instance)).cost < 115_000
+
+
+def test_a_stage_and_its_mean_count_once() -> None:
+    view = poured(two_hosts_of_two())
+    found = pack(view, np.zeros(5, np.int64), Rule.TIME, Work(10**10))
+    assert found is not None
+    after, cost = exchange(view, found, 20, 0, Work(10**10))
+    stage = evaluate(view.instance, after.option, after.places).stage
+    assert cost == int(stage.max()) < int(stage.sum())
+
+
+def test_rows_that_are_shared_out_come_last_and_fill_what_pieces_leave() -> None:
+    # Two hosts of two: three pieces of 100, and two tables of 50 each that any host's ranks share out.
+    cost = np.array([25, 25, 100, 100, 100])[:, None, None] * 1000
+    divisible = np.array([True, True, False, False, False])[:, None]
+    width = np.array([2, 2, 1, 1, 1])[:, None]
+    instance = replace(two_hosts_of_two(), width=width, cost=cost, divisible=divisible, fixed=None)
+    found = pack(poured(instance), np.zeros(5, np.int64), Rule.TIME, Work(10**10), sand=True)
+    assert found is not None
+    after = flow(instance, evaluate(instance, found.option, found.places), 240, Work(10**10))
+    assert after.cost <= 101_000
+
+
+def test_rows_that_are_shared_out_are_preferred_where_they_cost_little_more() -> None:
+    # Each table whole for 100, or over a host's two ranks for 51 each.
+    both = np.ones((5, 2), np.int64)
+    cost = np.stack([both[:, 0] * 100_000, both[:, 0] * 51_000], 1)[:, :, None]
+    instance = replace(
+        two_hosts_of_two(),
+        width=both * np.array([1, 2]),
+        pieces=both,
+        cost=cost,
+        home=np.zeros_like(cost),
+        memory=np.zeros_like(cost),
+        uses=None,
+        divisible=both * np.array([0, 1]) > 0,
+        fixed=None,
+    )
+    relaxed = Relaxed(instance)
+    for sand in (False, True):
+        choice = choose(relaxed, kinds_of(relaxed)[0], 1, 1, 0, Work(10**10), sand)
+        assert choice is not None
+        assert choice.option.tolist() == [int(sand)] * 5

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tilerec.planner.search.instance import Instance, Status, fits
-from tilerec.planner.search.solve import UNITS, solve
+from tilerec.planner.search.solve import FEW_UNITS as UNITS
+from tilerec.planner.search.solve import solve
 from tilerec.planner.search.work import Work
 
 

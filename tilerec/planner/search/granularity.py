@@ -24,13 +24,17 @@ from tilerec.planner.search.work import CALLS, Work
 
 STEPS = 24  # limits lowered
 STALE = 8  # of these, without a gain
+BONUS = 16  # rows that a host's ranks share out fill gaps: they count 1 / BONUS less
 
 
-def choose(relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work) -> Choice | None:
+def choose(
+    relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work, sand: bool = False
+) -> Choice | None:
     """Options of the least expected cost.
 
     Args:
         head: in 1 / 4. thrift: pieces of at most 1 / thrift of a rank's free memory, where a table has any so small.
+        sand: prefer rows that a host's ranks share out, unless memory is nearly full.
         slack: 64ths of every tier's memory that options must leave free, where they can.
     """
     instance = relaxed.instance
@@ -40,10 +44,14 @@ def choose(relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, w
     memory = [Resource(r.used, r.limit * (64 - slack) // 64) for r in relaxed.memory]
     best: Choice | None = None
     base = instance.base_cost.min(0)
+    totals = relaxed.totals
+    # Rows over hosts are hard to fit where memory is short.
+    if sand and not relaxed.tight(least(np.where(small, totals, NEVER), memory).option, 3):
+        totals = totals - relaxed.sand // BONUS
     stale, stuck = 0, np.zeros(instance.stages, np.bool_)
     for _ in range(STEPS):
         work.spend(4 * CALLS + small.size * (6 + 20 * len(memory)))
-        dual = least(np.where(small, relaxed.totals, NEVER), memory)
+        dual = least(np.where(small, totals, NEVER), memory)
         if dual.short >= 0:
             break
         option = dual.option

@@ -43,6 +43,7 @@ def repair(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packi
 class _Exchange:
     def __init__(self, relaxed: Relaxed, packing: Packing, work: Work) -> None:
         instance = self.instance = relaxed.instance
+        self.relaxed = relaxed
         self.option, self.work = packing.option, work
         every = np.arange(instance.tables)
         self.width = instance.width[every, packing.option]
@@ -67,7 +68,7 @@ class _Exchange:
         self.repairing = False
         self.linked = bool(instance.shared.any()) and instance.hosts > 1
         self.splitting = instance.ranks <= 16
-        self.used: Bools | None = None
+        self.between = False  # this round's pairs are of two hosts each
 
     def run(self, rounds: int, enough: int) -> tuple[Packing, int]:
         instance = self.instance
@@ -95,7 +96,10 @@ class _Exchange:
         self.rank = best_rank
         after = evaluate(instance, self.option, self._placed())
         assert fits(instance, after.memory), "an exchange left a cap behind"
-        return Packing(self.option, list(after.places), after.memory), int(after.stage.sum())
+        top = after.stage.copy()
+        for own, mean in self.relaxed.twins:
+            top[own], top[mean] = max(top[own], top[mean]), 0
+        return Packing(self.option, list(after.places), after.memory), int(top.sum())
 
     def repair(self, rounds: int) -> Packing | None:
         """Exchanges until every cap holds; None if that does not come about."""
@@ -157,7 +161,10 @@ class _Exchange:
             self.room = np.minimum(self.room, left[instance.host_of])
 
     def _objective(self) -> int:
-        return int(self.load.max(0).astype(np.int64).sum())
+        top = self.load.max(0)
+        for own, mean in self.relaxed.twins:
+            top[own], top[mean] = max(top[own], top[mean]), 0.0
+        return int(top.astype(np.int64).sum())
 
     def _round(self, turn: int, power: int) -> bool:
         """One swap for each pair that gains by one; whether any did."""
@@ -166,6 +173,8 @@ class _Exchange:
         top = np.maximum(self.load.max(0), 1.0)
         # What all ranks have alike says nothing about their differences.
         floor = self.load.min(0)
+        for twins in self.relaxed.twins:
+            top[list(twins)], floor[list(twins)] = top[list(twins)].max(), floor[list(twins)].min()
         level = np.maximum(top - floor, 1.0)
         mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
         level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
@@ -173,8 +182,7 @@ class _Exchange:
         # Every second round within hosts, where their links bear the same before and after.
         inside = self.linked and turn % 2 == 0
         heavy, light = self._pairs(turn, inside, top - mean, floor)
-        # Between hosts: one exchange of each host, or several at once would overshoot on its link.
-        self.used = np.zeros(instance.hosts, np.bool_) if self.linked and not inside else None
+        self.between = self.linked and not inside
         if not len(heavy):
             return False
         judge = _Judge(self, level, floor, power)
@@ -260,25 +268,32 @@ class _Exchange:
         flat = total.reshape(q, -1)
         best = flat.argmin(1)
         gains = flat[np.arange(q), best] < flat[:, -1] * (1.0 - 1e-9)
-        if self.used is not None:
-            gains = self._one_per_host(a, b, gains, flat[:, -1] - flat[np.arange(q), best])
+        if self.between:
+            best_off = off.reshape(q, n * n, -1)[np.arange(q), best]
+            gains = self._agreed(a, b, gains, flat[:, -1] - flat[np.arange(q), best], best_off, judge)
         give = give[np.arange(q), best // n][gains]
         take = take[np.arange(q), best % n][gains]
         real_give, real_take = give < len(self.table), take < len(self.table)
         pieces = np.concatenate([give[real_give], take[real_take]])
         return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
 
-    def _one_per_host(self, a: Ints, b: Ints, gains: Bools, gain: Floats) -> Bools:
-        """Of the pairs that gain, those that gain most, no two of which share a host."""
-        assert self.used is not None
+    def _agreed(self, a: Ints, b: Ints, gains: Bools, gain: Floats, off: Floats, judge: _Judge) -> Bools:
+        """Of the pairs that gain [Q], those that still do after the better ones of the same two hosts.
+
+        Together they could overshoot on the hosts' links. off: [Q, S] ps that go from a to b.
+        """
+        host = self.instance.host_of
         kept = np.zeros(len(gains), np.bool_)
-        host_of = self.instance.host_of
-        for i in np.argsort(-gain, kind="stable").tolist():
-            if gains[i]:
-                pair = host_of[[a[i], b[i]]]
-                if not self.used[pair].any():
-                    kept[i] = True
-                    self.used[pair] = True
+        order = np.lexsort((-gain, host[a]))
+        order = order[gains[order]]
+        first = np.flatnonzero(np.diff(host[a[order]], prepend=-1))
+        turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+        own = gain - judge.links(a, b, off)
+        for k in range(int(turn.max(initial=-1)) + 1):
+            some = order[turn == k]
+            some = some[own[some] + judge.links(a[some], b[some], off[some]) > 0.0]
+            kept[some] = True
+            judge.shift(a[some], b[some], off[some])
         return kept
 
     def _splits(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
@@ -299,8 +314,9 @@ class _Exchange:
         best = total.argmin(1)
         still = (1 << on_a.shape[1]) - 1
         gains = total[np.arange(q), best] < total[:, still] * (1.0 - 1e-9)
-        if self.used is not None:
-            gains = self._one_per_host(a, b, gains, total[:, still] - total[np.arange(q), best])
+        if self.between:
+            gain = total[:, still] - total[np.arange(q), best]
+            gains = self._agreed(a, b, gains, gain, off[np.arange(q), best], judge)
         to = np.where(sets[best] > 0, a[:, None], b[:, None])
         change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
         return both[change], to[change]
@@ -324,6 +340,33 @@ class _Judge:
 
     def __init__(self, state: _Exchange, level: Floats, floor: Floats, power: int) -> None:
         self.state, self.level, self.floor, self.power = state, level, floor, power
+        instance = state.instance
+        self.shared = np.flatnonzero(instance.shared)
+        # [H, shared] what hosts' links bear.
+        self.link = state.load[:, self.shared][[ranks[0] for ranks in instance.host_ranks]]
+
+    def links(self, a: Ints, b: Ints, off: Floats) -> Floats:
+        """[Q] how much less two hosts' links bear, after [Q, S] ps went from a to b."""
+        gone = off[:, self.shared]
+        level, floor = self.level[self.shared], self.floor[self.shared]
+        less = np.zeros(len(a))
+        for rank, sign in ((a, -1.0), (b, 1.0)):
+            now = self.link[self.state.instance.host_of[rank]] - floor
+            then = now + sign * gone * self._part(rank)
+            change = (_power(now / level, self.power) - _power(then / level, self.power)) * level
+            for column in range(len(self.shared)):
+                less += change[:, column]
+        return less
+
+    def shift(self, a: Ints, b: Ints, off: Floats) -> None:
+        """[Q, S] ps went from a to b,"""
+        host = self.state.instance.host_of
+        np.subtract.at(self.link, host[a], off[:, self.shared] * self._part(a))
+        np.add.at(self.link, host[b], off[:, self.shared] * self._part(b))
+
+    def _part(self, rank: Ints) -> Floats:
+        state = self.state
+        return state.slow[rank][:, self.shared] / state.sizes[state.instance.host_of[rank]][:, None]
 
     def pair(self, a: Ints, b: Ints, off: Floats, bytes_off: Floats) -> Floats:
         """[Q, X] after [Q, X, S] ps and [Q, X, M] bytes went from a to b."""

@@ -31,6 +31,7 @@ Floats = npt.NDArray[np.float64]
 STEEP = float(1 << 20)
 STEEPEST = float(1 << 32)
 FINE = (1 << 16) - 1
+SAND = 4
 
 
 class Rule(Enum):
@@ -55,10 +56,13 @@ class Packing:
     memory: Ints
 
 
-def pack(relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = False) -> Packing | None:
+def pack(
+    relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = False, sand: bool = False
+) -> Packing | None:
     """The tables placed with these options, or None if a piece fitted nowhere any more.
 
     `force`: a single piece that fits nowhere goes where the most is free, beyond the cap.
+    `sand`: rows that a host's ranks share out come last.
     """
     instance = relaxed.instance
     every = np.arange(instance.tables)
@@ -74,25 +78,39 @@ def pack(relaxed: Relaxed, option: Ints, rule: Rule, work: Work, force: bool = F
     single = ~uniform & ~on_host
     # Loads beyond what every rank has alike; the least slow rank's time for a unit of work is 1.
     done = np.zeros((instance.ranks, instance.stages), np.int64)
-    if on_host.any():
-        for n in np.unique(width[on_host]).tolist():
+    last = on_host & _sand(relaxed, cost) if sand else on_host & False
+    # Rows that a host's ranks share out come last: they fill what the others leave.
+    for some in (on_host & ~last, single, last):
+        for n in np.unique(width[some]).tolist():
+            tables = np.flatnonzero(some & (width == n))
+            if n == 1:
+                bins = _rank_bins(relaxed, done, bytes_now)
+                if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins, force):
+                    return None
+                bytes_now = bins.cap - bins.room + bins.used
+                if last.any():
+                    for t in tables.tolist():
+                        np.add.at(done, np.array(places[t]), cost[t])
+                continue
             hosts = np.flatnonzero(instance.host_sizes == n)
             bins = _host_bins(relaxed, hosts, done, bytes_now)
-            tables = np.flatnonzero(on_host & (width == n))
-            if not _fill(bins, tables, cost, memory, pieces, rule, places, work):
+            if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins):
                 return None
             for t in tables.tolist():
                 places[t] = tuple(sorted(int(hosts[b]) for b in places[t]))
                 for h in places[t]:
                     done[instance.host_ranks[h]] += cost[t]
                     bytes_now[instance.host_ranks[h]] += memory[t]
-    if single.any():
-        bins = _rank_bins(relaxed, done, bytes_now)
-        tables = np.flatnonzero(single)
-        if not _fill(bins, tables, cost, memory, pieces, rule, places, work, force):
-            return None
-        bytes_now = bins.cap - bins.room + bins.used
     return Packing(np.asarray(option, np.int64), places, bytes_now)
+
+
+def _sand(relaxed: Relaxed, cost: Ints) -> npt.NDArray[np.bool_]:
+    """[T] tables that cost [T, S] a rank itself less than 1 / SAND of what they cost its host on average."""
+    own, mean = np.zeros(len(cost), np.int64), np.zeros(len(cost), np.int64)
+    for stage, twin in relaxed.twins:
+        own += cost[:, stage]
+        mean += cost[:, twin]
+    return own * SAND < mean
 
 
 @dataclass(eq=False)
@@ -162,8 +180,9 @@ def _host_bins(relaxed: Relaxed, hosts: Ints, work: Ints, bytes_now: Ints) -> _B
     allowed = None
     if instance.allowed is not None:
         allowed = np.stack([instance.allowed[:, r].all(1) for r in ranks], 1)
+    top, mean = np.stack([time[r].max(0) for r in ranks]), np.stack([time[r].sum(0) // len(r) for r in ranks])
     return _Bins(
-        np.stack([time[r].max(0) for r in ranks]).astype(np.float64),
+        np.where(instance.shared, mean, top).astype(np.float64),
         np.stack([instance.slow[r].max(0) for r in ranks]) / PER_MILLE,
         room,
         room.copy(),
@@ -185,6 +204,7 @@ def _fill(
     rule: Rule,
     places: list[tuple[int, ...]],
     work: Work,
+    twins: list[tuple[int, int]],
     force: bool = False,
 ) -> bool:
     """Every piece of `tables` onto a bin, the largest first; whether all found one."""
@@ -197,6 +217,8 @@ def _fill(
     largest = cost.max(0, initial=0)
     largest[bins.shared] //= bins.size.min()
     level = np.maximum(level, largest)
+    for pair in twins:
+        level[list(pair)] = level[list(pair)].max()
     roomy = np.maximum(bins.room.max(0), 1)
     whole = int(level.sum())
     weight = np.floor(cost.astype(np.float64))

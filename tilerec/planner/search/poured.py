@@ -5,7 +5,8 @@ beside them. Packing and exchanging even splits sees neither: a rank that bears 
 though its part can become small. Here each stage is two: what a rank bears without those rows, and the mean of its host
 with them, judged as a network link is, which the ranks of a host share too.
 
-The sum over these stages is not the objective; places found with it are worth what `flow` makes of them.
+A stage and its mean are twins: the step waits for the larger of the two, so both are judged by one level, and the
+larger one counts in the objective. Places found so are worth what `flow` makes of them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from dataclasses import replace
 import numpy as np
 
 from tilerec.planner.search.instance import Instance
+from tilerec.planner.search.relaxed import Relaxed
 
 
-def poured(instance: Instance) -> Instance:
+def poured(instance: Instance) -> Relaxed:
     """`instance` with a stage more, of means, for each one in which rows split over hosts (or all ranks) take time."""
     fluid = (instance.divisible & (instance.width > 1))[:, :, None]
     own = np.flatnonzero(~instance.shared & (instance.cost * fluid > 0).any((0, 1)))
     cost = instance.cost.copy()
     cost[:, :, own] = np.where(fluid, instance.fixed[:, :, own], cost[:, :, own])
     cost = np.concatenate([cost, instance.cost[:, :, own]], 2)
-    return replace(
+    both = replace(
         instance,
         cost=cost,
         home=np.concatenate([instance.home, instance.home[:, :, own]], 2),
@@ -34,3 +36,4 @@ def poured(instance: Instance) -> Instance:
         divisible=np.zeros_like(instance.divisible),
         fixed=np.zeros_like(cost),
     )
+    return Relaxed(both, [(s, instance.stages + i) for i, s in enumerate(own.tolist())])

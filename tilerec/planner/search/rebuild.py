@@ -30,7 +30,7 @@ from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
-MOST_STEPS = 3_000
+MOST_STEPS = 5_000
 FEW = 64  # bins that are looked at closely
 KEPT = 8  # options of a table that are tried
 MOST = 16  # tables that are out at once, and one more

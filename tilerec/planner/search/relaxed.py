@@ -149,10 +149,15 @@ def _sum(used: Ints, option: Ints) -> int:
 
 
 class Relaxed:
-    """An instance's totals, resources and options that may be used at all."""
+    """An instance's totals, resources and options that may be used at all.
 
-    def __init__(self, instance: Instance) -> None:
+    Args:
+        twins: pairs of stages of which the larger one counts (poured.py).
+    """
+
+    def __init__(self, instance: Instance, twins: Sequence[tuple[int, int]] = ()) -> None:
         self.instance = instance
+        self.twins = list(twins)
         self.everywhere: Bools = np.asarray(instance.everywhere(instance.width))
         self.uniform: Bools = self.everywhere & ~instance.divisible
         self.copies: Ints = instance.pieces * instance.width
@@ -170,6 +175,13 @@ class Relaxed:
     def totals(self) -> Ints:
         """[T, O] rank-ps; NEVER where the option cannot be used."""
         return np.where(self.usable, self.stage_totals.sum(2), NEVER)
+
+    @cached_property
+    def sand(self) -> Ints:
+        """[T, O] rank-ps of an option's rows that ranks of a host, or all ranks, share out as they have time."""
+        ours = self.instance
+        shares = np.where(ours.divisible & (ours.width > 1), self.copies, 0)
+        return shares * (ours.cost - ours.fixed).sum(2)
 
     @cached_property
     def piece_times(self) -> list[Ints]:
@@ -214,6 +226,11 @@ class Relaxed:
     def bytes(self) -> Ints:
         """[T, O, M] over all ranks."""
         return self.copies[:, :, None] * self.instance.memory
+
+    def tight(self, option: Ints, quarters: int = 2) -> bool:
+        """Whether options [T] take more than so many quarters of a tier."""
+        held = self.bytes[np.arange(len(option)), option].sum(0)
+        return any(int(h) * 4 > limit * quarters for h, limit in zip(held, self.limits, strict=True))
 
     @cached_property
     def memory(self) -> list[Resource]:

@@ -4,7 +4,7 @@
     2  few tables on few ranks: every arrangement (exact.py)
     3  which charges to pay, and how fine to cut: options for all tables at once, with a bound (bound.py, boxes.py)
     4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks (improve.py)
-    5  a few tables taken out and put back (rebuild.py)
+    5  a few tables taken out and put back (rebuild.py), where tables x ranks are few
     6  rows that may be uneven: flowing (flow.py)
     7  the rest of the work: a better bound (boxes.py)
 
@@ -33,7 +33,13 @@ from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 
 UNITS = 1_600_000_000  # of work, for an effort of 1
-HEADS = (4, 5, 3, 6, 8, 12, 16, 24, 48, 200)  # room for a largest piece, in quarters of it
+FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most MIDDLING: a unit is less time there
+# Room for a largest piece, in quarters of it, and whether rows over hosts are preferred (they fill gaps).
+HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
+HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
+# Where tables x ranks are more than MIDDLING, and more than LARGE.
+SOME_HEADS = ((4, True), (5, False), (3, False), (6, False), (8, False))
+FEW_HEADS = ((4, True), (8, True), (5, True))
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
@@ -44,8 +50,8 @@ MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are mor
 LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
 IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
-ROUNDS = 40  # of exchanges
-TURNS = 6  # times that the best packings are rebuilt
+ROUNDS, MANY_ROUNDS = 40, 80  # of exchanges; many where rows over hosts come last and ranks are many
+TURNS = 5  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
 PROMISING = 5
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
@@ -88,12 +94,14 @@ class _Search:
     def __init__(self, instance: Instance, effort: int, work: Work | None) -> None:
         self.instance, self.relaxed = instance, Relaxed(instance)
         self.any = effort == 0
-        self.whole = UNITS << max(effort - 1, 0)
+        self.middling = instance.tables * instance.ranks > MIDDLING
+        self.whole = (UNITS if self.middling else FEW_UNITS) << max(effort - 1, 0)
         self.work = Work(self.whole) if work is None else work.part(self.whole)
         self.size = instance.ranks * instance.stages
-        self.middling = instance.tables * instance.ranks > MIDDLING
         self.large = instance.tables * instance.ranks > LARGE
+        self.heads = FEW_HEADS if self.large else SOME_HEADS if self.middling else HEADS
         self.best: Solution | None = None
+        self.boxed = False  # boxes were searched for options
         self.bound = 0  # ps that no plan is below
         self.seen: set[bytes] = set()  # options that were packed
         self.starts: list[tuple[int, Packing]] = []  # what was made of them, and its cost with charges
@@ -110,7 +118,7 @@ class _Search:
             boxes = Boxes(self.relaxed, kinds, self.relaxed.memory)
             if wide is not None:
                 self._start(wide, boxes)
-            if not self.any:
+            if not self.any and not self.middling:
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
         if self.best is None:
@@ -123,7 +131,7 @@ class _Search:
         if complete:
             self.bound = best.cost
         elif best.cost > self.bound + self.bound // NEAR:
-            work = self.work.part(self.whole // (12 if self.good else 4))
+            work = self.work.part(self.whole // (12 if self.good else 2 if self.middling else 4))
             self.bound = max(self.bound, boxes.search(best.cost, work))
         return evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
 
@@ -140,15 +148,15 @@ class _Search:
 
     def _start(self, wide: Kinds, boxes: Boxes) -> None:
         """Packs options of every fineness, as long as a finer or coarser one may be better."""
-        work, idle = self.work.part(self.whole // 2), 0
-        for head in HEADS:
+        work, idle = self.work.part(self.whole * (3 if self.middling else 2) // 4), 0
+        for head, sand in self.heads:
             packed, before = False, self.cost
-            for choice in self._choices(wide, boxes, head, work):
+            for choice in self._choices(wide, boxes, head, sand, work):
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
                     packed = True
                     continue
                 self.seen.add(choice.option.tobytes())
-                packed = self._try(choice, work) or packed
+                packed = self._try(choice, work, sand) or packed
                 if self.good:
                     return
             if packed and before < WORST:
@@ -158,48 +166,49 @@ class _Search:
         if self.starts and not self.good:
             self._mix()
 
-    def _choices(self, wide: Kinds, boxes: Boxes, head: int, work: Work) -> Iterator[Choice]:
+    def _choices(self, wide: Kinds, boxes: Boxes, head: int, sand: bool, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
-        relaxed, tried, half = self.relaxed, len(self.starts), work.left // 2
+        relaxed, tried, third = self.relaxed, len(self.starts), work.left // 3
         for thrift, slack in LADDER:
-            if (head, thrift, slack) == (4, 1, 0) and not self.any:
+            if not self.boxed and not self.any and (self.large or not sand):
+                self.boxed = True
                 bound = boxes.search(self.cost, work.part(self.whole // 8), True)
                 self.bound = max(self.bound, bound)
                 yield from boxes.found[: 1 if self.middling else CHOICES]
             if len(self.starts) == tried:
-                choice = choose(relaxed, wide, head, thrift, slack, work)
+                choice = choose(relaxed, wide, head, thrift, slack, work, sand)
                 if choice is not None:
                     yield choice
             if len(self.starts) > tried or work.over:
                 return
-            if self.best is None and work.left < half and not self.any:
-                work.spend(work.left)  # what does not fit after half of the work does not fit
+            if self.best is None and work.left < third and not self.any:
+                work.spend(work.left)  # what does not fit after two thirds of the work does not fit
                 return
 
-    def _try(self, choice: Choice, work: Work) -> bool:
+    def _try(self, choice: Choice, work: Work, sand: bool) -> bool:
         """Packs options and polishes that; whether they could be packed."""
         view = self._view(choice.option)
-        packing = self._pack(choice.option, view, work)
+        packing = self._pack(choice.option, view, work, sand)
         if packing is None:
             return False
         if not self.any:
             enough = choice.average + choice.average // NEAR if view is self.relaxed else 0
-            packing, _ = exchange(view, packing, ROUNDS, enough, work.part(self.whole // 10))
+            rounds = MANY_ROUNDS if self.middling and sand else ROUNDS
+            packing, _ = exchange(view, packing, rounds, enough, work.part(self.whole // 8))
         self.starts.append((self._offer(packing, True), packing))
         return True
 
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
         starts = sorted(self.starts, key=lambda start: start[0])
-        turns = 2 if self.middling else TURNS
         work = self.work.part(self.work.left - self.whole * 5 // 16)
-        part, idle = work.left // turns, 0
-        for turn in range(turns):
+        part, idle = work.left // TURNS, 0
+        for turn in range(TURNS):
             if not starts or idle == IDLE or self.good or work.over:
                 return
             # The best one in every second turn, as it is by now; the others in between.
             _, packing = starts[(turn + 1) // 2 % len(starts)]
-            if turn % 2 == 0 or self.middling:
+            if turn % 2 == 0:
                 _, packing = min(self.starts, key=lambda start: start[0])
             before, pour = self.cost, turn % 3 != 1
             used = self.instance.uses[np.arange(self.instance.tables), packing.option].any(0)
@@ -219,11 +228,11 @@ class _Search:
         option, other = starts[0][1].option.copy(), starts[1][1].option
         some = np.flatnonzero(option != other)[::MIXED]
         option[some] = other[some]
-        self._try(Choice(option, 0, 0), self.work)
+        self._try(Choice(option, 0, 0), self.work, False)
 
     @cached_property
     def poured(self) -> Relaxed:
-        return Relaxed(poured(self.instance))
+        return poured(self.instance)
 
     def _view(self, option: Ints) -> Relaxed:
         """What options are packed by: as if rows over hosts were poured, where they are much."""
@@ -232,12 +241,11 @@ class _Search:
         work = instance.cost[every, option].sum(1) * self.relaxed.copies[every, option]
         return self.poured if int(work[fluid].sum()) * MUCH > int(work.sum()) else self.relaxed
 
-    def _pack(self, option: Ints, relaxed: Relaxed, work: Work) -> Packing | None:
-        held = relaxed.bytes[np.arange(self.instance.tables), option].sum(0)
-        tight = any(int(h) * 2 > limit for h, limit in zip(held, relaxed.limits, strict=True))
-        rules = (Rule.BOTH, Rule.TIME) if tight else (Rule.TIME, Rule.BOTH)
+    def _pack(self, option: Ints, relaxed: Relaxed, work: Work, sand: bool) -> Packing | None:
+        rules = (Rule.BOTH, Rule.TIME) if relaxed.tight(option) else (Rule.TIME, Rule.BOTH)
+        sand = sand and not relaxed.tight(option, 3)
         for rule in (*rules, Rule.MEMORY):
-            packing = pack(relaxed, option, rule, work)
+            packing = pack(relaxed, option, rule, work, sand=sand)
             if packing is not None or work.over:
                 return packing
         if self.large:
