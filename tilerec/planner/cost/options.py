@@ -157,8 +157,10 @@ class _Builder:
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)
         self.part_filled = np.zeros(len(work.names), np.bool_)
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
-        self.weighted = np.zeros(len(work.names), np.float64)
-        self.weighted[work.table[work.weighted]] = 1.0
+        # Of a table's ids, the part that has weights.
+        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted) / np.maximum(
+            work.ids, 1e-300
+        )
         self.features = work.per_table(np.ones(len(work.bags)))
         # How a table's traffic is spread over its pieces, in a lower bound.
         self.unknown = work.ordered & lower
@@ -506,7 +508,7 @@ class _Builder:
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
-        self.uses[t, o, CHARGES.index("exchange")] = True
+        self.uses[t, o, CHARGES.index("exchange")] = self.ranks > 1
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
@@ -541,7 +543,7 @@ class _Builder:
             if self.hosts == 1:
                 _, each = _sides(self.near * rate, other, self.ranks)
             else:
-                each = other * (self.near + 1.0) / self.ranks
+                each = other * self.near / self.ranks
             self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, count) * each)
 
     def _between_hosts(
