@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of, row_splits_below
+from tilerec.planner.cost.ways import (
+    MIN_PARTITION,
+    Limits,
+    Option,
+    Way,
+    enumerate_options,
+    is_of,
+    row_splits_below,
+)
 from tilerec.spec.plan import ShardingType
 from tilerec.spec.topology import Topology
 
@@ -95,3 +103,4 @@ def test_without_limits_tables_lie_on_devices_alone_and_all_types_are_allowed() 
     assert (limits.types, limits.min_partition, limits.ranks) == ((), None, None)
     assert limits.on_device
     assert not limits.cached
+    assert MIN_PARTITION == 32  # columns of the narrowest tile that a planner makes without being asked

@@ -417,7 +417,7 @@ class _Builder:
         parts = float(rows * columns)
         distinct = model.all_distinct[t] * share
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
-        merge, members, union = self._merged(rows, on, even, t)
+        merge, members, union = self._merged(on, even, t)
         direct, groups = 1.0 - merge, np.ceil(parts / members)
         home_union = union
         if self.lower and q is not even:
@@ -436,7 +436,7 @@ class _Builder:
             ("gradients", home_P * backward),
         ):
             self._home_link(o, t, stage, parts * count, "out" if stage == "rows" else "in")
-        if self.hosts > 1:
+        if self.hosts > 1:  # else no byte leaves a host
             crossing = direct * P + merge * union / members
             places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
             if self.lower:
@@ -512,12 +512,12 @@ class _Builder:
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
-    def _merged(self, rows: int, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
+    def _merged(self, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
         """Sums inside hosts: whether there are any, of how many members, and bags of a sum.
 
         Single pieces are not added up where they share a host (`realise.py`).
         """
-        if self.hosts == 1 or rows == 1 or on == 1:
+        if self.hosts == 1 or on == 1:
             return np.zeros(len(t)), 1.0, np.zeros(len(t))
         members = (
             float(on) if on < self.ranks else float(self.largest if self.lower else self.ranks // self.hosts)
@@ -625,7 +625,7 @@ class _Builder:
         header = model.rates.exchanged(near, near)
         once = (model.speeds.step + model.call) * self.work.collections
         constant[:, 0] = np.floor((once + header) * PICO).astype(np.int64)
-        if self.hosts > 1:
+        if self.hosts > 1:  # else no byte leaves a host
             # Of a card that ranks share, their mean: the same on each of them.
             away = model.rates.exchanged(far, far, network=True)
             constant[:, self._stage(NETWORK_STAGES[0])] += np.floor(away * PICO).astype(np.int64)
