@@ -328,3 +328,19 @@ def test_a_range_that_is_a_little_smaller_saves_what_its_rows_save(
         load = found.load[:, problem.stages.index(stage)] / 1e12
         own = priced.stages[stage]
         assert load[2] - load[1] == pytest.approx(own[2] - own[1], rel=rough), stage
+
+
+@pytest.mark.parametrize("table", [TABLES[1], TABLES[2]], ids=lambda table: table.name)
+def test_on_one_host_ordered_ids_leave_the_bounds_of_what_is_not_cut_by_rows_at_the_price(
+    table: TableWork,
+) -> None:
+    """Sums over rows of column blocks stay in the host, in the bound too."""
+    topology = measured(Topology(4, "cpu"), True, links=True)
+    ordered = dataclasses.replace(table, skew=Skew(ROWS, 1.05, ordered=True))
+    problem = build([ordered], topology, pipeline_depth=DEPTH)
+    assert problem.lower is not problem.instance
+    for o, option in enumerate(problem.options):
+        if option.way is not Way.ROWS:
+            assert np.array_equal(problem.lower.cost[:, o], problem.instance.cost[:, o]), option
+            assert np.array_equal(problem.lower.home[:, o], problem.instance.home[:, o]), option
+            assert np.array_equal(problem.lower.memory[:, o], problem.instance.memory[:, o]), option
