@@ -281,6 +281,8 @@ def test_of_rows_all_alike_a_step_misses_those_that_the_cache_does_not_hold(
     load = Workload([TableWork("t", 100_000, 8, reads=[Reads(200)], cached=True, load_factor=factor)])
     assert load.missed(2)[0] == pytest.approx(400 * wanted, rel=0.005)
     assert load.missed(1)[0] == pytest.approx(200 * wanted, rel=0.005)
+    few = Workload([TableWork("t", 1000, 8, reads=[Reads(1)], cached=True, load_factor=factor)])
+    assert few.missed(1)[0] == pytest.approx(wanted, rel=0.005)
 
 
 def test_nothing_is_missed_where_all_that_occurs_fits_and_all_where_a_step_is_more_than_the_lines() -> None:
@@ -293,3 +295,10 @@ def test_nothing_is_missed_where_all_that_occurs_fits_and_all_where_a_step_is_mo
     assert found[:2].tolist() == [0.0, 0.0]
     assert found[2] > 0
     assert found[3] == load.distinct(1)[3]
+
+
+def test_a_cache_that_just_holds_a_steps_rows_holds_those_of_the_step_before() -> None:
+    """One line, and one id of 100 a step: one in a hundred is the one before. With 2 ids and 1 line, none is held."""
+    work = TableWork("t", 100, 8, reads=[Reads(1)], cached=True, load_factor=0.01)
+    load = Workload([work, dataclasses.replace(work, name="two", reads=[Reads(2)])])
+    assert load.missed(1).tolist() == pytest.approx([0.99, load.distinct(1)[1]])
