@@ -61,7 +61,8 @@ def test_powers_of_whole_exponents_begin_at_one() -> None:
 
 def test_among_more_rows_than_digits_can_tell_every_draw_is_new() -> None:
     """1 - (1 - 1e-12) has four digits left, so more rows than 10^12 are taken as without end."""
-    assert distinct_uniform([2e12, 1.5e12, 1e18], 12345.0).tolist() == [12345.0] * 3
+    many = np.concatenate([np.linspace(1.01e12, 2e12, 50), [1e15, 1e18]])
+    assert distinct_uniform(many, 12345.0).tolist() == [12345.0] * 52
     assert float(distinct_uniform(1e6, 1e3)) == pytest.approx(1e6 * (1 - (1 - 1e-6) ** 1e3), rel=1e-9)
     assert float(distinct_uniform(1e12, 1.0)) <= 1.0
     # With as many draws as rows, 1 - 1/e of them are found: up to 10^12 rows they are counted.

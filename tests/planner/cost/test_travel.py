@@ -138,7 +138,6 @@ def test_members_that_have_all_of_a_sums_bags_get_no_positions() -> None:
         (2.0, False, DataType.FP32, 2 * 4 + 4.0),  # lengths
         (1.004, False, DataType.FP32, 1.004 * 4),  # less than half an id more than bags
         (1.006, False, DataType.FP32, 1.006 * 4 + 4),
-        (1.005, False, DataType.FP32, 1.005 * 4),  # just a half
         (0.25, False, DataType.FP32, 1.0),
     ],
 )
@@ -148,6 +147,13 @@ def test_an_id_takes_four_bytes_its_weight_a_cell_and_bags_of_several_a_length(
     work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS, length, weighted)])
     found = travel([work], [tiling_of("table_wise", [1], TWO)], TWO)
     assert found.sent["ids"].tolist() == pytest.approx([BAGS * each, 0, BAGS * each, BAGS * each])
+
+
+def test_half_an_id_more_than_bags_needs_no_lengths() -> None:
+    work = TableWork("t", 400, 16, optimizer=SGD, reads=[Reads(128, 1 + 1 / 256)])  # 128.5 ids
+    found = travel([work], [tiling_of("table_wise", [1], TWO)], TWO)
+    assert found.sent["ids"][0] == 4 * 128.5
+    assert Workload([work]).present(1.0)[2].tolist() == [0.0]
 
 
 @pytest.mark.parametrize(("rows", "bytes_of_id"), [((1 << 31) - 1, 4), (1 << 31, 8), (1 << 33, 8)])
