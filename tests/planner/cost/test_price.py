@@ -258,6 +258,23 @@ def test_column_blocks_pay_for_their_sums_and_six_copies_of_their_cells() -> Non
     assert found.sent["row sums"].tolist() == pytest.approx([sums, sums, 0, 0])
 
 
+def test_a_rank_with_two_column_blocks_sends_sums_of_both_and_receives_those_of_the_other_rank() -> None:
+    """Of three blocks, rank 0 holds the first and the last, as the runtime counts them."""
+    rule = specs.RowWiseAdagrad(0.1)
+    tiling = Tiling.of("t", 400, 16, [(0, 400, 0, 4, 0), (0, 400, 4, 12, 1), (0, 400, 12, 16, 0)])
+    work = TableWork("t", 400, 16, optimizer=rule, reads=[Reads(BATCH)])
+    found, model = priced(work, tiling)
+    u = float(model.all_distinct[0])
+    sums = u * 4 * 2
+    copies = 6 * u * 8 * 4 * 0.25
+    close(
+        found.parts["row sums"],
+        [2 * 71 + copies + sums * (2 * 37 + 31), 71 + copies + sums * (37 + 2 * 31), 0, 0],
+    )
+    sent, _ = step_bytes([work], [tiling], FOUR, RowWiseAdagrad)
+    assert found.sent["row sums"] == pytest.approx(sent["row sums"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("work", "form", "numbers", "gradients"),
     [
