@@ -344,3 +344,21 @@ def test_on_one_host_ordered_ids_leave_the_bounds_of_what_is_not_cut_by_rows_at_
             assert np.array_equal(problem.lower.cost[:, o], problem.instance.cost[:, o]), option
             assert np.array_equal(problem.lower.home[:, o], problem.instance.home[:, o]), option
             assert np.array_equal(problem.lower.memory[:, o], problem.instance.memory[:, o]), option
+
+
+@pytest.mark.parametrize("topology", [Topology(4, "cpu"), Topology(4, local_world_size=2)], ids=str)
+def test_the_search_takes_homes_of_ordered_ids_as_those_of_even_ranges(topology: Topology) -> None:
+    """And the owner of each range as the one with most traffic, in the bound as the one with least."""
+    topology = measured(topology, False, links=True)
+    skewed, ordered = (
+        build([dataclasses.replace(TABLES[1], skew=Skew(ROWS, 1.05, ordered=ordered))], topology)
+        for ordered in (False, True)
+    )
+    assert np.array_equal(ordered.instance.home, skewed.instance.home)
+    lookup = ordered.stages.index("lookup")
+    for o, option in enumerate(ordered.options):
+        least, even, most = (
+            int(instance.cost[0, o, lookup])
+            for instance in (ordered.lower, skewed.instance, ordered.instance)
+        )
+        assert least < even < most if option.way in (Way.ROWS, Way.GRID) else least == even == most, option

@@ -431,7 +431,7 @@ class _Builder:
         self._link(o, t, "rows", P * forward, near, "out", kept)
         self._link(o, t, "gradients", P * backward, near, "in", kept)
         for stage, count in (
-            ("ids", head + payload),
+            ("ids", head + home_payload),
             ("rows", home_P * forward),
             ("gradients", home_P * backward),
         ):
