@@ -196,3 +196,21 @@ def test_a_workload_without_tables_sends_headers() -> None:
     found = travel([], [], TWO)
     assert found.sent["header"].tolist() == [12.0] * 4
     assert price([], Model(Workload([]), TWO)).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("data_type", "wire", "forward", "backward"),
+    [
+        (DataType.FP32, Wire(), 64, 64),
+        (DataType.FP64, Wire(), 128, 128),
+        (DataType.FP64, Wire("bf16", "fp32"), 32, 128),
+        (DataType.FP32, Wire("int8", "fp16"), 20, 32),
+    ],
+)
+def test_a_row_of_sixteen_columns_takes_the_bytes_of_its_number_format(
+    data_type: DataType, wire: Wire, forward: int, backward: int
+) -> None:
+    work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS)], wire=wire)
+    found = travel([work], [tiling_of("table_wise", [1], TWO)], TWO)
+    assert found.sent["rows"].tolist() == [0, 3 * BAGS * forward, 0, 0]
+    assert found.received["gradients"].tolist() == [0, 3 * BAGS * backward, 0, 0]
