@@ -500,3 +500,11 @@ def test_numbers_do_not_depend_on_the_order_of_tables() -> None:
     forward, backward = build(tables, Topology(4)), build(tables[::-1], Topology(4))
     assert np.array_equal(forward.instance.cost, backward.instance.cost[::-1])
     assert np.array_equal(forward.instance.memory, backward.instance.memory[::-1])
+
+
+def test_a_charge_is_what_some_choices_pay_and_others_do_not() -> None:
+    """Whole tables exchange in any case, and need nothing else; copies and ranges of rows are a choice."""
+    whole = Limits((ShardingType.TABLE_WISE,))
+    assert build(works(1), Topology(3), {"t00": whole}).charges == ()
+    choice = Limits((ShardingType.TABLE_WISE, ShardingType.ROW_WISE))
+    assert build(works(1), Topology(3), {"t00": choice}).charges == ("partly filled",)
