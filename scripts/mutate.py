@@ -21,7 +21,8 @@ The sample depends on the seed and on the text of the lines alone: an edit elsew
 `scripts/mutate_equivalents.txt` lists mutants that no test can notice, each with the reason. They do not count.
 
 Not mutated: annotations, decorators, assertions, error messages, and the Triton kernels (`make sanitize` covers those);
-functions that run on a GPU alone (`GPU_ONLY`), which tests/cuda covers, on a GPU or by `make simulated-gpu`.
+functions that run on a GPU alone (`GPU_ONLY`), which tests/cuda covers, on a GPU or by `make simulated-gpu`; sizes of
+what is only timed (`TIMED`).
 
 Exits with 1 if a room notices less than `--floor` percent of its mutants.
 """
@@ -79,6 +80,9 @@ GPU_ONLY = {
 }
 """Functions of which no line runs without a GPU, by file. A function with any other line does not belong here: its GPU
 lines are entries of the list of equivalents."""
+
+TIMED = {"tilerec/planner/cost/whole_steps.py": ("SHAPES",)}
+"""Constants that hold sizes of models whose steps are timed, by file: any size near one measures as well."""
 
 # ---------------------------------------------------------------------------------------------------- mutants
 
@@ -142,7 +146,7 @@ class _Sites(ast.NodeVisitor):
     """Collects every edit of a module: (start, end, new), as byte offsets.
 
     Args:
-        skipped: functions that are left alone, as "name" or "Class.name".
+        skipped: functions and constants that are left alone, as "name" or "Class.name".
     """
 
     def __init__(self, source: bytes, skipped: Sequence[str] = ()) -> None:
@@ -217,6 +221,11 @@ class _Sites(ast.NodeVisitor):
         if node.arg not in SILENT_KEYWORDS:
             self.visit(node.value)
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if names.isdisjoint(self.skipped):
+            self.generic_visit(node)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
@@ -255,7 +264,7 @@ def _is_type(node: ast.expr) -> bool:
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every mutant of a file, in the order of its text."""
-    sites = _Sites(source, GPU_ONLY.get(path, ()))
+    sites = _Sites(source, (*GPU_ONLY.get(path, ()), *TIMED.get(path, ())))
     sites.visit(ast.parse(source))
     lines = source.splitlines()
     made = []

@@ -68,6 +68,14 @@ def test_functions_that_a_gpu_alone_runs_are_left_alone(mutate: Any, monkeypatch
     assert len(mutate.mutants_of("q.py", source)) > len(mutate.mutants_of("p.py", source))
 
 
+def test_sizes_of_what_is_timed_are_left_alone(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = b"SIZES = (1, 2)\nOTHERS = 3\n"
+    for path, names in mutate.TIMED.items():
+        assert all(f"\n{name} = " in (mutate.ROOT / path).read_text() for name in names)
+    monkeypatch.setitem(mutate.TIMED, "p.py", ("SIZES",))
+    assert {mutant.before for mutant in mutate.mutants_of("p.py", source)} == {"OTHERS = 3"}
+
+
 def test_the_functions_listed_as_the_gpus_exist(mutate: Any) -> None:
     for path, names in mutate.GPU_ONLY.items():
         tree = ast.parse((mutate.ROOT / path).read_text())

@@ -173,6 +173,25 @@ def test_a_direction_that_is_dearer_than_the_other_raises_no_bound_above_a_price
             assert 0.9 * priced <= lower <= priced * (1 + 2e-4)
 
 
+def test_the_bound_goes_by_numbers_of_its_own_only_where_the_search_has_estimates() -> None:
+    """Rules over whole rows on several hosts, hosts of processes or of different sizes, and ordered ids."""
+    hosts, skew = Topology(4, local_world_size=2), Skew(1000, 1.0, ordered=True)
+
+    def same(topology: Topology, optimizer: Any = PLAIN, skew: Skew | None = None, rows: int = 1000) -> bool:
+        problem = build([TableWork("t", rows, 64, optimizer=optimizer, skew=skew)], topology)
+        return problem.lower is problem.instance
+
+    assert same(hosts)
+    assert not same(hosts, ROW_WISE)
+    assert not same(hosts, skew=skew)
+    assert not same(Topology(4, "cpu", local_world_size=2))
+    assert not same(Topology(5, hosts=[[0, 1], [2, 3, 4]]))
+    for topology in (Topology(4), Topology(4, "cpu")):
+        assert same(topology, ROW_WISE)
+        assert same(topology, skew=Skew(1000, 1.0))
+        assert not same(topology, skew=skew)
+
+
 @pytest.mark.parametrize("nic", ["device", "host"])
 def test_on_unlike_hosts_a_piece_costs_what_its_own_host_takes(nic: Any) -> None:
     topology = Topology(8, hosts=[[0, 1, 2], [3, 4, 5, 6, 7]], nic=nic)
@@ -294,6 +313,52 @@ def test_limits_leave_the_options_of_their_types() -> None:
     assert instance.allowed[3].tolist() == [False, True, True, False]
     assert instance.allowed[4].tolist() == [True, True, False, False]  # pieces of one host
     assert instance.allowed[5].all()
+
+
+def ways_of(limits: Limits, topology: Topology, rows: int = 1000, dim: int = 64) -> list[str]:
+    work = TableWork("t", rows, dim, optimizer=PLAIN)
+    problem = build([work], topology, {"t": limits})
+    return [str(problem.options[o]) for o in np.flatnonzero(problem.instance.there[0]).tolist()]
+
+
+def test_a_table_limited_to_some_ranks_has_no_more_pieces_than_these_where_there_is_a_choice() -> None:
+    assert ways_of(Limits(ranks=(1, 2), min_partition=8), Topology(5)) == ["whole", "columns x 2", "rows x 2"]
+    three = ways_of(Limits(ranks=(1, 2, 4), min_partition=16), Topology(5))
+    assert three == ["whole", "columns x 2", "rows x 2", "rows x 3"]
+    columns = Limits((ShardingType.COLUMN_WISE,), min_partition=16, ranks=(3,))
+    assert ways_of(columns, Topology(5)) == ["columns x 2", "columns x 4"]  # two blocks or four on one rank
+    every = ways_of(Limits(ranks=(0, 1, 2)), Topology(3))
+    assert every == ["whole", "copies over 3 ranks", "columns x 2", "rows x 2", "rows over 3 ranks"]
+    assert ways_of(Limits(ranks=(0,)), Topology(1)) == ["whole"]
+
+
+def test_a_host_counts_its_ranks_only_once_and_hosts_as_one_place() -> None:
+    """Rows over a host are one piece, which two ranks allow as well as one."""
+    found = ways_of(Limits(ranks=(2, 3)), Topology(4, local_world_size=2))
+    assert found == ["whole", "columns x 2", "rows x 2", "rows over 2 ranks", "grid x 2 over 2 ranks"]
+
+
+def test_column_tiles_are_no_narrower_than_32_columns_or_what_limits_say() -> None:
+    topology = Topology(4)
+    assert "columns x 2" in ways_of(Limits(), topology, dim=64)
+    assert "columns x 2" not in ways_of(Limits(), topology, dim=62)
+    assert "columns x 2" in ways_of(Limits(min_partition=31), topology, dim=62)
+    assert "columns x 4" not in ways_of(Limits(min_partition=16), topology, dim=60)
+    assert "columns x 4" in ways_of(Limits(min_partition=15), topology, dim=60)
+    assert "columns x 3" not in ways_of(Limits(min_partition=1), topology, dim=64)
+
+
+def test_rows_that_do_not_fill_their_ranges_are_not_cut_unless_asked_for_over_all_ranks() -> None:
+    """5 rows make three ranges of the four: 2, 2, 1."""
+    assert [way for way in ways_of(Limits(), Topology(4), rows=5) if "rows" in way] == [
+        "rows x 2",
+        "rows x 3",
+    ]
+    asked = ways_of(Limits((ShardingType.ROW_WISE,)), Topology(4), rows=5)
+    assert asked == ["rows x 2", "rows x 3", "rows over 4 ranks"]
+    two = Topology(4, local_world_size=2)
+    assert "grid x 2 over 2 ranks" not in ways_of(Limits(), two, rows=1)
+    assert "grid x 2 over 2 ranks" in ways_of(Limits((ShardingType.GRID_SHARD,)), two, rows=1)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -455,3 +520,11 @@ def test_numbers_do_not_depend_on_the_order_of_tables() -> None:
     forward, backward = build(tables, Topology(4)), build(tables[::-1], Topology(4))
     assert np.array_equal(forward.instance.cost, backward.instance.cost[::-1])
     assert np.array_equal(forward.instance.memory, backward.instance.memory[::-1])
+
+
+def test_a_charge_is_what_some_choices_pay_and_others_do_not() -> None:
+    """Whole tables exchange in any case, and need nothing else; copies and ranges of rows are a choice."""
+    whole = Limits((ShardingType.TABLE_WISE,))
+    assert build(works(1), Topology(3), {"t00": whole}).charges == ()
+    choice = Limits((ShardingType.TABLE_WISE, ShardingType.ROW_WISE))
+    assert build(works(1), Topology(3), {"t00": choice}).charges == ("partly filled",)

@@ -40,3 +40,35 @@ def test_distinct_ids_are_what_drawing_gives() -> None:
     drawn = np.random.default_rng(0).integers(0, 300, (200, 400))
     counted = np.mean([len(set(row)) for row in drawn.tolist()])
     assert float(distinct_uniform(300, 400)) == pytest.approx(counted, rel=0.01)
+
+
+def test_far_from_zero_an_exponential_is_that_of_700() -> None:
+    assert exponential([-1e9, 1e9]).tolist() == exponential([-700.0, 700.0]).tolist()
+    assert float(exponential(700.0)) == pytest.approx(math.exp(700.0), rel=1e-11)
+    assert float(exponential(-700.0)) == pytest.approx(math.exp(-700.0), rel=1e-11)
+    assert float(exponential(0.0)) == 1.0
+
+
+@given(st.floats(-0.3466, 0.3466))
+def test_exponentials_near_zero_are_as_good_as_is_said(x: float) -> None:
+    assert float(exponential(x)) == pytest.approx(math.exp(x), rel=1e-12)
+
+
+def test_powers_of_whole_exponents_begin_at_one() -> None:
+    assert power([0.0, 0.5, 3.0], 0).tolist() == [1.0, 1.0, 1.0]
+    assert power(0.5, [1, 2, 3, 60]).tolist() == [0.5, 0.25, 0.125, 0.5**60]
+
+
+def test_among_more_rows_than_digits_can_tell_every_draw_is_new() -> None:
+    """1 - (1 - 1e-12) has four digits left, so more rows than 10^12 are taken as without end."""
+    many = np.concatenate([np.linspace(1.01e12, 2e12, 50), [1e15, 1e18]])
+    assert distinct_uniform(many, 12345.0).tolist() == [12345.0] * 52
+    assert float(distinct_uniform(1e6, 1e3)) == pytest.approx(1e6 * (1 - (1 - 1e-6) ** 1e3), rel=1e-9)
+    assert float(distinct_uniform(1e12, 1.0)) <= 1.0
+    # With as many draws as rows, 1 - 1/e of them are found: up to 10^12 rows they are counted.
+    assert float(distinct_uniform(1e12, 1e12)) == pytest.approx(1e12 * (1 - math.exp(-1)), rel=1e-3)
+
+
+def test_more_draws_than_64_bits_count_find_everything() -> None:
+    assert float(missed(0.5, 1e300)) == 0.0
+    assert float(missed(0.0, 1e300)) == 1.0

@@ -16,7 +16,7 @@ from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
 from tilerec.parallel.shard import shard
 from tilerec.parallel.traffic import traffic
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.price import price
+from tilerec.planner.cost.price import PARTS, Price, price
 from tilerec.planner.cost.workload import Reads, TableWork, Workload
 from tilerec.sharding.strategies import complete
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -87,6 +87,9 @@ def check(works: list[TableWork], kinds: list[Any], topology: Topology, rule: An
     predicted = price(tilings, Model(Workload(works), topology))
     sent, far = step_bytes(works, tilings, topology, rule)
     assert {n for n, v in sent.items() if any(v)} == {n for n, v in predicted.sent.items() if np.any(v > 0)}
+    # Of ids that are drawn, all but headers is what is to be expected.
+    assert predicted.sent["header"].tolist() == sent["header"]
+    assert predicted.between_hosts["header"].tolist() == far["header"]
     for name, counted in sent.items():
         assert predicted.sent[name] == pytest.approx(counted, rel=0.05, abs=64), name
         assert predicted.between_hosts[name] == pytest.approx(far[name], rel=0.05, abs=64), name
@@ -255,6 +258,23 @@ def test_column_blocks_pay_for_their_sums_and_six_copies_of_their_cells() -> Non
     assert found.sent["row sums"].tolist() == pytest.approx([sums, sums, 0, 0])
 
 
+def test_a_rank_with_two_column_blocks_sends_sums_of_both_and_receives_those_of_the_other_rank() -> None:
+    """Of three blocks, rank 0 holds the first and the last, as the runtime counts them."""
+    rule = specs.RowWiseAdagrad(0.1)
+    tiling = Tiling.of("t", 400, 16, [(0, 400, 0, 4, 0), (0, 400, 4, 12, 1), (0, 400, 12, 16, 0)])
+    work = TableWork("t", 400, 16, optimizer=rule, reads=[Reads(BATCH)])
+    found, model = priced(work, tiling)
+    u = float(model.all_distinct[0])
+    sums = u * 4 * 2
+    copies = 6 * u * 8 * 4 * 0.25
+    close(
+        found.parts["row sums"],
+        [2 * 71 + copies + sums * (2 * 37 + 31), 71 + copies + sums * (37 + 2 * 31), 0, 0],
+    )
+    sent, _ = step_bytes([work], [tiling], FOUR, RowWiseAdagrad)
+    assert found.sent["row sums"] == pytest.approx(sent["row sums"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("work", "form", "numbers", "gradients"),
     [
@@ -284,6 +304,90 @@ def test_each_form_of_replicas_takes_the_seconds_of_its_own_steps(
     close(found.reduced, [reduced])
     close(found.sent, [numbers + gradients + (8 if form == 1 else 0) + (24 if form < 3 else 0)])
     close(found.seconds, [seconds + numbers * 4 * 0.25 + 67])
+
+
+def test_copies_on_some_ranks_update_a_larger_part_of_the_batches() -> None:
+    """Half of the rows on ranks 0 and 1, half on 2 and 3: each pair tells the other's half of what it read.
+
+    As many bags and ids of its half as if all ranks had copies; of an all-reduce, of half of the rows and among two.
+    """
+    halves = Tiling.of("t", 4000, 8, [(0, 1000, 0, 8, (0, 1)), (1000, 4000, 0, 8, (2, 3))])
+    topology = dataclasses.replace(FOUR, speeds=dataclasses.replace(SPEEDS, cache=0))
+    for reads, form in ((Reads(BAGS, 6.0), 0), (Reads(BAGS, 6.0, True), 1)):
+        work = TableWork("t", 4000, 8, optimizer=SGD, reads=[reads])
+        found, model = priced(work, halves, topology)
+        copies = model.replicas(np.array([0]))
+        assert int(copies.form[0]) == form
+        ids, bags, u = float(copies.ids[0]), float(copies.bags[0]), float(model.all_distinct[0])
+        whole_seconds = ids * 13 + bags * 17 + u * 11
+        close(found.parts["update"], [whole_seconds / 4] * 2 + [whole_seconds * 3 / 4] * 2)
+        sent = float(copies.sent[0])
+        local = float(copies.seconds[0])
+        wanted = np.array([0.25, 0.25, 0.75, 0.75])
+        close(found.parts["replicas"], wanted * (sent * (31 + 37) + local))
+        assert not found.network["update between hosts"].any()
+        name = "replica gradients"
+        close(found.sent[name], wanted * float(copies.gradients[0]))
+        close(found.sent["replica ids"], wanted * float(copies.numbers[0]))
+        assert not found.between_hosts[name].any()
+
+
+def test_copies_that_reduce_everything_do_so_among_themselves() -> None:
+    """A table of 8 rows on ranks 0, 1 and 2 of four, two of them on one host: a ring sends 2 x 2/3 of it from each."""
+    work = TableWork("t", 8, 8, optimizer=SGD, reads=[Reads(BAGS, 6.0)])
+    tiling = whole(8, 8, (0, 1, 2))
+    topology = dataclasses.replace(FOUR, speeds=dataclasses.replace(SPEEDS, cache=0))
+    found, model = priced(work, tiling, topology)
+    copies = model.replicas(np.array([0]))
+    assert int(copies.form[0]) == 2
+    reduced = 8 * 9 * 4
+    ring, counts = 2 * reduced * 2 / 3, 24 * 2
+    close(found.sent["replica gradients, dense"], [ring] * 3 + [0])
+    close(found.between_hosts["replica gradients, dense"], [ring / 2] * 2 + [ring, 0])
+    close(found.sent["replica counts"], [counts] * 3 + [0])
+    sent = ring + counts
+    close(
+        found.parts["replicas"],
+        np.array([sent / 2, sent / 2, 0, 0]) * (31 + 37) + np.array([1, 1, 1, 0]) * float(copies.seconds[0]),
+    )
+    # Of host 0, ranks 0 and 1 send half abroad each; of host 1, rank 2 sends all: the mean of two ranks.
+    close(found.network["update between hosts"], [sent / 2 * (41 + 43)] * 4)
+    u = float(model.all_distinct[0])
+    close(found.parts["update"], [(u * (13 + 17) * 2 / 3 + u * 11)] * 3 + [0])
+    # Rank 0 reads its own 600 ids in 100 bags, which rank 3 has read by its neighbour: ids and lengths twice, rows,
+    # keys. To agree: what goes to each other, and the sum, twice.
+    buffers = 2 * (600 * 4 + 100 * 4) + 100 * 8 * 4 + 600 * 16
+    close(found.memory[0, 1] - found.memory[3, 1], 8 * 8 * 4 + 2 * (counts + reduced) + buffers)
+    close(found.memory[2, 1] - found.memory[0, 1], buffers)
+
+
+def test_parts_count_in_the_stages_that_the_page_names() -> None:
+    """The slowest rank of each stage, and collectives once; a shared card's time is a stage of its own."""
+    stages = {
+        "ids": ["route", "header", "ids", "overhead"],
+        "lookup": ["lookup"],
+        "rows": ["rows in host", "rows"],
+        "gradients": ["combine", "gather", "gradients", "gradients in host"],
+        "update": ["replicas", "row sums", "update"],
+    }
+    assert sorted(part for parts in stages.values() for part in parts) == sorted(PARTS)
+    parts = {name: np.array([2.0**k, 3.0**k]) for k, name in enumerate(PARTS)}
+    cards = {f"{name} between hosts": np.array([5.0, 4.0]) * (1 + k)
+             for k, name in enumerate(["ids", "rows", "gradients", "update"])}  # fmt: skip
+    memory = np.zeros((2, 2), np.int64)
+    for shared in (True, False):
+        names = (*stages, *cards) if shared else tuple(stages)
+        found = Price(parts, cards, 7.0, memory, {}, {}, names, 0)
+        wanted = {name: sum(parts[part] for part in own) for name, own in stages.items()}
+        for name, seconds in cards.items():
+            if shared:
+                wanted[name] = seconds
+            else:
+                wanted[name.split()[0]] = wanted[name.split()[0]] + seconds
+        assert found.stages.keys() == wanted.keys()
+        for name, seconds in found.stages.items():
+            close(seconds, wanted[name])
+        assert found.seconds == pytest.approx(sum(float(np.max(each)) for each in wanted.values()) + 7.0)
 
 
 def test_any_tiling_has_a_price() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tilerec.errors import ConfigError
@@ -36,3 +39,18 @@ def test_limits_are_types_and_the_narrowest_column_tile() -> None:
     assert limits_of(None) == Limits(types=(), on_device=True, cached=False)
     found = limits_of(ParameterConstraints(["row_wise"], min_partition=8))
     assert found == Limits((ShardingType.ROW_WISE,), 8)
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, float("inf"), float("nan"), "2", None])
+def test_numbers_that_no_feature_can_have_are_refused(value: Any) -> None:
+    """`ParameterConstraints` may be made by another library, which checks less."""
+    given: Any = SimpleNamespace(
+        batch_sizes=None, num_poolings=None, pooling_factors=[2.0, value], is_weighted=False
+    )
+    with pytest.raises(ConfigError, match="Table 't': pooling_factors has"):
+        reads_of("t", ["a", "b"], 8, given)
+
+
+def test_a_feature_may_read_nothing() -> None:
+    limits = ParameterConstraints(pooling_factors=[0], num_poolings=[0.5])
+    assert reads_of("t", ["a", "b"], 8, limits) == (Reads(4.0, 0.0), Reads(4.0, 0.0))

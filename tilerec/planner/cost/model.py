@@ -36,7 +36,6 @@ STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
-ID_BYTES = 4  # on the wire; 8 where a piece has 2^31 rows
 KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twice
 LINE_BYTES = (
     17  # of a cache line beside row and state: which row it is, when it was used, whether it was written

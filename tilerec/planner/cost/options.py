@@ -167,8 +167,10 @@ class _Builder:
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)
         self.part_filled = np.zeros(len(work.names), np.bool_)
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
-        self.weighted = np.zeros(len(work.names), np.float64)
-        self.weighted[work.table[work.weighted]] = 1.0
+        # Of a table's ids, the part that has weights.
+        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted) / np.maximum(
+            work.ids, 1e-300
+        )
         self.features = work.per_table(np.ones(len(work.bags)))
         # How a table's traffic is spread over its pieces, in a lower bound.
         self.unknown = work.ordered & lower
@@ -460,7 +462,7 @@ class _Builder:
         parts = float(rows * columns)
         distinct = model.all_distinct[t] * share
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
-        merge, members, union = self._merged(rows, on, even, t)
+        merge, members, union = self._merged(on, even, t)
         direct, groups = 1.0 - merge, np.ceil(parts / members)
         home_union = union
         if self.lower and q is not even:
@@ -474,12 +476,12 @@ class _Builder:
         self._link(o, t, "rows", P * forward, near, "out", kept)
         self._link(o, t, "gradients", P * backward, near, "in", kept)
         for stage, count in (
-            ("ids", head + payload),
+            ("ids", head + home_payload),
             ("rows", home_P * forward),
             ("gradients", home_P * backward),
         ):
             self._home_link(o, t, stage, parts * count, "out" if stage == "rows" else "in")
-        if self.hosts > 1:
+        if self.hosts > 1:  # else no byte leaves a host
             crossing = direct * P + merge * union / members
             places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
             if self.lower:
@@ -551,16 +553,16 @@ class _Builder:
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
-        self.uses[t, o, CHARGES.index("exchange")] = True
+        self.uses[t, o, CHARGES.index("exchange")] = self.ranks > 1
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
-    def _merged(self, rows: int, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
+    def _merged(self, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
         """Sums inside hosts: whether there are any, of how many members, and bags of a sum.
 
         Single pieces are not added up where they share a host (`realise.py`).
         """
-        if self.hosts == 1 or rows == 1 or on == 1:
+        if self.hosts == 1 or on == 1:
             return np.zeros(len(t)), 1.0, np.zeros(len(t))
         members = float(on if on < self.ranks else self.largest)
         merge = np.where((members > 1.0) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
@@ -584,7 +586,7 @@ class _Builder:
             if self.hosts == 1:
                 _, each = _sides(self.near * rate, other, self.ranks)
             else:
-                each = other * (self.near + 1.0) / self.ranks
+                each = other * self.near / self.ranks
             self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, count) * each)
 
     def _between_hosts(
@@ -666,7 +668,7 @@ class _Builder:
         header = model.rates.exchanged(near, near)
         once = (model.speeds.step + model.call) * self.work.collections
         constant[:, 0] = np.floor((once + header) * PICO).astype(np.int64)
-        if self.hosts > 1:
+        if self.hosts > 1:  # else no byte leaves a host
             # Of a card that ranks share, their mean: the same on each of them.
             away = model.rates.exchanged(far, far, network=True)
             constant[:, self._stage(NETWORK_STAGES[0])] += np.floor(away * PICO).astype(np.int64)

@@ -17,7 +17,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LN2 = 0.6931471805599453
-_SQUARINGS = 10
 
 
 def power(base: Any, exponent: Any) -> Floats:

@@ -275,7 +275,7 @@ class Workload:
             fewer = self.distinct(ranks * middle) < lines
             low, high = np.where(fewer, middle, low), np.where(fewer, high, middle)
         found = self.distinct(ranks * (low + 1.0)) - self.distinct(ranks * low)
-        found = np.where(step >= lines, step, np.clip(found, 0.0, step))
+        found = np.where(step > lines, step, np.clip(found, 0.0, step))
         # Where all rows that ever occur fit, nothing is missed.
         return np.where(self.distinct(ranks * 2.0**_LONGEST) <= lines, 0.0, found)
 
