@@ -255,9 +255,11 @@ def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its
         min(prices.values()), rel=3e-5
     )
     if ways[0] is Way.WHOLE:
-        for places, seconds in prices.items():  # factors of hosts are whole per milles
+        # A factor of a rank goes for all that an exchange takes there, what each part of it costs among it.
+        for places, seconds in prices.items():
             searched = evaluate(problem.instance, np.array([o]), [places]).cost / 1e12
-            assert searched == pytest.approx(seconds, rel=5e-4)
+            dearest = seconds == max(prices.values())
+            assert searched == pytest.approx(seconds, rel=3e-5 if dearest else 0.03)
 
 
 @pytest.mark.parametrize(
