@@ -69,8 +69,8 @@ def train(kind: str, each_id: bool, ahead: bool) -> Trained:
         sequences() if each_id else model()
     )  # by row-wise Adagrad: where columns are cut, sums come first
     tables = list(module.parameters())
-    apply_optimizer_in_backward(SGD(lr=0.1), tables[:1])
-    apply_optimizer_in_backward(Adam(lr=0.1), tables[1:2])
+    apply_optimizer_in_backward(SGD(lr=0.1), tables[:1], replace=True)
+    apply_optimizer_in_backward(Adam(lr=0.1), tables[1:2], replace=True)
     module.cuda()
     plan = {name: ParameterSharding(kind, ranks=[0] if kind == "table_wise" else None) for name in TABLES}
     shard(module, plan=plan)
@@ -94,7 +94,7 @@ def test_batches_are_sorted_ahead_under_every_tiling(kind: str, each_id: bool) -
 
 def train_2d(ahead: bool) -> Trained:
     rank, module = torch.distributed.get_rank(), model()
-    apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()))
+    apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()), replace=True)
     plan = {name: ParameterSharding("row_wise") for name in TABLES}
     dmp = DMPCollection(module, "cuda", plan, 4, 2, sync="average", sync_interval=1)
     return trained(dmp, dmp.module, rank, ahead)

@@ -28,7 +28,7 @@ def train(sync: Any) -> list[Tensor]:
     rank = torch.distributed.get_rank()
     module = model()
     if sync == "average":
-        apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()))
+        apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()), replace=True)
     plan = {"rows": row_wise(), "columns": column_wise(ranks=[0, 1]), "copies": row_wise()}
     interval = 1 if sync == "average" else None
     dmp = DMPCollection(module, "cuda", plan, 4, 2, sync=sync, sync_interval=interval)
@@ -50,7 +50,7 @@ def test_exact_replicas_on_a_gpu_equal_one_process_on_the_cpu() -> None:
 
 def test_averaged_sgd_on_a_gpu_equals_one_process_on_the_cpu() -> None:
     module = model()
-    apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()))
+    apply_optimizer_in_backward(SGD(lr=0.01), list(module.parameters()), replace=True)
     for step in range(STEPS):
         out = module(concat_batches([batch(rank, step) for rank in range(4)])).values()
         out.square().sum().backward()

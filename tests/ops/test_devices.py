@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.op_cases import cases
 from tilerec.errors import InputError
-from tilerec.ops.devices import ANYWHERE
+from tilerec.ops.devices import ANYWHERE, on_one_device
 
 
 def _moves() -> list[tuple[str, str]]:
@@ -49,3 +49,21 @@ def test_all_tensors_on_meta_are_one_device() -> None:
         [0], [0], [2], torch.float32, "f@t",
     )  # fmt: skip
     assert (out.device.type, out.shape) == ("meta", (2, 3))
+
+
+def test_of_an_order_the_host_reads_the_last_tensor() -> None:
+    """`order_rows` leaves the first keys of tables on the host, where an update on a GPU reads them."""
+    called: list[int] = []
+    schema = torch.ops.tilerec.update_rows_.default._schema
+    names = [argument.name for argument in schema.arguments]
+    update = on_one_device("update_rows_", lambda *given: called.append(len(given)), schema)
+    far, near = torch.empty(4, device="meta"), torch.zeros(4)
+
+    def given(*ordered: Tensor) -> list[object]:
+        tensors = {"weights": [far], "grad": far, "ids": far, "offsets": far, "ordered": list(ordered)}
+        return [tensors.get(name) for name in names]
+
+    update(*given(far, far, far, near))
+    assert called == [len(names)]
+    with pytest.raises(InputError, match=r"update_rows_: .*ordered\[1\]"):
+        update(*given(far, near, far, near))

@@ -20,6 +20,9 @@ ANYWHERE = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
 """Tensor arguments that may be on another device: numbers that the host reads, and rows that a cache reads from host
 memory."""
 
+HOST_LAST = frozenset({"ordered"})
+"""Lists of tensors of which the host reads the last one."""
+
 
 def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
     """Raise an `InputError` for a table that is not where the ids are; `names` as in `raise_bad_id`."""
@@ -52,6 +55,8 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         if "Tensor" in str(argument.type) and argument.name not in ANYWHERE:
             (lists if "List" in str(argument.type) else single).append(at)
 
+    host_last = frozenset(at for at in lists if names[at] in HOST_LAST)
+
     @functools.wraps(kernel)
     def run(*args: Any, **named: Any) -> Any:
         # The dispatcher leaves out trailing arguments that have their defaults.
@@ -59,9 +64,10 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         found = [args[at] for at in single if at < count and args[at] is not None]
         for at in lists:
             if at < count and args[at]:
-                found += args[at]
+                found += args[at][:-1] if at in host_last else args[at]
         if len(set(map(_device_of, found))) > 1:
             given = {names[at]: args[at] for at in sorted((*single, *lists)) if at < count}
+            given |= {names[at]: args[at][:-1] for at in host_last if given.get(names[at])}
             raise_other_device(op, given, dict(zip(names, args, strict=False)))
         return kernel(*args, **named)
 
