@@ -162,11 +162,11 @@ def _decided(
         return _of_nothing(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
     lower = together(_adapted(request, problem.lower), request.groups(pins))[0] if apart else instance
-    first = _solved(request, instance, quick)
+    first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
     decision = Decision(request, pins, problem, instance, row, first, offload=offload)
-    decision = _within_caps(decision, quick)
+    decision = _within_caps(decision, quick, prove=not apart)
     if decision.priced is None or quick is not None:
         return decision
     bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
@@ -174,12 +174,15 @@ def _decided(
     return replace(decision, bound=min(bound - bound // ROUGH, decision.priced.cost_ps))
 
 
-def _solved(request: PlanRequest, instance: Instance, quick: Work | None) -> Solution:
-    """A solution. Where none is found, twice and four times the work is tried; a quick one is not."""
+def _solved(request: PlanRequest, instance: Instance, quick: Work | None, *, prove: bool) -> Solution:
+    """A solution. Where none is found, twice and four times the work is tried; a quick one is not.
+
+    prove: its bound is of use.
+    """
     if quick is not None:
         return solve(instance, effort=0, work=quick)
     for more in range(HARDER):
-        solution = solve(instance, effort=request.effort + more)
+        solution = solve(instance, effort=request.effort + more, prove=prove)
         if solution.status is not Status.NONE_FOUND:
             break
     return solution
@@ -220,7 +223,7 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
     return none
 
 
-def _within_caps(decision: Decision, quick: Work | None) -> Decision:
+def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Decision:
     """The decision with its price, searched again as long as ranks are over their caps by it.
 
     Rows of many ranges come to every rank, and the search knows of those that hold a range only. What it missed of the
@@ -237,7 +240,7 @@ def _within_caps(decision: Decision, quick: Work | None) -> Decision:
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # and a little, for the next plan is another one
         again = replace(instance, base_memory=instance.base_memory + missed)
-        solution = _solved(decision.request, again, quick)
+        solution = _solved(decision.request, again, quick, prove=prove)
         if solution.status is not Status.FOUND:
             # With less memory than there is: that proves nothing.
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)

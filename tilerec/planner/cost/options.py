@@ -514,7 +514,8 @@ class _Builder:
         for stage, rate in (("rows", "place"), ("gradients", "pick")):
             seconds = rates.exchanged(inner, inner) + merge * far * P * rates.at(rate, width)
             self._put(self.cost, o, t, stage, seconds)
-            self._put(self.fixed, o, t, stage, kept * seconds)
+            # A proxy takes in what all members send, however few rows it holds itself.
+            self._put(self.fixed, o, t, stage, seconds)
         routed = columns * self.all_ids[t] * speeds.route + rates.copied(2.0 * parts * home_payload)
         self._put(self.home, o, t, "ids", routed + speeds.part * parts * self.features[t])
         placed = rates.at("place", width) + rates.at("pick", width)

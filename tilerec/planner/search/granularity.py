@@ -60,12 +60,13 @@ def choose(
         largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
         alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, alike + largest * head // 4)
-        expected = int(level.sum())
-        if best is None or expected + kinds.charge < best.expected:
-            best, stale = Choice(option, int(average.sum()) + kinds.charge, expected + kinds.charge), 0
+        charge = int(instance.charge[instance.uses[rows, option].any(0)].sum())
+        found = Choice(option, int(average.sum()) + charge, int(level.sum()) + charge)
+        if best is None or found.expected < best.expected:
+            best, stale = found, 0
         else:
             stale += 1
-        if stale == STALE or int(average.sum()) + kinds.charge >= best.expected:
+        if stale == STALE or found.average >= best.expected:
             break
         excess = np.where(stuck, 0, level - average)
         s = int(excess.argmax())

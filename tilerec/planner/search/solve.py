@@ -51,7 +51,7 @@ LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not
 IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
 ROUNDS, MANY_ROUNDS = 40, 80  # of exchanges; many where rows over hosts come last and ranks are many
-TURNS = 5  # times that the best packings are rebuilt
+TURNS = 10  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
 PROMISING = 5
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
@@ -60,15 +60,16 @@ PART = 60  # units that a part of an enumeration takes, by rank and stage
 WORST = 1 << 61
 
 
-def solve(instance: Instance, *, effort: int = 1, work: Work | None = None) -> Solution:
+def solve(instance: Instance, *, effort: int = 1, work: Work | None = None, prove: bool = True) -> Solution:
     """A plan within all caps, its cost, and a bound that no plan's cost is below.
 
     Args:
         effort: each step doubles the work. 0: the first plan that fits, with a loose bound.
         work: what the search may do at most; what it does is spent there.
+        prove: raise the bound with what work is left; else it is what the search needed.
     """
     order = np.array(sorted(range(instance.tables), key=instance.names.__getitem__), np.int64)
-    found = _Search(instance.take(order), effort, work).run()
+    found = _Search(instance.take(order), effort, work, prove).run()
     if found.status is not Status.FOUND:
         return found
     option = np.empty_like(found.option)
@@ -86,14 +87,14 @@ def lower_bound(instance: Instance, cost: int) -> int:
     kinds = kinds_of(relaxed)
     bound = kinds[0].bound(relaxed) if kinds else 0
     if cost > bound + bound // NEAR:
-        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(UNITS // 4)))
+        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(UNITS // 2)))
     return min(bound, cost)
 
 
 class _Search:
-    def __init__(self, instance: Instance, effort: int, work: Work | None) -> None:
+    def __init__(self, instance: Instance, effort: int, work: Work | None, prove: bool) -> None:
         self.instance, self.relaxed = instance, Relaxed(instance)
-        self.any = effort == 0
+        self.any, self.prove = effort == 0, prove
         self.middling = instance.tables * instance.ranks > MIDDLING
         self.whole = (UNITS if self.middling else FEW_UNITS) << max(effort - 1, 0)
         self.work = Work(self.whole) if work is None else work.part(self.whole)
@@ -130,7 +131,7 @@ class _Search:
         best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 16))
         if complete:
             self.bound = best.cost
-        elif best.cost > self.bound + self.bound // NEAR:
+        elif self.prove and best.cost > self.bound + self.bound // NEAR:
             work = self.work.part(self.whole // (12 if self.good else 2 if self.middling else 4))
             self.bound = max(self.bound, boxes.search(best.cost, work))
         return evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
