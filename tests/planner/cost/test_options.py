@@ -366,7 +366,7 @@ def test_tables_that_must_lie_within_a_host_are_shared_out_among_hosts(full: boo
     """By their traffic, and by their bytes where memory is short."""
     sizes = [600_000, 1_000, 300_000, 2_000, 200_000, 100_000]
     tables = [
-        TableWork(f"t{i}", rows, 64, optimizer=PLAIN, reads=[Reads(512, 2)]) for i, rows in enumerate(sizes)
+        TableWork(f"t{i}", rows, 64, optimizer=PLAIN, reads=[Reads(512, 1)]) for i, rows in enumerate(sizes)
     ]
     limits = {table.name: Limits((ShardingType.TABLE_COLUMN_WISE,)) for table in tables}
     topology = Topology(4, hbm_cap=90 * 2**20 if full else 2**40, local_world_size=2)
@@ -386,6 +386,23 @@ def test_the_bound_lets_tables_that_must_lie_within_a_host_lie_on_any() -> None:
     problem = build(tables, Topology(4, local_world_size=2), limits)
     assert problem.instance.allowed is not None
     assert problem.lower.allowed is None
+    one = build(tables, Topology(4), limits)
+    assert one.instance.allowed is None
+    assert one.lower is one.instance
+
+
+def test_of_rows_over_a_host_the_bound_knows_how_many_ranks_that_host_has() -> None:
+    topology = Topology(6, hosts=[[0, 1], [2, 3, 4, 5]])
+    table = TableWork("t", 1_000_000, 64, optimizer=PLAIN, reads=[Reads(512, 1)], sums_in_hosts=False)
+    problem = build([table], topology)
+    rows = problem.stages.index("rows")
+    for host, ranks in enumerate((2, 4)):
+        o = [str(option) for option in problem.options].index(f"rows over {ranks} ranks")
+        tiling = problem.sharding(0, o, (host,)).tiling
+        assert tiling is not None
+        lower = evaluate(problem.lower, np.array([o]), [(host,)]).stage[rows] / 1e12
+        owner = price([tiling], problem.model).stages["rows"][topology.ranks_of(host)[0]]
+        assert lower == pytest.approx(owner, rel=1e-3)
 
 
 def uneven_rows(reads: Reads) -> tuple[Problem, int, Solution, Tiling]:
