@@ -24,7 +24,7 @@ from tilerec.planner.search.boxes import Boxes, Choice
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
 from tilerec.planner.search.granularity import choose
-from tilerec.planner.search.improve import exchange, repair
+from tilerec.planner.search.improve import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.poured import poured
@@ -38,8 +38,8 @@ FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most MIDDLING: a un
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 # Where tables x ranks are more than MIDDLING, and more than LARGE.
-SOME_HEADS = ((4, True), (5, False), (3, False), (6, False), (8, False))
-FEW_HEADS = ((4, True), (8, True), (5, True))
+SOME_HEADS = ((4, True), (8, True), (5, False))
+FEW_HEADS = ((4, True), (8, True))
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
@@ -50,7 +50,8 @@ MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are mor
 LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
 IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
-ROUNDS, MANY_ROUNDS = 40, 80  # of exchanges; many where rows over hosts come last and ranks are many
+ROUNDS, POLISH = 40, 2
+HOST_ROUNDS = 20  # of exchanges between hosts
 TURNS = 5  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
 PROMISING = 5
@@ -95,10 +96,10 @@ class _Search:
         self.instance, self.relaxed = instance, Relaxed(instance)
         self.any = effort == 0
         self.middling = instance.tables * instance.ranks > MIDDLING
-        self.whole = (UNITS if self.middling else FEW_UNITS) << max(effort - 1, 0)
+        self.large = instance.tables * instance.ranks > LARGE
+        self.whole = (UNITS if self.large else FEW_UNITS) << max(effort - 1, 0)
         self.work = Work(self.whole) if work is None else work.part(self.whole)
         self.size = instance.ranks * instance.stages
-        self.large = instance.tables * instance.ranks > LARGE
         self.heads = FEW_HEADS if self.large else SOME_HEADS if self.middling else HEADS
         self.best: Solution | None = None
         self.boxed = False  # boxes were searched for options
@@ -163,18 +164,18 @@ class _Search:
                 idle = 0 if self.cost < before - before // GAIN else idle + 1
             if idle == IDLE or work.over:
                 break
-        if self.starts and not self.good:
+        if self.starts and not self.good and not self.large:
             self._mix()
 
     def _choices(self, wide: Kinds, boxes: Boxes, head: int, sand: bool, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
         relaxed, tried, third = self.relaxed, len(self.starts), work.left // 3
         for thrift, slack in LADDER:
-            if not self.boxed and not self.any and (self.large or not sand):
+            if not self.boxed and not self.any and not self.middling and not sand:
                 self.boxed = True
                 bound = boxes.search(self.cost, work.part(self.whole // 8), True)
                 self.bound = max(self.bound, bound)
-                yield from boxes.found[: 1 if self.middling else CHOICES]
+                yield from boxes.found[:CHOICES]
             if len(self.starts) == tried:
                 choice = choose(relaxed, wide, head, thrift, slack, work, sand)
                 if choice is not None:
@@ -193,10 +194,18 @@ class _Search:
             return False
         if not self.any:
             enough = choice.average + choice.average // NEAR if view is self.relaxed else 0
-            rounds = MANY_ROUNDS if self.middling and sand else ROUNDS
-            packing, _ = exchange(view, packing, rounds, enough, work.part(self.whole // 8))
+            packing = self._polish(view, packing, enough, work.part(self.whole // 8))
         self.starts.append((self._offer(packing, True), packing))
         return True
+
+    def _polish(self, view: Relaxed, packing: Packing, enough: int, work: Work) -> Packing:
+        """Pieces exchanged between ranks and between hosts in turn."""
+        for _ in range(POLISH):
+            packing, found = exchange(view, packing, ROUNDS, enough, work)
+            if found <= enough:
+                break
+            packing = exchange_hosts(view, packing, HOST_ROUNDS, work)
+        return packing
 
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
@@ -216,7 +225,7 @@ class _Search:
             steps = steps_within(self.relaxed, work.part(part))
             again = rebuild(self.relaxed, usable, packing, steps, turn, pour)
             self.starts.append((self._offer(again, pour), again))
-            again, _ = exchange(self._view(again.option), again, ROUNDS, 0, work.part(part // 4))
+            again = self._polish(self._view(again.option), again, 0, work.part(part // 4))
             self.starts.append((self._offer(again, True), again))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
 
@@ -276,7 +285,7 @@ class _Search:
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
         if pour and not self.any and new.cost < self.cost + self.cost // PROMISING:
-            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 40))
+            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 20))
         if new.cost < self.cost:
             self.best = new
         return new.cost
