@@ -146,6 +146,23 @@ def test_the_order_of_tables_does_not_matter_nor_what_was_solved_before() -> Non
     assert [one.places[t] for t in order] == list(other.places)
 
 
+def test_exchanges_end_no_earlier_where_a_charge_is_paid() -> None:
+    rng = np.random.default_rng(2)
+    one, cost = np.ones((60, 1), np.int64), rng.integers(100_000, 200_000, (60, 1, 3))
+    instance = Instance(
+        [f"t{t:02d}" for t in range(60)],
+        one,
+        one,
+        cost,
+        np.zeros_like(cost),
+        np.zeros((60, 1, 1), np.int64),
+        np.ones((8, 1), np.int64),
+        np.zeros(8, np.int64),
+    )
+    charged = replace(instance, uses=np.ones((60, 1, 1), np.bool_), charge=np.array([10**7]))
+    assert solve(charged).cost <= solve(instance).cost + 10**7
+
+
 def test_a_fixed_charge_turns_a_decision() -> None:
     width, pieces = np.array([[1, 2]] * 4), np.ones((4, 2), np.int64)
     cost = np.array([[[100], [60]]] * 4)

@@ -61,11 +61,12 @@ def choose(
         alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, alike + largest * head // 4)
         expected = int(level.sum())
-        if best is None or expected + kinds.charge < best.expected:
-            best, stale = Choice(option, int(average.sum()) + kinds.charge, expected + kinds.charge), 0
+        charge = int(instance.charge[instance.uses[rows, option].any(0)].sum())
+        if best is None or expected + charge < best.expected:
+            best, stale = Choice(option, int(average.sum()) + charge, expected + charge), 0
         else:
             stale += 1
-        if stale == STALE or int(average.sum()) + kinds.charge >= best.expected:
+        if stale == STALE or int(average.sum()) + charge >= best.expected:
             break
         excess = np.where(stuck, 0, level - average)
         s = int(excess.argmax())

@@ -193,7 +193,10 @@ class _Search:
         if packing is None:
             return False
         if not self.any:
-            enough = choice.average + choice.average // NEAR if view is self.relaxed else 0
+            instance = self.instance
+            used = instance.uses[np.arange(instance.tables), choice.option].any(0)
+            enough = choice.average - int(instance.charge[used].sum())
+            enough = enough + enough // NEAR if view is self.relaxed else 0
             packing = self._polish(view, packing, enough, work.part(self.whole // 8))
         self.starts.append((self._offer(packing, True), packing))
         return True
