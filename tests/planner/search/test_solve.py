@@ -12,8 +12,9 @@ from tilerec.planner.search.bound import kinds_of
 from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.instance import Instance, Solution, Status, evaluate, fits
+from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.relaxed import Relaxed
-from tilerec.planner.search.solve import solve
+from tilerec.planner.search.solve import _Search, solve
 from tilerec.planner.search.work import Work
 
 FAR = 1 << 61
@@ -161,6 +162,28 @@ def test_exchanges_end_no_earlier_where_a_charge_is_paid() -> None:
     )
     charged = replace(instance, uses=np.ones((60, 1, 1), np.bool_), charge=np.array([10**7]))
     assert solve(charged).cost <= solve(instance).cost + 10**7
+
+
+def test_rows_are_poured_where_that_is_expected_to_be_better_however_dear_even_ones_are() -> None:
+    # A lump of 50 on one of two ranks, 10 on the other, and rows over both: 90 if they are even, 70 if poured.
+    width, cost = np.array([[1], [1], [2]]), np.array([50_000, 10_000, 40_000])[:, None, None]
+    instance = Instance(
+        ["a", "b", "c"],
+        width,
+        np.ones((3, 1), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.zeros_like(cost),
+        np.ones((2, 1), np.int64),
+        np.zeros(2, np.int64),
+        divisible=width == 2,
+    )
+    option, places = np.zeros(3, np.int64), [(0,), (1,), ()]
+    search = _Search(instance, 1, None)
+    search.best = replace(evaluate(instance, option, places), cost=72_000)
+    packing = Packing(option, places, np.zeros((2, 1), np.int64))
+    assert search._offer(packing, 70_000) < 70_500
+    assert search.cost < 70_500
 
 
 def test_a_fixed_charge_turns_a_decision() -> None:

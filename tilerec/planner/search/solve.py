@@ -53,8 +53,7 @@ NEAR = 200  # and one within 1 / NEAR not even polished
 ROUNDS, POLISH = 40, 2
 HOST_ROUNDS = 20  # of exchanges between hosts
 TURNS = 5  # times that the best packings are rebuilt
-TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
-PROMISING = 5
+TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS = 7, 4
 PART = 60  # units that a part of an enumeration takes, by rank and stage
@@ -192,23 +191,24 @@ class _Search:
         packing = self._pack(choice.option, view, work, sand)
         if packing is None:
             return False
-        if not self.any:
-            instance = self.instance
-            used = instance.uses[np.arange(instance.tables), choice.option].any(0)
-            enough = choice.average - int(instance.charge[used].sum())
-            enough = enough + enough // NEAR if view is self.relaxed else 0
-            packing = self._polish(view, packing, enough, work.part(self.whole // 8))
-        self.starts.append((self._offer(packing, True), packing))
+        enough = choice.average - self._charge(choice.option)
+        enough = enough + enough // NEAR if view is self.relaxed else 0
+        self._polish(view, packing, enough, work.part(self.whole // 8))
         return True
 
-    def _polish(self, view: Relaxed, packing: Packing, enough: int, work: Work) -> Packing:
-        """Pieces exchanged between ranks and between hosts in turn."""
-        for _ in range(POLISH):
+    def _charge(self, option: Ints) -> int:
+        used = self.instance.uses[np.arange(self.instance.tables), option].any(0)
+        return int(self.instance.charge[used].sum())
+
+    def _polish(self, view: Relaxed, packing: Packing, enough: int, work: Work) -> None:
+        """Pieces exchanged between ranks and between hosts in turn; one more packing to start from."""
+        found = 0
+        for _ in range(0 if self.any else POLISH):
             packing, found = exchange(view, packing, ROUNDS, enough, work)
             if found <= enough:
                 break
             packing = exchange_hosts(view, packing, HOST_ROUNDS, work)
-        return packing
+        self.starts.append((self._offer(packing, found + self._charge(packing.option)), packing))
 
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
@@ -227,9 +227,7 @@ class _Search:
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
             steps = steps_within(self.relaxed, work.part(part))
             again = rebuild(self.relaxed, usable, packing, steps, turn, pour)
-            self.starts.append((self._offer(again, pour), again))
-            again = self._polish(self._view(again.option), again, 0, work.part(part // 4))
-            self.starts.append((self._offer(again, True), again))
+            self._polish(self._view(again.option), again, 0, work.part(part // 4))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
 
     def _mix(self) -> None:
@@ -283,11 +281,11 @@ class _Search:
             self.best = evaluate(instance, found.option, found.places)
         return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
 
-    def _offer(self, packing: Packing, pour: bool = False) -> int:
-        """The cost of a packing, which is kept if it is the best one so far."""
+    def _offer(self, packing: Packing, expected: int) -> int:
+        """The cost of a packing, which is kept if it is the best one so far. `expected`: ps, once rows are poured."""
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
-        if pour and not self.any and new.cost < self.cost + self.cost // PROMISING:
+        if not self.any and expected < self.cost:
             new = flow(self.instance, new, TASTED, self.work.part(self.whole // 20))
         if new.cost < self.cost:
             self.best = new
