@@ -164,6 +164,25 @@ def test_exchanges_end_no_earlier_where_a_charge_is_paid() -> None:
     assert solve(charged).cost <= solve(instance).cost + 10**7
 
 
+def test_smaller_pieces_are_tried_before_a_search_gives_up() -> None:
+    # 12 tables of 6 bytes on 8 ranks of 10: whole ones do not fit, halves do. Packing whole ones takes all the work.
+    pieces = np.tile(np.array([1, 2]), (12, 1))
+    cost = np.tile(np.array([100, 60]), (12, 1))[:, :, None]
+    instance = Instance(
+        [f"t{t:02d}" for t in range(12)],
+        np.ones((12, 2), np.int64),
+        pieces,
+        cost,
+        np.zeros_like(cost),
+        6 // pieces[:, :, None],
+        np.full((8, 1), 10),
+        np.zeros(8, np.int64),
+    )
+    found = solve(instance, work=Work(1))
+    assert found.status is Status.FOUND
+    assert fits(instance, found.memory)
+
+
 def test_rows_are_poured_where_that_is_expected_to_be_better_however_dear_even_ones_are() -> None:
     # A lump of 50 on one of two ranks, 10 on the other, and rows over both: 90 if they are even, 70 if poured.
     width, cost = np.array([[1], [1], [2]]), np.array([50_000, 10_000, 40_000])[:, None, None]

@@ -49,7 +49,7 @@ def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solutio
 
     A linear program would find the best shares; this comes close without one.
     """
-    tables, places = _movable(instance, found)
+    tables, places = ([], []) if work.over else _movable(instance, found)
     if not tables:
         return found
     flowing = _Flow(instance, found, tables, places)

@@ -179,9 +179,9 @@ class _Search:
                 choice = choose(relaxed, wide, head, thrift, slack, work, sand)
                 if choice is not None:
                     yield choice
-            if len(self.starts) > tried or work.over:
+            if len(self.starts) > tried or (work.over and thrift > 1):
                 return
-            if self.best is None and work.left < third and not self.any:
+            if self.best is None and work.left < third and not self.any and thrift > 1:
                 work.spend(work.left)  # what does not fit after two thirds of the work does not fit
                 return
 
