@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from tilerec.planner.search.flow import flow
-from tilerec.planner.search.instance import SHARE, Instance, evaluate, fits
+from tilerec.planner.search.instance import SHARE, Instance, Solution, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
 from tilerec.planner.search.work import Work
@@ -56,6 +56,41 @@ def test_memory_stops_the_flow() -> None:
     found = flow(tight, evaluate(tight, np.zeros(3, np.int64), places(2)), 200, Work(10**10))
     assert fits(tight, found.memory)
     assert free.cost < found.cost < 100_000
+
+
+def two_hosts(cap: Sequence[int], lumps: Sequence[int]) -> tuple[Instance, Solution]:
+    """Two hosts of two ranks: a lump on each rank, and ten tables of 4000 on each of a host's ranks, divisible."""
+    width = np.array([1] * 4 + [2] * 20)
+    cost = np.array([*lumps, *[4000] * 20])[:, None, None]
+    instance = Instance(
+        [f"t{i}" for i in range(24)],
+        width[:, None],
+        np.ones((24, 1), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.where(width == 1, 0, 1000)[:, None, None],
+        np.array(cap)[:, None],
+        np.arange(4) // 2,
+        divisible=(width > 1)[:, None],
+    )
+    where = [(r,) for r in range(4)] + [(t // 10,) for t in range(20)]
+    return instance, evaluate(instance, np.zeros(24, np.int64), where)
+
+
+def test_tables_on_the_same_ranks_flow_as_one_at_first() -> None:
+    # 140,000 on each host. Six steps of two tables, then six of twenty; twelve of twenty come to 72,000.
+    instance, even = two_hosts([10**6] * 4, [50_000, 10_000, 60_000, 0])
+    assert even.cost == 100_000
+    assert flow(instance, even, 6, Work(10**9)).cost <= 71_000
+
+
+def test_a_full_rank_keeps_only_its_own_tables_from_flowing() -> None:
+    # The second rank has no byte to spare; the other host becomes level all the same.
+    instance, even = two_hosts([20_000, 10_001, 20_000, 20_000], [50_000, 10_000, 60_000, 0])
+    found = flow(instance, even, 150, Work(10**9))
+    assert fits(instance, found.memory)
+    assert found.cost < 90_500
+    assert found.load[2:].max() < 75_000
 
 
 def test_more_rounds_are_no_worse_than_what_was_found_and_level_plans_stay() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilerec.planner.search.improve import exchange, repair
+from tilerec.planner.search.improve import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
@@ -84,3 +84,33 @@ def test_exchanges_of_one_round_do_not_overshoot_on_a_link_together() -> None:
     start = Packing(np.zeros(5, np.int64), list(places), memory)
     _, cost = exchange(Relaxed(instance), start, 2, 0, Work(10**10))
     assert cost == 30_000 // 4
+
+
+def test_pieces_of_whole_hosts_are_exchanged_between_hosts() -> None:
+    # Hosts of 2, 2, 2 and 1 ranks. Of six tables on whole hosts 7 + 6, 5 + 4 and 3 + 2 are to become 9 each. The
+    # two single pieces stay. The first table may not lie on the second host.
+    width = np.array([2] * 6 + [1] * 2)
+    cost = np.array([7, 6, 5, 4, 3, 2, 1, 8])[:, None, None] * 1000
+    allowed = np.ones((8, 7), np.bool_)
+    allowed[0, 2:4] = False
+    instance = Instance(
+        [f"t{i}" for i in range(8)],
+        width[:, None],
+        np.ones((8, 1), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.ones((8, 1, 1), np.int64),
+        np.full((7, 1), 2),
+        np.array([0, 0, 1, 1, 2, 2, 3]),
+        allowed=allowed,
+    )
+    places = [(0,), (0,), (1,), (1,), (2,), (2,), (6,), (6,)]
+    memory = evaluate(instance, np.zeros(8, np.int64), places).memory
+    found = exchange_hosts(
+        Relaxed(instance), Packing(np.zeros(8, np.int64), places, memory), 40, Work(10**10)
+    )
+    after = evaluate(instance, found.option, found.places)
+    assert after.load[:, 0].tolist() == [9000] * 7
+    assert found.places[0] != (1,)
+    assert found.places[6:] == [(6,), (6,)]
+    assert np.array_equal(found.memory, after.memory)

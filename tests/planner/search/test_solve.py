@@ -12,8 +12,9 @@ from tilerec.planner.search.bound import kinds_of
 from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.instance import Instance, Solution, Status, evaluate, fits
+from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.relaxed import Relaxed
-from tilerec.planner.search.solve import solve
+from tilerec.planner.search.solve import _Search, solve
 from tilerec.planner.search.work import Work
 
 FAR = 1 << 61
@@ -144,6 +145,64 @@ def test_the_order_of_tables_does_not_matter_nor_what_was_solved_before() -> Non
     assert one.cost == other.cost
     assert one.option[order].tolist() == other.option.tolist()
     assert [one.places[t] for t in order] == list(other.places)
+
+
+def test_exchanges_end_no_earlier_where_a_charge_is_paid() -> None:
+    rng = np.random.default_rng(2)
+    one, cost = np.ones((60, 1), np.int64), rng.integers(100_000, 200_000, (60, 1, 3))
+    instance = Instance(
+        [f"t{t:02d}" for t in range(60)],
+        one,
+        one,
+        cost,
+        np.zeros_like(cost),
+        np.zeros((60, 1, 1), np.int64),
+        np.ones((8, 1), np.int64),
+        np.zeros(8, np.int64),
+    )
+    charged = replace(instance, uses=np.ones((60, 1, 1), np.bool_), charge=np.array([10**7]))
+    assert solve(charged).cost <= solve(instance).cost + 10**7
+
+
+def test_smaller_pieces_are_tried_before_a_search_gives_up() -> None:
+    # 12 tables of 6 bytes on 8 ranks of 10: whole ones do not fit, halves do. Packing whole ones takes all the work.
+    pieces = np.tile(np.array([1, 2]), (12, 1))
+    cost = np.tile(np.array([100, 60]), (12, 1))[:, :, None]
+    instance = Instance(
+        [f"t{t:02d}" for t in range(12)],
+        np.ones((12, 2), np.int64),
+        pieces,
+        cost,
+        np.zeros_like(cost),
+        6 // pieces[:, :, None],
+        np.full((8, 1), 10),
+        np.zeros(8, np.int64),
+    )
+    found = solve(instance, work=Work(1))
+    assert found.status is Status.FOUND
+    assert fits(instance, found.memory)
+
+
+def test_rows_are_poured_where_that_is_expected_to_be_better_however_dear_even_ones_are() -> None:
+    # A lump of 50 on one of two ranks, 10 on the other, and rows over both: 90 if they are even, 70 if poured.
+    width, cost = np.array([[1], [1], [2]]), np.array([50_000, 10_000, 40_000])[:, None, None]
+    instance = Instance(
+        ["a", "b", "c"],
+        width,
+        np.ones((3, 1), np.int64),
+        cost,
+        np.zeros_like(cost),
+        np.zeros_like(cost),
+        np.ones((2, 1), np.int64),
+        np.zeros(2, np.int64),
+        divisible=width == 2,
+    )
+    option, places = np.zeros(3, np.int64), [(0,), (1,), ()]
+    search = _Search(instance, 1, None)
+    search.best = replace(evaluate(instance, option, places), cost=72_000)
+    packing = Packing(option, places, np.zeros((2, 1), np.int64))
+    assert search._offer(packing, 70_000) < 70_500
+    assert search.cost < 70_500
 
 
 def test_a_fixed_charge_turns_a_decision() -> None:

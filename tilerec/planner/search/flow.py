@@ -4,6 +4,7 @@ Nouns
   share     the part of a table that a rank has; shares of a table add up to 1
   price     of a share: what more of it would add to the slowest ranks, by stage. Of each stage the ranks have weights,
             (load / largest load) ** 32 or so, that add up to 1: the smooth face of a maximum
+  team      tables that are split over the same ranks. At first they are split alike, which takes far fewer shares
   flow      shares that are dearer than their table's average shrink, cheaper ones grow, all tables together; a step
             that does not lead down is taken back and the next one is shorter
 
@@ -16,6 +17,7 @@ Legend: S stages, M tiers, R ranks, H hosts, n shares, G tables that are split.
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +49,15 @@ def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solutio
 
     A linear program would find the best shares; this comes close without one.
     """
-    tables, places = _movable(instance, found)
+    tables, places = ([], []) if work.over else _movable(instance, found)
     if not tables:
         return found
     flowing = _Flow(instance, found, tables, places)
-    shares = flowing.run(min(steps, work.left // flowing.each), work)
-    rows = {**found.rows, **dict(zip(tables, shares, strict=True))}
+    if not found.rows:
+        alike = flowing.together()
+        flowing.share = alike.run(steps, work)[alike.team]
+    shares = np.split(flowing.run(steps, work), flowing.ends[:-1])
+    rows = {**found.rows, **{t: _whole(own) for t, own in zip(tables, shares, strict=True)}}
     new = evaluate(instance, found.option, found.places, rows, found.bound)
     return new if new.cost < found.cost and fits(instance, new.memory) else found
 
@@ -74,6 +79,11 @@ class _Flow:
         counts = np.array([len(where) for where in places])
         self.ends = np.cumsum(counts)
         self.group = np.repeat(np.arange(len(tables)), counts)
+        # Tables on the same ranks are a team; [n] the place of a share among those of its team.
+        first: dict[bytes, int] = {}
+        rows = [first.setdefault(where.tobytes(), t) for t, where in enumerate(places)]
+        starts = self.ends - counts
+        self.team = np.arange(len(self.group)) - np.repeat(starts - starts[rows], counts)
         self.rank = np.concatenate(places)
         option = found.option[tables]
         moving = instance.cost[tables, option] - instance.fixed[tables, option]
@@ -94,8 +104,28 @@ class _Flow:
         self.held = memory / np.maximum(instance.cap, 1) - self._sums(self.bytes * self.share[:, None])
         self.stages = np.flatnonzero(self.time.any(0)).tolist()
         self.tiers = np.flatnonzero(self.bytes.any(0)).tolist()
-        # Units of a step.
-        self.each = 10 * CALLS + (len(self.share) + instance.ranks) * 15 * (instance.stages + instance.tiers)
+        self.each = self._units()
+
+    def _units(self) -> int:
+        """Units of a step."""
+        ours = self.instance
+        return 10 * CALLS + (len(self.share) + ours.ranks) * 15 * (ours.stages + ours.tiers)
+
+    def together(self) -> _Flow:
+        """The same with one table in place of all those on the same ranks."""
+        one = copy(self)
+        own, place = np.unique(self.team, return_inverse=True)
+        one.rank, one.group, one.share = self.rank[own], self.group[own], self.share[own]
+        one.group = np.unique(one.group, return_inverse=True)[1]
+        one.time, one.bytes = (
+            np.zeros((len(own), self.time.shape[1])),
+            np.zeros((len(own), self.bytes.shape[1])),
+        )
+        np.add.at(one.time, place, self.time)
+        np.add.at(one.bytes, place, self.bytes)
+        one.team = place
+        one.each = one._units()
+        return one
 
     def _sums(self, values: Floats) -> Floats:
         """[R, ·] of [n, ·], added up in their order."""
@@ -110,7 +140,8 @@ class _Flow:
         mean: Floats = np.bincount(host, values)[host] / self.sizes
         return mean
 
-    def run(self, steps: int, work: Work) -> list[Ints]:
+    def run(self, steps: int, work: Work) -> Floats:
+        steps = min(steps, work.left // self.each)
         best, kept = np.inf, self.share
         share, step = self.share, FIRST
         for power in POWERS:
@@ -133,7 +164,7 @@ class _Flow:
             step = max(step, LAST * 16)
             if true < best:
                 best, kept = true, share
-        return [_whole(own) for own in np.split(kept, self.ends[:-1])]
+        return kept
 
     def _moved(self, share: Floats, price: Floats, step: float) -> Floats | None:
         """[n] shares after one step against their prices; None where all prices are alike."""
@@ -146,6 +177,11 @@ class _Flow:
             return None
         new = np.maximum(share * (1.0 - np.clip(off * (step / scale), -0.5, 0.5)), LEAST)
         moved: Floats = new / np.bincount(self.group, new)[self.group]
+        over = np.any(self.held + self._sums(self.bytes * moved[:, None]) > 1.0, 1)
+        if over.any():
+            # A table with a share on a rank beyond its cap stays as it is.
+            stays = np.bincount(self.group, over.take(self.rank))[self.group]
+            moved = np.where(stays > 0, share, moved)
         return moved
 
     def _judged(self, share: Floats, power: int) -> tuple[float, float, Floats]:

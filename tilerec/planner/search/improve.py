@@ -1,4 +1,4 @@
-"""Exchanging pieces between pairs of ranks, all pairs at once, until loads are level.
+"""Exchanging pieces between pairs of ranks, or of hosts, all pairs at once, until loads are level.
 
 Nouns
   pair      a rank that bears much of something and one that bears little of it
@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, at_home, evaluate, fits
-from tilerec.planner.search.pack import Packing
+from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, at_home, evaluate, fits, work_of
+from tilerec.planner.search.pack import Packing, host_bins
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
 
@@ -33,6 +33,50 @@ CHUNK = 400_000  # swaps judged at once
 def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int, work: Work) -> tuple[Packing, int]:
     """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
     return _Exchange(relaxed, packing, work).run(rounds, enough)
+
+
+def exchange_hosts(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing:
+    """The same with pieces of whole hosts exchanged between hosts of one size; single pieces stay."""
+    instance, option = relaxed.instance, packing.option
+    width = instance.width[np.arange(instance.tables), option]
+    for n in np.unique(instance.host_sizes[instance.host_sizes > 1]).tolist():
+        tables = np.flatnonzero((width == n) & ~instance.everywhere(width))
+        hosts = np.flatnonzero(instance.host_sizes == n)
+        if not len(tables) or len(hosts) == 1:
+            continue
+        there = _as_ranks(relaxed, packing, tables, hosts)
+        at = [tuple(np.searchsorted(hosts, packing.places[t]).tolist()) for t in tables.tolist()]
+        start = Packing(np.zeros(len(tables), np.int64), at, there.instance.base_memory)
+        found, _ = exchange(there, start, rounds, 0, work)
+        places = list(packing.places)
+        for t, where in zip(tables.tolist(), found.places, strict=True):
+            places[t] = tuple(hosts[list(where)].tolist())
+        packing = Packing(option, places, work_of(instance, option, places, {})[1])
+    return packing
+
+
+def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> Relaxed:
+    """Hosts as ranks, which bear all but `tables` already; the pieces of those are single ones there."""
+    instance, option = relaxed.instance, packing.option[tables]
+    rest = list(packing.places)
+    for t in tables.tolist():
+        rest[t] = ()
+    bins = host_bins(relaxed, hosts, *work_of(instance, packing.option, rest, {}))
+    cost = instance.cost[tables, option][:, None]
+    one = Instance(
+        [instance.names[t] for t in tables.tolist()],
+        np.ones((len(tables), 1), np.int64),
+        instance.pieces[tables, option][:, None],
+        cost,
+        np.zeros_like(cost),
+        instance.memory[tables, option][:, None],
+        np.maximum(bins.room, 0),
+        np.arange(len(hosts)),
+        slow=(bins.slow * PER_MILLE).astype(np.int64),
+        base_cost=bins.time.astype(np.int64),
+        allowed=None if bins.allowed is None else bins.allowed[tables],
+    )
+    return Relaxed(one, relaxed.twins)
 
 
 def repair(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing | None:

@@ -93,7 +93,7 @@ def pack(
                         np.add.at(done, np.array(places[t]), cost[t])
                 continue
             hosts = np.flatnonzero(instance.host_sizes == n)
-            bins = _host_bins(relaxed, hosts, done, bytes_now)
+            bins = host_bins(relaxed, hosts, done, bytes_now)
             if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins):
                 return None
             for t in tables.tolist():
@@ -166,7 +166,8 @@ def _capped(instance: Instance) -> bool:
     return bool(np.any(instance.host_cap < together))
 
 
-def _host_bins(relaxed: Relaxed, hosts: Ints, work: Ints, bytes_now: Ints) -> _Bins:
+def host_bins(relaxed: Relaxed, hosts: Ints, work: Ints, bytes_now: Ints) -> _Bins:
+    """Hosts that pieces go onto, of `work` [R, S] and `bytes_now` [R, M] that their ranks have already."""
     instance = relaxed.instance
     base = instance.base_cost - instance.base_cost.min(0)
     time = base + work * instance.slow // PER_MILLE

@@ -3,7 +3,7 @@
     1  what cannot be: a proof by memory alone (relaxed.py)
     2  few tables on few ranks: every arrangement (exact.py)
     3  which charges to pay, and how fine to cut: options for all tables at once, with a bound (bound.py, boxes.py)
-    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks (improve.py)
+    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks or hosts (improve.py)
     5  a few tables taken out and put back (rebuild.py), where tables x ranks are few
     6  rows that may be uneven: flowing (flow.py)
     7  the rest of the work: a better bound (boxes.py)
@@ -24,7 +24,7 @@ from tilerec.planner.search.boxes import Boxes, Choice
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.flow import flow
 from tilerec.planner.search.granularity import choose
-from tilerec.planner.search.improve import exchange, repair
+from tilerec.planner.search.improve import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.poured import poured
@@ -38,8 +38,8 @@ FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most MIDDLING: a un
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 # Where tables x ranks are more than MIDDLING, and more than LARGE.
-SOME_HEADS = ((4, True), (5, False), (3, False), (6, False), (8, False))
-FEW_HEADS = ((4, True), (8, True), (5, True))
+SOME_HEADS = ((4, True), (8, True), (5, False), (4, False), (8, False))
+FEW_HEADS = ((4, True), (8, True))
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
@@ -48,12 +48,12 @@ GOOD = 120  # a plan within 1 / GOOD of the bound is not searched on
 MIXED, ALIKE = 4, 50  # two packings within 1 / ALIKE are mixed
 MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are more
 LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
-IDLE, GAIN = 3, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
+IDLE, GAIN = 8, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
-ROUNDS, MANY_ROUNDS = 40, 80  # of exchanges; many where rows over hosts come last and ranks are many
-TURNS = 10  # times that the best packings are rebuilt
-TASTED, POURED = 60, 240  # steps of pouring: of plans within 1 / PROMISING of the best one, and of that
-PROMISING = 5
+ROUNDS, POLISH = 40, 2
+HOST_ROUNDS = 20  # of exchanges between hosts
+TURNS = 6  # times that the best packings are rebuilt
+TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS = 7, 4
 PART = 60  # units that a part of an enumeration takes, by rank and stage
@@ -96,10 +96,10 @@ class _Search:
         self.instance, self.relaxed = instance, Relaxed(instance)
         self.any, self.prove = effort == 0, prove
         self.middling = instance.tables * instance.ranks > MIDDLING
-        self.whole = (UNITS if self.middling else FEW_UNITS) << max(effort - 1, 0)
+        self.large = instance.tables * instance.ranks > LARGE
+        self.whole = (UNITS if self.large else FEW_UNITS) << max(effort - 1, 0)
         self.work = Work(self.whole) if work is None else work.part(self.whole)
         self.size = instance.ranks * instance.stages
-        self.large = instance.tables * instance.ranks > LARGE
         self.heads = FEW_HEADS if self.large else SOME_HEADS if self.middling else HEADS
         self.best: Solution | None = None
         self.boxed = False  # boxes were searched for options
@@ -164,25 +164,25 @@ class _Search:
                 idle = 0 if self.cost < before - before // GAIN else idle + 1
             if idle == IDLE or work.over:
                 break
-        if self.starts and not self.good:
+        if self.starts and not self.good and not self.large:
             self._mix()
 
     def _choices(self, wide: Kinds, boxes: Boxes, head: int, sand: bool, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
         relaxed, tried, third = self.relaxed, len(self.starts), work.left // 3
         for thrift, slack in LADDER:
-            if not self.boxed and not self.any and (self.large or not sand):
+            if not self.boxed and not self.any and not self.middling and not sand:
                 self.boxed = True
                 bound = boxes.search(self.cost, work.part(self.whole // 8), True)
                 self.bound = max(self.bound, bound)
-                yield from boxes.found[: 1 if self.middling else CHOICES]
+                yield from boxes.found[:CHOICES]
             if len(self.starts) == tried:
                 choice = choose(relaxed, wide, head, thrift, slack, work, sand)
                 if choice is not None:
                     yield choice
-            if len(self.starts) > tried or work.over:
+            if len(self.starts) > tried or (work.over and thrift > 1):
                 return
-            if self.best is None and work.left < third and not self.any:
+            if self.best is None and work.left < third and not self.any and thrift > 1:
                 work.spend(work.left)  # what does not fit after two thirds of the work does not fit
                 return
 
@@ -192,12 +192,24 @@ class _Search:
         packing = self._pack(choice.option, view, work, sand)
         if packing is None:
             return False
-        if not self.any:
-            enough = choice.average + choice.average // NEAR if view is self.relaxed else 0
-            rounds = MANY_ROUNDS if self.middling and sand else ROUNDS
-            packing, _ = exchange(view, packing, rounds, enough, work.part(self.whole // 8))
-        self.starts.append((self._offer(packing, True), packing))
+        enough = choice.average - self._charge(choice.option)
+        enough = enough + enough // NEAR if view is self.relaxed else 0
+        self._polish(view, packing, enough, work.part(self.whole // 8))
         return True
+
+    def _charge(self, option: Ints) -> int:
+        used = self.instance.uses[np.arange(self.instance.tables), option].any(0)
+        return int(self.instance.charge[used].sum())
+
+    def _polish(self, view: Relaxed, packing: Packing, enough: int, work: Work) -> None:
+        """Pieces exchanged between ranks and between hosts in turn; one more packing to start from."""
+        found = 0
+        for _ in range(0 if self.any else POLISH):
+            packing, found = exchange(view, packing, ROUNDS, enough, work)
+            if found <= enough:
+                break
+            packing = exchange_hosts(view, packing, HOST_ROUNDS, work)
+        self.starts.append((self._offer(packing, found + self._charge(packing.option)), packing))
 
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
@@ -216,9 +228,7 @@ class _Search:
             usable = self.relaxed.usable & ~(self.instance.uses & ~used).any(2)
             steps = steps_within(self.relaxed, work.part(part))
             again = rebuild(self.relaxed, usable, packing, steps, turn, pour)
-            self.starts.append((self._offer(again, pour), again))
-            again, _ = exchange(self._view(again.option), again, ROUNDS, 0, work.part(part // 4))
-            self.starts.append((self._offer(again, True), again))
+            self._polish(self._view(again.option), again, 0, work.part(part // 4))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
 
     def _mix(self) -> None:
@@ -272,12 +282,12 @@ class _Search:
             self.best = evaluate(instance, found.option, found.places)
         return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
 
-    def _offer(self, packing: Packing, pour: bool = False) -> int:
-        """The cost of a packing, which is kept if it is the best one so far."""
+    def _offer(self, packing: Packing, expected: int) -> int:
+        """The cost of a packing, which is kept if it is the best one so far. `expected`: ps, once rows are poured."""
         new = evaluate(self.instance, packing.option, packing.places)
         assert fits(self.instance, new.memory), "a packing beyond a cap"
-        if pour and not self.any and new.cost < self.cost + self.cost // PROMISING:
-            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 40))
+        if not self.any and expected < self.cost:
+            new = flow(self.instance, new, TASTED, self.work.part(self.whole // 20))
         if new.cost < self.cost:
             self.best = new
         return new.cost
