@@ -92,7 +92,7 @@ def lower_bound(instance: Instance, cost: int) -> int:
 
 
 class _Search:
-    def __init__(self, instance: Instance, effort: int, work: Work | None, prove: bool) -> None:
+    def __init__(self, instance: Instance, effort: int, work: Work | None, prove: bool = True) -> None:
         self.instance, self.relaxed = instance, Relaxed(instance)
         self.any, self.prove = effort == 0, prove
         self.middling = instance.tables * instance.ranks > MIDDLING
