@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.planner.plan_requests import plan_request, table
@@ -14,11 +15,12 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.read_plan import _gives
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
-from tilerec.planner.decision import decide, topology_of_ranks
+from tilerec.planner.decision import _with_rows, decide, topology_of_ranks
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.search.instance import SHARE
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType, Wire
@@ -358,3 +360,18 @@ def test_the_order_of_tables_does_not_matter_to_those_that_get_a_host_by_turns()
         names = [*rows][turn:] + [*rows][:turn]
         other = placed(plan_request({name: rows[name] for name in names}, topology, limits))
         assert {t: s for _, t, s in one.tables()} == {t: s for _, t, s in other.tables()}
+
+
+def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have_no_row() -> None:
+    rows = ["row_wise"]
+    limits = {"a": ParameterConstraints(rows), "b": ParameterConstraints(rows, with_table="a")}
+    decision = decide(plan_request({"a": 100_000, "b": 10}, Topology(2), limits))
+    row = int(decision.row[0])
+    assert row == decision.row[1]
+    shares = np.array([SHARE // 50, SHARE - SHARE // 50])
+    uneven = replace(decision, solution=replace(decision.solution, rows={row: shares}))
+    assert _with_rows(uneven).solution.rows == {}
+    fine = replace(
+        decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])})
+    )
+    assert _with_rows(fine).solution.rows == fine.solution.rows

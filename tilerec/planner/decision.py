@@ -30,7 +30,7 @@ from tilerec.planner.priced import priced as price_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
 from tilerec.planner.search.relaxed import Relaxed
-from tilerec.planner.search.solve import lower_bound, solve
+from tilerec.planner.search.solve import UNITS, lower_bound, solve
 from tilerec.planner.search.work import Work
 from tilerec.planner.tables import PlannedTable
 from tilerec.planner.together import together
@@ -139,7 +139,7 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    found = _decided(request, pins, False, quick)
+    found = _tried(request, pins, False, quick)
     if (
         not found.found
         and found.solution.status is not Status.NONE_EXISTS
@@ -149,7 +149,18 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     if found.found or not request.may_offload():
         return found
     # Device memory alone does not do: tables may lie behind caches, where nobody said otherwise.
-    return _decided(request, pins, True, quick)
+    return _tried(request, pins, True, quick)
+
+
+def _tried(
+    request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
+) -> Decision:
+    """As `_decided`; where a search for the best finds no plan, the first that fits, as remedies are checked."""
+    found = _decided(request, pins, offload, quick)
+    if quick is None and found.solution.status is Status.NONE_FOUND:
+        first = _decided(request, pins, offload, Work(UNITS))
+        found = first if first.found else found
+    return found
 
 
 def _decided(
@@ -234,6 +245,7 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
     for _ in range(AGAIN):
         if not decision.found:
             return decision
+        decision = _with_rows(decision)
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
             return _evened(replace(decision, priced=priced))
@@ -246,6 +258,24 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)
         decision = replace(decision, solution=solution)
     return replace(decision, solution=replace(decision.solution, status=Status.NONE_FOUND, proof=None))
+
+
+def _with_rows(decision: Decision) -> Decision:
+    """Even ranges for tables that lie together, where an uneven range of one of them would have no row."""
+    solution, tables = decision.solution, decision.problem.tables
+    together: dict[int, list[int]] = {}
+    for t, row in enumerate(decision.row.tolist()):
+        if row in solution.rows:
+            together.setdefault(row, []).append(tables[t].rows)
+    rows = {
+        row: shares
+        for row, shares in solution.rows.items()
+        if len(together[row]) == 1 or all(min(sizes_of_shares(count, shares)) > 0 for count in together[row])
+    }
+    if len(rows) == len(solution.rows):
+        return decision
+    even = evaluate(decision.instance, solution.option, solution.places, rows, solution.bound)
+    return replace(decision, solution=even)
 
 
 def _evened(decision: Decision) -> Decision:
