@@ -284,7 +284,7 @@ def test_a_plan_file_of_a_newer_version_or_without_a_report_says_so(planned: Pat
 
 
 def test_a_plan_made_by_hand_is_shown_with_its_price(planned: Path) -> None:
-    """By the request beside it, or by that of other machines; a plan that does not fit says by how much."""
+    """By the request beside it, or by that of other machines; a plan that does not fit shows by how much."""
     plan, request = ShardingPlan.load("plan.json"), PlanRequest.load("plan.request.json")
     for modules in plan.plan.values():
         for name, sharding in modules.items():

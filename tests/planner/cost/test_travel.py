@@ -1,4 +1,4 @@
-"""What travels: what some ranks send others receive, and headers and ids are what the page says, byte for byte."""
+"""What travels: what some ranks send others receive, and headers and ids are those of the page, byte for byte."""
 
 from __future__ import annotations
 

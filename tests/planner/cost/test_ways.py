@@ -103,4 +103,4 @@ def test_without_limits_tables_lie_on_devices_alone_and_all_types_are_allowed() 
     assert (limits.types, limits.min_partition, limits.ranks) == ((), None, None)
     assert limits.on_device
     assert not limits.cached
-    assert MIN_PARTITION == 32  # columns of the narrowest tile that a planner makes without being asked
+    assert MIN_PARTITION == 32  # columns of the narrowest tile that a planner makes by default
