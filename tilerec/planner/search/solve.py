@@ -33,7 +33,7 @@ from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 
 UNITS = 1_600_000_000  # of work, for an effort of 1
-FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most MIDDLING: a unit is less time there
+FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most LARGE: a unit is less time there
 # Room for a largest piece, in quarters of it, and whether rows over hosts are preferred (they fill gaps).
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
@@ -50,7 +50,7 @@ MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are mor
 LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
 IDLE, GAIN = 8, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
-ROUNDS, POLISH = 40, 2
+ROUNDS, POLISH = 40, 2  # of exchanges between ranks; times that ranks and hosts take turns
 HOST_ROUNDS = 20  # of exchanges between hosts
 TURNS = 6  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
