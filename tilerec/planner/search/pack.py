@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 STEEP = float(1 << 20)
 STEEPEST = float(1 << 32)
 FINE = (1 << 16) - 1
-SAND = 4
+SAND = 4  # less than 1 / SAND of what a table costs its host falls to each rank in any case: its rows can go anywhere
 
 
 class Rule(Enum):
