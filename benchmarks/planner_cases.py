@@ -98,7 +98,8 @@ class Case:
         if self.fill is None:
             return Topology(self.ranks, "cuda", hbm_cap=self.cap, local_world_size=per_host)
         roomy = build(self.tables(), replace(self, cap=1 << 50, fill=None).topology()).instance
-        held = (roomy.memory * (roomy.pieces * roomy.width)[:, :, None]).sum(2)
+        copies = (roomy.pieces * roomy.width)[:, :, None]
+        held = (roomy.memory * copies + roomy.home_memory * self.ranks).sum(2)
         least = int(np.where(roomy.there, held, held.max()).min(1).sum())
         cap = int(roomy.base_memory.max()) + int(least / self.fill / self.ranks)
         return replace(self, cap=cap, fill=None).topology()

@@ -1,14 +1,23 @@
-"""Ctrl-C is heard where the ranks can tell each other, and never lost."""
+"""Ctrl-C ends a step where ranks exchange messages anyway, and is never lost."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from tilerec.parallel.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def _python_handles_sigint() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:

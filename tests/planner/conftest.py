@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def _small_instance(seed: int, divisible: bool = False) -> Instance:
     slow = np.full((ranks, stages), 1000, np.int64)
     if rng.random() < 0.4:
         slow[host_of == 0] = rng.integers(1000, 2000)
-    return Instance(
+    instance = Instance(
         [f"t{i}" for i in range(tables)],
         width,
         pieces,
@@ -70,6 +71,10 @@ def _small_instance(seed: int, divisible: bool = False) -> Instance:
         allowed=(rng.random((tables, ranks)) < 0.8) | (np.arange(ranks) == 0) if rng.random() < 0.3 else None,
         divisible=(width == ranks) & (np.arange(options) % len(kinds) == 4) if divisible else None,
     )
+    # A third takes memory on every rank besides that of pieces: up to a fifth of a whole table's over all of them.
+    at_home = rng.random((tables, options, tiers)) * (memory > 0) * (rng.random() < 1 / 3)
+    held = at_home * bulk[:, None, None] * 1e9 / (5 * ranks)
+    return replace(instance, home_memory=held.astype(np.int64))
 
 
 def _planted_instance(tables: int, ranks: int, fill: float, seed: int, splits: bool = True) -> Instance:

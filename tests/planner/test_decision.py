@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.read_plan import _gives
+from tilerec.planner import decision as decision_module
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import _with_rows, decide, topology_of_ranks
@@ -20,7 +22,8 @@ from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import SHARE
+from tilerec.planner.search.instance import SHARE, Solution
+from tilerec.planner.search.solve import solve
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType, Wire
@@ -197,6 +200,27 @@ def test_memory_that_is_reserved_is_not_used() -> None:
     request = plan_request({"a": 100_000}, topology, {"a": ParameterConstraints(["table_wise"])})
     assert decide(request).found
     assert not decide(replace(request, reserved=20 * 2**20)).found
+
+
+@pytest.mark.parametrize("cap", [88, 96, 104, 112])
+def test_what_homes_take_is_known_to_the_search_so_the_first_plan_fits(
+    cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = {f"t{i}": int(n) for i, n in enumerate(np.exp(rng.normal(9, 1.5, 80)))}
+    limits = {name: ParameterConstraints(pooling_factors=[20.0]) for name in rows}
+    searches = []
+
+    def counted(*args: Any, **more: Any) -> Solution:
+        searches.append(solve(*args, **more))
+        return searches[-1]
+
+    monkeypatch.setattr(decision_module, "solve", counted)
+    decision = decide(plan_request(rows, Topology(32, local_world_size=4, hbm_cap=cap * MIB), limits))
+    assert decision.found
+    assert len(searches) == 1
+    assert decision.priced is not None
+    assert np.all(decision.priced.memory[:, 0] <= cap * MIB)
 
 
 def test_tables_that_device_memory_does_not_hold_lie_in_host_memory_behind_caches() -> None:

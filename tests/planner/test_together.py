@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.planner.plan_requests import plan_request
+from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.search.instance import evaluate
 from tilerec.planner.together import together
@@ -12,10 +13,10 @@ from tilerec.spec.topology import Topology
 
 
 def test_a_group_costs_and_holds_what_its_tables_do() -> None:
-    problem = decide(
-        plan_request({f"t{i}": 1000 * 2**i for i in range(6)}, Topology(4, local_world_size=2))
-    ).problem
-    instance = problem.instance
+    rows = {f"t{i}": 1000 * 2**i for i in range(6)}
+    limits = {name: ParameterConstraints(pooling_factors=[5.0]) for name in rows}
+    instance = decide(plan_request(rows, Topology(4, local_world_size=2), limits)).problem.instance
+    assert instance.home_memory.any()
     joined, row = together(instance, [["ebc.t4", "ebc.t1", "ebc.t3"]])
     assert joined.names == ("ebc.t0", "ebc.t1", "ebc.t2", "ebc.t5")
     assert row.tolist() == [0, 1, 2, 1, 1, 3]

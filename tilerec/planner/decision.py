@@ -237,8 +237,8 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
 def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Decision:
     """The decision with its price, searched again as long as ranks are over their caps by it.
 
-    Rows of many ranges come to every rank, and the search knows of those that hold a range only. What it missed of the
-    last plan is taken from every rank's memory for the next.
+    The search knows what even ranges of rows take, and counts uneven ones in proportion to their rows. What it missed
+    of the last plan is taken from every rank's memory for the next.
     """
     instance = decision.instance
     missed = np.zeros_like(instance.base_memory)

@@ -309,7 +309,7 @@ class Explainer:
             "" if chosen else self._ruled_out(rest, t, o),
             int(own.pieces[t, o]),
             int(own.width[t, o]),
-            int(own.memory[t, o].sum()),
+            int((own.memory + own.home_memory)[t, o].sum()),
             int(_spread(own, t, o).sum()),
             int(own.home[t, o].sum()),
             self._cost(work, uses) + self.differs,
@@ -368,7 +368,8 @@ class _Rest:
         if instance.everywhere(width):
             return ()
         # [spots, ·] of single ranks, or of hosts of the right size: their slowest rank, and their least room.
-        load, room = loads(instance, self.work), instance.cap - self.memory
+        load = loads(instance, self.work)
+        room = instance.cap - self.memory - instance.home_memory[0, o]
         spots = [np.array([r]) for r in range(instance.ranks)] if width == 1 else list(instance.host_ranks)
         usable = np.array([len(ranks) == width for ranks in spots])
         if self.allowed is not None:

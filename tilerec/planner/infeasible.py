@@ -98,7 +98,9 @@ class _Search:
         self.caps = self.instance.cap[:, self.tier]
         self.cap = int(self.caps.max())
         self.taken = self.instance.base_memory[:, self.tier]
-        held = self.instance.memory[:, :, self.tier] * self.instance.width * self.instance.pieces
+        lower = decision.problem.lower  # what no plan takes less than
+        held = lower.memory[:, :, self.tier] * lower.width * lower.pieces
+        held = held + lower.home_memory[:, :, self.tier] * lower.ranks
         top = np.iinfo(np.int64).max
         if self.instance.tables:
             self.least = np.where(self.instance.there, held, top).min(1)

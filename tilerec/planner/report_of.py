@@ -101,6 +101,7 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
     owner = instance.cost[every, option]
     width, pieces = instance.width[every, option], instance.pieces[every, option]
     held = instance.memory[every, option].sum(1) * width * pieces
+    held = held + instance.home_memory[every, option].sum(1) * instance.ranks
     shared = np.flatnonzero(instance.shared)
     uneven = (
         {t for t in every.tolist() if decision.shares(t) is not None} if decision.solution.rows else set()

@@ -63,6 +63,7 @@ def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Insta
             cost=summed(instance.cost),
             home=summed(instance.home),
             memory=summed(instance.memory),
+            home_memory=summed(instance.home_memory),
             uses=uses,
             allowed=allowed,
             divisible=divisible,

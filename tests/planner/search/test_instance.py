@@ -43,6 +43,14 @@ def test_pieces_of_a_host_lie_on_all_its_ranks_and_uniform_ones_everywhere() -> 
     assert found.memory[:, 0].tolist() == [40, 40, 80, 80]
 
 
+def test_memory_at_home_is_taken_on_every_rank_wherever_the_pieces_lie() -> None:
+    at_home = np.zeros((2, 4, 1), np.int64)
+    at_home[0, 0], at_home[1, 3], at_home[1, 2] = 3, 4, 5
+    instance = two_hosts(home_memory=at_home)
+    assert evaluate(instance, np.array([0, 3]), [(0,), (1, 2)]).memory[:, 0].tolist() == [87, 107, 107, 7]
+    assert evaluate(instance, np.array([0, 2]), [(0,), ()]).memory[:, 0].tolist() == [128, 48, 48, 48]
+
+
 def test_a_shared_stage_is_the_mean_of_a_host_rounded_up() -> None:
     instance = two_hosts(shared=np.array([False, True]), base_cost=np.array([[0, 1], [0, 0], [0, 0], [0, 0]]))
     found = evaluate(instance, np.array([0, 0]), [(0,), (2,)])

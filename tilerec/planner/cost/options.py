@@ -107,7 +107,8 @@ def build(
     fixed = [t for t in tables if t.name in pinned]
     # What both parts have in common is that of all tables.
     everything = Workload(tables)
-    work, rest = everything.part(free), everything.part(fixed)
+    work = everything.part(free) if fixed else everything
+    rest = everything.part(fixed)
     model = Model(work, topology, pipeline_depth, beside=rest if fixed else None)
     paid: Price | None = None
     if fixed:
@@ -158,6 +159,7 @@ class _Builder:
         self.cost = np.zeros(shape, np.int64)
         self.home = np.zeros(shape, np.int64)
         self.memory = np.zeros((*shape[:2], 2), np.int64)
+        self.home_memory = np.zeros((*shape[:2], 2), np.int64)
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.width = np.zeros(shape[:2], np.int64)
         self.pieces = np.ones(shape[:2], np.int64)
@@ -172,6 +174,8 @@ class _Builder:
             work.ids, 1e-300
         )
         self.features = work.per_table(np.ones(len(work.bags)))
+        # Memory is that of the longest range where another instance is the bound's.
+        self.rounded_up = not self.exact and not lower
         # How a table's traffic is spread over its pieces, in a lower bound.
         self.unknown = work.ordered & lower
         every = np.arange(len(work.names))
@@ -226,6 +230,7 @@ class _Builder:
             cost=self.cost,
             home=self.home,
             memory=self.memory,
+            home_memory=self.home_memory,
             cap=np.array(topology.caps, np.int64),
             host_of=host_of,
             uses=self.uses[:, :, keep],
@@ -536,21 +541,22 @@ class _Builder:
         self._put(self.fixed, o, t, "update", kept * ranks * P * rates.at("update_bag", width))
         if columns > 1:
             self._row_sums(o, t, way, columns, distinct, width)
-        # The last range is the shortest.
-        held = (
-            np.maximum(work.rows[t] - (rows - 1.0) * np.ceil(share * work.rows[t]), 0.0)
-            if q is even
-            else share * work.rows[t]
-        )
+        # The last range is the shortest, the first the longest.
+        fair = np.maximum(share * work.rows[t], 1e-300)
+        last = np.maximum(work.rows[t] - (rows - 1.0) * np.ceil(fair), 0.0)
+        held = fair if q is not even else np.ceil(fair) if self.rounded_up else last
         weights = model.weights(t, held, width)
-        buffers = ranks * (payload * (1 + model.depth) + P * width * work.wide + N * KEY_BYTES)
-        # What a home gets and sends beyond a whole table's: here on the ranks that hold a piece.
+        # Present bags are a concave function of a range's rows: a longer one has no more of them than in proportion.
+        part = held / fair
+        buffers = part * ranks * (payload * (1 + model.depth) + P * width * work.wide + N * KEY_BYTES)
+        # What a home gets and sends beyond a whole table's.
         beyond = np.maximum(parts * home_P * width - self.bags[t] * work.dim[t], 0.0) * work.wide
         beyond = beyond + np.maximum(parts * home_payload - self.whole_payload[t], 0.0) * (1 + model.depth)
         if cached:
             self.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
             weights = model.lines(t, held, width)
-        self.memory[t, o, model.tier] += np.floor(weights + buffers + beyond).astype(np.int64)
+        self.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
+        self.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, STAGES, Model
+from tilerec.planner.cost.model import (
+    HOST,
+    KEY_BYTES,
+    NETWORK_STAGES,
+    STAGE_OF_NETWORK,
+    STAGES,
+    Model,
+    Replicas,
+)
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.travel import Travel
 from tilerec.planner.cost.workload import Ints
@@ -249,53 +257,55 @@ class _Pricing:
     def _replicas(self, tilings: Sequence[Tiling]) -> None:
         """Copies of a tile agree on its gradients; all of them apply those of all."""
         which = [t for t, tiling in enumerate(tilings) if tiling.replicated]
-        for t in which:
+        if not which:
+            return
+        replicas = self.model.replicas(np.array(which))
+        for i, t in enumerate(which):
             for tile in tilings[t].tiles():
                 if len(tile.owners) > 1:
-                    self._copies(t, tilings[t], tile)
-        if which:
-            forms = self.model.replicas(np.array(which)).form
-            self.calls += int(np.any(forms < 3)) + 2 * int(np.any(forms < 2))
-            self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
+                    self._copies(t, tilings[t], tile, replicas, i)
+        forms = replicas.form
+        self.calls += int(np.any(forms < 3)) + 2 * int(np.any(forms < 2))
+        self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
 
-    def _copies(self, t: int, tiling: Tiling, tile: Tile) -> None:
+    def _copies(self, t: int, tiling: Tiling, tile: Tile, form: Replicas, i: int) -> None:
+        """Copies of a tile of table t, the i-th of `form`."""
         work, model, travel = self.work, self.model, self.travel
-        form = model.replicas(np.array([t]))
         row_share = (tile.r1 - tile.r0) / tiling.rows
         width = float(tile.c1 - tile.c0)
         share = row_share * width / tiling.dim
         owners = np.array(tile.owners)
         others = len(owners) - 1.0
-        reduced = float(form.reduced[0]) * share
+        reduced = float(form.reduced[i]) * share
         ring = 2.0 * reduced * others / (others + 1.0)
-        sent = float(form.sent[0]) * others * share + ring
+        sent = float(form.sent[i]) * others * share + ring
         near = np.bincount(travel.host[owners])[travel.host[owners]] - 1.0
         close = near / others
         near_bytes = sent * close
         link = self.rates.exchanged(near_bytes, near_bytes)
-        self.parts["replicas"][owners] += link + float(form.seconds[0]) * share
+        self.parts["replicas"][owners] += link + float(form.seconds[i]) * share
         away = np.zeros(self.ranks)
         away[owners] = sent * (1.0 - close)
         self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
         # `form` counts all ranks as replicas; fewer have each a larger part of the batches.
-        part = row_share if form.form[0] != 2 else row_share * others / (self.ranks - 1.0)
+        part = row_share if form.form[i] != 2 else row_share * others / (self.ranks - 1.0)
         distinct = float(model.all_distinct[t]) * row_share
         update = self.rates.update(
-            float(form.ids[0]) * part, float(form.bags[0]) * part, distinct, model.update_far(distinct), width,
+            float(form.ids[i]) * part, float(form.bags[i]) * part, distinct, model.update_far(distinct), width,
             work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
         )  # fmt: skip
         self.parts["update"][owners] += float(update)
         self.memory[owners] += 2.0 * (sent - ring + reduced)
         bytes_of = {
             "replica counts": 24.0,
-            "replica rows": float(form.told[0]),
-            "replica ids": float(form.numbers[0]) * share,
-            "replica gradients": float(form.gradients[0]) * share,
+            "replica rows": float(form.told[i]),
+            "replica ids": float(form.numbers[i]) * share,
+            "replica gradients": float(form.gradients[i]) * share,
         }
         lines = {name: value * others for name, value in bytes_of.items()}
-        if form.form[0] == 3:
+        if form.form[i] == 3:
             lines = {"dense gradients": ring}
-        elif form.form[0] == 2:
+        elif form.form[i] == 2:
             lines["replica gradients, dense"] = ring
         for name, value in lines.items():
             travel.line(travel.sent, name)[owners] += value

@@ -18,13 +18,14 @@ class Rates:
 
     def at(self, name: str, width: Any) -> Floats:
         """A rate per row at a width: linear between the measured ones, flat below the first, in proportion above."""
-        widths, rates = self.speeds.widths, getattr(self.speeds, name)
+        widths, rates = np.array(self.speeds.widths, np.float64), np.array(getattr(self.speeds, name))
         width = np.asarray(width, np.float64)
-        found = np.where(width > widths[-1], rates[-1] / widths[-1] * width, rates[0])
-        for i in range(len(widths) - 1):
-            slope = (rates[i + 1] - rates[i]) / (widths[i + 1] - widths[i])
-            inside = (width > widths[i]) & (width <= widths[i + 1])
-            found = np.where(inside, rates[i] + (width - widths[i]) * slope, found)
+        slopes = np.diff(rates, append=0.0) / np.diff(widths, append=1.0)
+        last = len(widths) - 1
+        at = np.minimum(np.maximum(np.searchsorted(widths, width) - 1, 0), last)
+        inside = rates[at] + (width - widths[at]) * slopes[at]
+        above = np.where(width > widths[last], rates[last] / widths[last] * width, inside)
+        found: Floats = np.where(width <= widths[0], rates[0], above)
         return found
 
     def lookup(self, ids: Any, far: Any, bags: Any, width: Any, element: Any) -> Floats:

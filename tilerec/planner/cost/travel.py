@@ -15,6 +15,7 @@ Legend: R ranks, K parts, P present bags, N ids, q share of a table's traffic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ class Travel:
 
     def _count_parts(self, layout: Parts) -> None:
         """Arrays over parts, and over (part, owner) entries with the homes that it reads for."""
-        work, ranks, topology = self.work, self.ranks, self.model.topology
+        work = self.work
         parts = layout.parts
         self.slot = np.array([p.slot for p in parts], np.int64)
         self.table = work.table[self.slot] if len(parts) else np.zeros(0, np.int64)
@@ -86,29 +87,34 @@ class Travel:
         self.weighted = work.weighted[self.slot]
         self.id_bytes = 8.0 if np.any(r1 - r0 >= 1 << 31) else 4.0
         self.payload = self.N * (self.id_bytes + work.wide * self.weighted) + 4.0 * self.lengths
-        entries: list[tuple[int, int, int, int, int]] = []  # part, owner, near homes, far homes, own
-        everyone = tuple(range(ranks))
-        for p, part in enumerate(parts):
-            if len(part.owners) == 1:
-                o = part.owners[0]
-                near = int(self.on_host[o]) - 1
-                entries.append((p, o, near, ranks - 1 - near, 1))
-            elif part.owners == everyone:
-                entries.extend((p, o, 0, 0, 1) for o in everyone)
-            else:
-                homes: dict[int, list[int]] = {o: [] for o in part.owners}
-                for home in everyone:
-                    homes[reader(part.owners, home, topology)].append(home)
-                for o, own in homes.items():
-                    near = sum(h != o and self.host[h] == self.host[o] for h in own)
-                    entries.append((p, o, near, len(own) - near - (o in own), int(o in own)))
-        table = np.array(entries, np.int64).reshape(len(entries), 5)
-        self.e_part, self.e_owner = table[:, 0], table[:, 1]
-        self.e_near, self.e_far, self.e_own = (table[:, i].astype(np.float64) for i in (2, 3, 4))
+        self.e_part, self.e_owner, near, far, own = self._entries(layout)
+        self.e_near, self.e_far, self.e_own = (x.astype(np.float64) for x in (near, far, own))
         self.single = np.array([len(p.owners) == 1 for p in parts], np.bool_)
         self.first_owner = np.array([part.owners[0] for part in parts], np.int64)
         self.width = np.array([sum(u.width for u in p.units) for p in parts], np.float64)
         self.units = np.array([len(p.units) for p in parts], np.int64)
+
+    def _entries(self, layout: Parts) -> tuple[Ints, ...]:
+        """Part, owner, and for how many homes near, far and its own the owner reads: one of each entry."""
+        topology, ranks = self.model.topology, self.ranks
+        everyone = tuple(range(ranks))
+        count = np.array([len(part.owners) for part in layout.parts], np.int64)
+        part = np.repeat(np.arange(len(count)), count)
+        owner = np.fromiter(chain.from_iterable(p.owners for p in layout.parts), np.int64, len(part))
+        alone = (count == 1)[part]
+        near = np.where(alone, self.on_host[owner].astype(np.int64) - 1, 0)
+        far = np.where(alone, ranks - 1 - near, 0)
+        own = np.ones(len(part), np.int64)
+        before = np.cumsum(count) - count
+        # Copies on every rank read for themselves; those on some ranks share out the homes.
+        for p in np.flatnonzero((count > 1) & (count < ranks)).tolist():
+            owners = layout.parts[p].owners
+            homes = np.array([reader(owners, home, topology) for home in everyone])
+            for i, o in enumerate(owners, int(before[p])):
+                read = np.flatnonzero(homes == o)
+                near[i] = int((self.host[read] == self.host[o]).sum()) - 1  # itself
+                far[i] = int((self.host[read] != self.host[o]).sum())
+        return part, owner, near, far, own
 
     def _count_merges(self, layout: Parts) -> None:
         """(members' parts, host) of the sums inside hosts."""
@@ -210,6 +216,7 @@ class Travel:
         lines = {name: (self.line(self.sent, name), self.line(self.received, name)) for name in names}
         row_bytes = [self._row_bytes(backward=backward) for backward in (False, True)]
         turns: dict[int, Ints] = {}
+        every = np.arange(self.ranks)
         for host, parts in self.merges:
             members = list(parts)
             slot = self.layout.parts[members[0]].slot
@@ -220,7 +227,8 @@ class Travel:
             homes = self.host != host
             width = self.width[members[0]]
             if host not in turns:
-                turns[host] = np.array([topology.turn(r, host) for r in range(self.ranks)])
+                # Of all ranks at once, what `Topology.turn` says of one.
+                turns[host] = every - np.searchsorted(np.sort(topology.ranks_of(host)), every)
             proxies = np.array(owners)[turns[host] % len(owners)]
             count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)
             inner = self.P[members] * width * wide

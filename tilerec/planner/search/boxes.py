@@ -216,9 +216,10 @@ class Boxes:
 
     def _numbers(self, option: Ints) -> tuple[Ints, Ints, Ints]:
         """[S] averages and what all ranks bear alike, rank-ps, and largest pieces, ps."""
-        mass = np.array([int(m[self.rows, option].sum()) for m in self.mass], np.int64)
-        off = np.array([int(m[self.rows, option].sum()) for m in self.off], np.int64)
-        largest = np.array([int(own[self.rows, option].max(initial=0)) for own in self.own], np.int64)
+        at = self.rows * self.all_mass.shape[1] + option
+        mass = np.array([int(m.ravel()[at].sum()) for m in self.mass], np.int64)
+        off = np.array([int(m.ravel()[at].sum()) for m in self.off], np.int64)
+        largest = np.array([int(own.ravel()[at].max(initial=0)) for own in self.own], np.int64)
         return mass + self.mass_base, mass + off + self.alike_base, largest
 
     def _rising(self, option: Ints, low: Ints) -> Ints:

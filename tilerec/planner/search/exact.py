@@ -62,6 +62,7 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
             w = np.zeros((instance.ranks + 1, instance.stages), np.int64)
             w[-1] = instance.home[table, o]
             b = np.zeros((instance.ranks, instance.tiers), np.int64)
+            b += instance.home_memory[table, o]
             for i in place or (0,):
                 w[ranks_of[i]] += instance.cost[table, o]
                 b[ranks_of[i]] += instance.memory[table, o]

@@ -459,7 +459,7 @@ def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tu
     work = np.zeros((instance.ranks, instance.stages), np.int64) + at_home(
         instance, instance.home[every, option].sum(0)
     )
-    memory = instance.base_memory.copy()
+    memory = instance.base_memory + instance.home_memory[every, option].sum(0)
     uniform = instance.everywhere(width)
     work += instance.cost[every, option][uniform].sum(0)
     memory += instance.memory[every, option][uniform].sum(0)

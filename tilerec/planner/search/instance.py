@@ -5,7 +5,7 @@ Nouns
   piece     what lies together: on one rank (width 1), on all ranks of a host (width n, a host of n ranks), or on every
             rank (width R). Each rank that holds a piece bears the piece's `cost` and `memory`
   place     where a piece lies: a rank (width 1) or a host (width n)
-  home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch
+  home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch, and its memory
   share     a row split's piece as a part of the table, in units of 1 / SHARE; even pieces unless a solution says else
 
 Legend: T tables, O options (padded), S stages, M memory tiers (0 device, 1 host), R ranks, H hosts, F fixed charges.
@@ -48,6 +48,7 @@ class Instance:
         cost: [T, O, S] ps that one piece adds to a stage on each rank that holds it.
         home: [T, O, S] ps that the option adds to a stage on every rank.
         memory: [T, O, M] bytes of one piece on each rank that holds it.
+        home_memory: [T, O, M] bytes that the option takes on every rank, beside those of its pieces.
         cap: [R, M] bytes.
         host_of: [R] the host of each rank, 0 … H - 1.
         uses, charge: [T, O, F] and [F]: ps added once to the objective if any table's option uses it.
@@ -84,6 +85,7 @@ class Instance:
     allowed: Bools | None = None
     divisible: Bools = None  # type: ignore[assignment]
     fixed: Ints = None  # type: ignore[assignment]
+    home_memory: Ints = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         tables, options = _array(self.width).shape if _array(self.width).ndim == 2 else (-1, -1)
@@ -110,6 +112,7 @@ class Instance:
             "base_memory": ((ranks, tiers), 0),
             "divisible": ((tables, options), False),
             "fixed": ((tables, options, stages), 0),
+            "home_memory": ((tables, options, tiers), 0),
         }
         for name, (shape, default) in shapes.items():
             kind = np.bool_ if name in ("uses", "shared", "divisible") else np.int64
@@ -202,7 +205,9 @@ class Instance:
 
     def take(self, order: Ints) -> Instance:
         """The same with the tables `order`."""
-        per_table = ("width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed", "fixed")
+        per_table = (
+            "width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed", "fixed", "home_memory",
+        )  # fmt: skip
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in per_table:
             given[name] = None if given[name] is None else given[name][order]
@@ -308,7 +313,7 @@ def work_of(
     uneven = np.zeros(instance.tables, np.bool_)
     uneven[list(rows)] = True
     work = np.zeros((instance.ranks, instance.stages), np.int64)
-    memory = instance.base_memory.copy()
+    memory = instance.base_memory + instance.home_memory[every, option].sum(0)
     work += at_home(instance, instance.home[every, option].sum(0))
     uniform = np.flatnonzero(instance.everywhere(width) & ~uneven)
     work += instance.cost[uniform, option[uniform]].sum(0)

@@ -70,7 +70,7 @@ def pack(
     width, pieces = instance.width[every, option], instance.pieces[every, option]
     uniform = instance.everywhere(width)
     on_host = (width > 1) & ~uniform
-    bytes_now = instance.base_memory + memory[uniform].sum(0)
+    bytes_now = instance.base_memory + memory[uniform].sum(0) + instance.home_memory[every, option].sum(0)
     work.spend(5 * CALLS + instance.tables * 1000)
     if not fits(instance, bytes_now):
         return None

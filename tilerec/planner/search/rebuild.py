@@ -54,7 +54,8 @@ class _Choices:
     """Options of one table that lie on bins of one kind.
 
     Args:
-        option: [J]. pieces: [J]. time: [J, S] ps of a piece. memory: [J, M]. fair: [J] ps, over all ranks, with home.
+        option: [J]. pieces: [J]. time: [J, S] ps of a piece. memory: [J, M] bytes on a rank that holds one, of which
+            at_home: [J, M] on every rank. fair: [J] ps, over all ranks, with home.
         fluid: [J] its rows are poured. fixed: [J, S] ps that each rank of a fluid one bears in any case.
     """
 
@@ -62,6 +63,7 @@ class _Choices:
     pieces: Ints
     time: Floats
     memory: Ints
+    at_home: Ints
     fair: Floats
     fluid: Bools
     fixed: Floats
@@ -153,7 +155,7 @@ class _Rebuild:
         """The same for tables that have the same options, the same of them chosen."""
         instance = self.instance
         counts = (instance.width, instance.pieces, instance.divisible)
-        sizes = (instance.cost, instance.home, instance.memory, instance.fixed)
+        sizes = (instance.cost, instance.home, instance.memory, instance.fixed, instance.home_memory)
         return b"".join(
             [usable.tobytes(), self.option[t].tobytes(), *(x[t].tobytes() for x in (*counts, *sizes))]
         )
@@ -186,7 +188,8 @@ class _Rebuild:
                 index,
                 pieces[index],
                 instance.cost[t, index].astype(np.float64),
-                instance.memory[t, index],
+                instance.memory[t, index] + instance.home_memory[t, index],
+                instance.home_memory[t, index],
                 fair[index],
                 instance.divisible[t, index] & self.pour,
                 instance.fixed[t, index].astype(np.float64),
@@ -265,8 +268,12 @@ class _Rebuild:
         """Takes (1) or gives back (-1) the room of a table as it is placed."""
         instance = self.instance
         o = int(self.option[t])
-        size = instance.memory[t, o] * sign
+        size, home = instance.memory[t, o] * sign, instance.home_memory[t, o] * sign
         width = int(instance.width[t, o])
+        if home.any():
+            self.room -= home
+            if self.capped:
+                self.host_room -= home * instance.host_sizes[:, None]
         if instance.everywhere(width):
             self.room -= size
             if self.capped:
@@ -453,7 +460,8 @@ class _Rebuild:
         found: tuple[int, tuple[int, ...]] | None,
     ) -> tuple[float, tuple[int, tuple[int, ...]] | None]:
         assert choices is not None
-        hopeful = np.flatnonzero(choices.fair < best)
+        fits = (choices.at_home <= self.room.min(0)).all(1)
+        hopeful = np.flatnonzero((choices.fair < best) & fits)
         if not len(hopeful):
             return best, found
         if len(load) > 2 * FEW:

@@ -225,7 +225,8 @@ class Relaxed:
     @cached_property
     def bytes(self) -> Ints:
         """[T, O, M] over all ranks."""
-        return self.copies[:, :, None] * self.instance.memory
+        ours = self.instance
+        return self.copies[:, :, None] * ours.memory + ours.ranks * ours.home_memory
 
     def tight(self, option: Ints, quarters: int = 2) -> bool:
         """Whether options [T] take more than so many quarters of a tier."""
@@ -250,7 +251,7 @@ class Relaxed:
         per_host = np.minimum(per_host, self.host_room // ours.host_sizes[:, None])
         usable = ours.there.copy()
         for m in range(ours.tiers):
-            size = ours.memory[:, :, m]
+            size = ours.memory[:, :, m] + ours.home_memory[:, :, m]
             single = min(int(self.room[:, m].max()), int(self.host_room[:, m].max()))
             most = np.full(width.shape, single)
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
@@ -283,7 +284,7 @@ class Relaxed:
             if not there.any():
                 return Proof(0, 0, ours.names[t])
             # The option that lacks least, in the tier where it lacks most.
-            lack = ours.memory[t] - self.room.max(0)
+            lack = ours.memory[t] + ours.home_memory[t] - self.room.max(0)
             lack[~there] = NEVER
             o = int(lack.max(1).argmin())
             tier = int(lack[o].argmax())

@@ -87,7 +87,8 @@ def lower_bound(instance: Instance, cost: int) -> int:
     kinds = kinds_of(relaxed)
     bound = kinds[0].bound(relaxed) if kinds else 0
     if cost > bound + bound // NEAR:
-        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(UNITS // 2)))
+        units = UNITS // (8 if instance.tables * instance.ranks > LARGE else 2)
+        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(units)))
     return min(bound, cost)
 
 
