@@ -51,6 +51,7 @@ LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not
 IDLE, GAIN = 8, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
 NEAR = 200  # and one within 1 / NEAR not even polished
 ROUNDS, POLISH = 40, 2  # of exchanges between ranks; times that ranks and hosts take turns
+RAISES, WORTH = 8, 500  # times that a bound is raised, as long as one raises it by 1 / WORTH
 HOST_ROUNDS = 20  # of exchanges between hosts
 TURNS = 6  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
@@ -86,9 +87,13 @@ def lower_bound(instance: Instance, cost: int) -> int:
     relaxed = Relaxed(instance)
     kinds = kinds_of(relaxed)
     bound = kinds[0].bound(relaxed) if kinds else 0
-    if cost > bound + bound // NEAR:
-        units = UNITS // (8 if instance.tables * instance.ranks > LARGE else 2)
-        bound = max(bound, Boxes(relaxed, kinds, relaxed.memory).search(cost, Work(units)))
+    boxes = Boxes(relaxed, kinds, relaxed.memory)
+    for _ in range(RAISES):
+        before = bound
+        if cost > bound + bound // NEAR:
+            bound = max(bound, boxes.search(cost, Work(UNITS // RAISES)))
+        if bound <= before + before // WORTH:
+            break
     return min(bound, cost)
 
 
