@@ -4,7 +4,7 @@
     2  few tables on few ranks: every arrangement (exact.py)
     3  which charges to pay, and how fine to cut: options for all tables at once, with a bound (bound.py, boxes.py)
     4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks or hosts (improve.py)
-    5  a few tables taken out and put back (rebuild.py), where tables x ranks are few
+    5  a few tables taken out and put back (rebuild.py), where tables x ranks are few or the effort is above 1
     6  rows that may be uneven: flowing (flow.py)
     7  the rest of the work: a better bound (boxes.py)
 
@@ -38,8 +38,8 @@ FEW_UNITS = 2_600_000_000  # and where tables x ranks are at most LARGE: a unit 
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 # Where tables x ranks are more than MIDDLING, and more than LARGE.
-SOME_HEADS = ((4, True), (8, True), (5, False), (4, False), (8, False))
-FEW_HEADS = ((4, True), (8, True))
+SOME_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
+FEW_HEADS = ((4, True), (8, True), (24, False))
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
@@ -100,7 +100,7 @@ def lower_bound(instance: Instance, cost: int) -> int:
 class _Search:
     def __init__(self, instance: Instance, effort: int, work: Work | None, prove: bool = True) -> None:
         self.instance, self.relaxed = instance, Relaxed(instance)
-        self.any, self.prove = effort == 0, prove
+        self.any, self.harder, self.prove = effort == 0, effort > 1, prove
         self.middling = instance.tables * instance.ranks > MIDDLING
         self.large = instance.tables * instance.ranks > LARGE
         self.whole = (UNITS if self.large else FEW_UNITS) << max(effort - 1, 0)
@@ -125,7 +125,7 @@ class _Search:
             boxes = Boxes(self.relaxed, kinds, self.relaxed.memory)
             if wide is not None:
                 self._start(wide, boxes)
-            if not self.any and not self.middling:
+            if not self.any and (self.harder or not self.middling):
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
         if self.best is None:
