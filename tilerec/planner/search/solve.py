@@ -155,7 +155,8 @@ class _Search:
 
     def _start(self, wide: Kinds, boxes: Boxes) -> None:
         """Packs options of every fineness, as long as a finer or coarser one may be better."""
-        work, idle = self.work.part(self.whole * (3 if self.middling else 2) // 4), 0
+        quarters = 3 if self.middling else 2 if self.prove else 1
+        work, idle = self.work.part(self.whole * quarters // 4), 0
         for head, sand in self.heads:
             packed, before = False, self.cost
             for choice in self._choices(wide, boxes, head, sand, work):
@@ -220,7 +221,7 @@ class _Search:
     def _rebuild(self) -> None:
         """From the best of each fineness: from the best one alone, some plans are never reached."""
         starts = sorted(self.starts, key=lambda start: start[0])
-        work = self.work.part(self.work.left - self.whole * 5 // 16)
+        work = self.work.part(self.work.left - self.whole * (5 if self.prove else 1) // 16)
         part, idle = work.left // TURNS, 0
         for turn in range(TURNS):
             if not starts or idle == IDLE or self.good or work.over:
