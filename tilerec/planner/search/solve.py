@@ -14,7 +14,8 @@ instance gives the same plan on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +41,7 @@ HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 # Where tables x ranks are more than MIDDLING, and more than LARGE.
 SOME_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
 FEW_HEADS = ((4, True), (8, True), (24, False))
+SETS = 4  # of charges, those of the least bounds, that options of one width are chosen under
 CHOICES = 2  # of options, the most promising ones that one head leads to, that are packed
 # How pieces are made to fit where they do not: smaller ones (at most 1 / thrift of a rank's free memory), then options
 # that leave some 64ths of the memory free.
@@ -124,7 +126,7 @@ class _Search:
         if not complete:
             boxes = Boxes(self.relaxed, kinds, self.relaxed.memory)
             if wide is not None:
-                self._start(wide, boxes)
+                self._start(kinds, wide, boxes)
             if not self.any and (self.harder or not self.middling):
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
@@ -153,7 +155,7 @@ class _Search:
             near = PASSABLE
         return self.cost <= self.bound + self.bound // near or (self.any and self.best is not None)
 
-    def _start(self, wide: Kinds, boxes: Boxes) -> None:
+    def _start(self, kinds: Sequence[Kinds], wide: Kinds, boxes: Boxes) -> None:
         """Packs options of every fineness, as long as a finer or coarser one may be better."""
         quarters = 3 if self.middling else 2 if self.prove else 1
         work, idle = self.work.part(self.whole * quarters // 4), 0
@@ -172,7 +174,22 @@ class _Search:
             if idle == IDLE or work.over:
                 break
         if self.starts and not self.good and not self.large:
+            self._of_one_width(kinds, work)
             self._mix()
+
+    def _of_one_width(self, kinds: Sequence[Kinds], work: Work) -> None:
+        """Packs tables that are all on single ranks, or all over hosts: few tables come out level only if alike."""
+        width = self.instance.width
+        for some in (width > 1, width == 1):
+            alike = self.relaxed.usable & some
+            alike = np.where(alike.any(1, keepdims=True), alike, self.relaxed.usable)
+            paid = [replace(each, usable=each.usable & alike) for each in kinds]
+            paid = [each for each in paid if each.usable.any(1).all()][:SETS]
+            choices = (choose(self.relaxed, each, 4, 1, 0, work) for each in paid)
+            found = min((c for c in choices if c is not None), key=lambda c: c.expected, default=None)
+            if found is not None and found.average < self.cost and found.option.tobytes() not in self.seen:
+                self.seen.add(found.option.tobytes())
+                self._try(found, work, False)
 
     def _choices(self, wide: Kinds, boxes: Boxes, head: int, sand: bool, work: Work) -> Iterator[Choice]:
         """Options of the least expected costs, ever easier to fit until something is packed."""
