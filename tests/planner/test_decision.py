@@ -17,12 +17,13 @@ from tilerec.parallel.read_plan import _gives
 from tilerec.planner import decision as decision_module
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
-from tilerec.planner.decision import _with_rows, decide, topology_of_ranks
+from tilerec.planner.decision import _cheapest, _with_rows, decide, topology_of_ranks
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
+from tilerec.planner.priced import priced
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import SHARE, Solution
+from tilerec.planner.search.instance import SHARE, Solution, evaluate
 from tilerec.planner.search.solve import solve
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
@@ -399,3 +400,24 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
         decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])})
     )
     assert _with_rows(fine).solution.rows == fine.solution.rows
+
+
+def test_of_what_the_search_found_the_least_price_counts() -> None:
+    decision = decide(plan_request({f"t{i}": 5000 for i in range(6)}, Topology(3)))
+    assert decision.priced is not None
+    best = decision.solution
+    together = evaluate(decision.instance, best.option, [(0,) for _ in best.places])
+    believed = replace(together, cost=best.cost - 1, others=(best,))
+    wrong = replace(
+        decision,
+        solution=believed,
+        priced=priced(decision.request, replace(decision, solution=together).shardings()),
+    )
+    assert wrong.priced is not None
+    assert wrong.priced.cost_ps > decision.priced.cost_ps
+    found = _cheapest(wrong)
+    assert found.priced is not None
+    assert found.priced.cost_ps == decision.priced.cost_ps
+    # One that the search knows to be dearer than that price is not looked at.
+    dear = replace(believed, others=(replace(best, cost=wrong.priced.cost_ps),))
+    assert _cheapest(replace(wrong, solution=dear)).priced is wrong.priced

@@ -248,7 +248,7 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
         decision = _with_rows(decision)
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
-            return _evened(replace(decision, priced=priced))
+            return _cheapest(_evened(replace(decision, priced=priced)))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # and a little, for the next plan is another one
         again = replace(instance, base_memory=instance.base_memory + missed)
@@ -292,6 +292,22 @@ def _evened(decision: Decision) -> Decision:
     )
     assert other.priced is not None
     return other if not other.priced.over.any() and other.priced.cost_ps < priced.cost_ps else decision
+
+
+def _cheapest(decision: Decision) -> Decision:
+    """The arrangement of the least price, where the search took the best one to be cheaper than it is."""
+    best = decision
+    for other in decision.solution.others:
+        assert best.priced is not None
+        near = best.priced.cost_ps <= best.solution.cost + best.solution.cost // NEAR
+        if near or other.cost >= best.priced.cost_ps:
+            break
+        found = _with_rows(replace(decision, solution=replace(other, bound=decision.solution.bound)))
+        found = replace(found, priced=price_of(decision.request, found.shardings()))
+        assert found.priced is not None
+        if not found.priced.over.any() and found.priced.cost_ps < best.priced.cost_ps:
+            best = found
+    return best
 
 
 def _of_nothing(decision: Decision) -> Decision:

@@ -255,6 +255,7 @@ class Solution:
             host or of the world. They add up to SHARE.
         cost: the objective, ps. bound: no plan costs less, ps.
         stage: [S] the slowest rank's ps. load: [R, S]. memory: [R, M] bytes.
+        others: further arrangements within all caps, dearer ones, the cheapest first.
     """
 
     status: Status
@@ -267,6 +268,7 @@ class Solution:
     load: Ints
     memory: Ints
     proof: Proof | None = None
+    others: tuple[Solution, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -59,6 +59,7 @@ TURNS = 6  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS = 7, 4
+OTHERS = 4  # arrangements that a solution has besides
 PART = 60  # units that a part of an enumeration takes, by rank and stage
 WORST = 1 << 61
 
@@ -75,6 +76,12 @@ def solve(instance: Instance, *, effort: int = 1, work: Work | None = None, prov
     found = _Search(instance.take(order), effort, work, prove).run()
     if found.status is not Status.FOUND:
         return found
+    others = tuple(_in_order(instance, order, other) for other in found.others)
+    return replace(_in_order(instance, order, found), others=others)
+
+
+def _in_order(instance: Instance, order: Ints, found: Solution) -> Solution:
+    """A solution of `instance.take(order)` as one of `instance`."""
     option = np.empty_like(found.option)
     option[order] = found.option
     places: list[tuple[int, ...]] = [()] * instance.tables
@@ -113,6 +120,7 @@ class _Search:
         self.boxed = False  # boxes were searched for options
         self.bound = 0  # ps that no plan is below
         self.seen: set[bytes] = set()  # options that were packed
+        self.found: list[Solution] = []  # the best ones, the cheapest first
         self.starts: list[tuple[int, Packing]] = []  # what was made of them, and its cost with charges
 
     def run(self) -> Solution:
@@ -142,7 +150,9 @@ class _Search:
         elif self.prove and best.cost > self.bound + self.bound // NEAR:
             work = self.work.part(self.whole // (12 if self.good else 2 if self.middling else 4))
             self.bound = max(self.bound, boxes.search(best.cost, work))
-        return evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
+        others = tuple(one for one in self.found if one.cost > best.cost)
+        found = evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
+        return replace(found, others=others)
 
     @property
     def cost(self) -> int:
@@ -314,6 +324,8 @@ class _Search:
             new = flow(self.instance, new, TASTED, self.work.part(self.whole // 20))
         if new.cost < self.cost:
             self.best = new
+        if all(new.cost != known.cost for known in self.found):
+            self.found = sorted([*self.found, new], key=lambda one: one.cost)[:OTHERS]
         return new.cost
 
 
