@@ -116,6 +116,7 @@ def test_pieces_that_are_largest_in_different_stages_add_up() -> None:
     two = {
         "shared": np.zeros(2, np.bool_),
         "slow": np.full((4, 2), 1000),
+        "reach": np.full((4, 2), 1000),
         "base_cost": np.zeros((4, 2), np.int64),
     }
     instance = replace(instance, cost=cost, home=np.zeros_like(cost), fixed=np.zeros_like(cost), **two)

@@ -61,6 +61,15 @@ def test_a_heap_on_one_rank_is_levelled_to_the_optimum() -> None:
     assert cost == 10
 
 
+def test_a_heap_is_levelled_with_what_ranks_bear_at_home() -> None:
+    relaxed, heap = on_one_rank([7, 6, 5, 4, 3, 3, 2], [0] * 7, 2, 1)
+    instance = replace(relaxed.instance, home=np.full((7, 1, 1), 2), reach=np.array([[1000], [0]]))
+    # 30 of pieces, and 14 at home on the first rank alone.
+    packing, cost = exchange(Relaxed(instance), heap, 60, 0, Work(10**10))
+    assert cost == 22
+    assert evaluate(instance, packing.option, packing.places).load[:, 0].tolist() == [22, 22]
+
+
 def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
     relaxed, heap = on_one_rank([1] * 6, [6, 4, 5, 5, 3, 7], 3, 10)
     found = repair(relaxed, heap, 100, Work(10**10))
