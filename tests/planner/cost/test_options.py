@@ -201,12 +201,17 @@ def test_on_unlike_hosts_a_direction_that_is_dearer_raises_no_lower_instance_abo
 ) -> None:
     """Ids go the other way than rows, and hosts where one is least may not be those of the other."""
     for hosts in ([[0], [1, 2, 3]], [[0, 1], [2, 3, 4]]):
-        topology = unlike(nic, duplex, hosts, **{dear: 60.0})
-        for ways in (*WAYS, (Way.WHOLE,)):
-            problem = build(works(4, 1), topology)
+        topology = unlike(nic, duplex, hosts, **{dear: 3000.0 if dear.startswith("link") else 10.0})
+        problem = build(works(4, 1), topology)
+        for ways in WAYS:
             option, places, tilings = drawn(problem, topology, ways)
             priced = price(tilings, apart(problem, option)).seconds
             assert evaluate(problem.lower, option, places).cost / 1e12 <= priced * (1 + 2e-4), ways
+        whole = np.full(4, [str(o) for o in problem.options].index("whole"))
+        for rank in range(topology.world_size):
+            tilings = [problem.sharding(t, int(o), (rank,)).tiling for t, o in enumerate(whole)]
+            priced = price(tilings, problem.model).seconds
+            assert evaluate(problem.lower, whole, [(rank,)] * 4).cost / 1e12 <= priced * (1 + 2e-4), rank
 
 
 def test_ids_of_a_table_of_two_to_the_31_rows_take_eight_bytes() -> None:
