@@ -129,7 +129,8 @@ class _Sums(NamedTuple):
 
     merge: [T] 1 where they are. most: members of a sum. apart: members whose rows come as they are on their own host.
     proxies: ranks of the host whose proxies take most. far: homes that they add up for, were all turns as many.
-    sent: [T] bags of a sum, by member. home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
+    turn: what a member sends on as a proxy, of what all do on average. sent: [T] bags of that, for each home.
+    home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
     """
 
     merge: Floats
@@ -137,6 +138,7 @@ class _Sums(NamedTuple):
     apart: float
     proxies: float
     far: float
+    turn: float
     sent: Floats
     home: Floats
     union: Floats
@@ -523,7 +525,7 @@ class _Builder:
         sent, home_sums = sums.sent, sums.home
         if self.lower and q is not even:
             # A sum has at least its least member's bags, and all sums of a home those of the whole table.
-            sent = np.where(work.ordered[t], P / sums.most, sent)
+            sent = np.where(work.ordered[t], P / sums.most * sums.turn, sent)
             home_sums = np.where(work.ordered[t], self.bags[t], home_sums)
         head = 8.0 * self.features[t]
         # What an owner gets from and sends to each home of its host, and of others.
@@ -613,7 +615,7 @@ class _Builder:
         """Sums inside hosts. Single pieces are not added up where they share a host (`realise.py`)."""
         none = np.zeros(len(t))
         if self.hosts == 1 or on == 1:
-            return _Sums(none, 1.0, 1.0, 1.0, 0.0, none, none, none)
+            return _Sums(none, 1.0, 1.0, 1.0, 0.0, 1.0, none, none, none)
         hosts = (
             [len(host) for host in self.topology.host_ranks] if on == self.ranks else [on] * int(parts / on)
         )
@@ -625,13 +627,17 @@ class _Builder:
         # A sum of many members has less of each.
         sender, apart = sizes[-1 if self.lower else 0], sizes[0 if self.lower else -1]
         proxies = apart if self.lower else max(sizes, key=lambda n: turns[n] * (n - 1) / n)
+        turn = 1.0
+        if self.lower and self.topology.nic == "device":  # else a host's card sends it all
+            turn = min(turns[n] / (self.ranks - n) if n > 1 else 1.0 for n in sizes)
         return _Sums(
             merge,
             float(sizes[-1]),
             float(apart),
             float(proxies),
             float(min(turns.values()) if self.lower else turns[proxies]),
-            union[sender] / sender,
+            turn,
+            union[sender] / sender * turn,
             sum((hosts.count(n) * union[n] for n in sizes), none),
             union[apart],
         )
