@@ -292,7 +292,7 @@ def test_on_unlike_hosts_whole_tables_cost_what_both_sides_of_their_exchanges_ta
     ids=lambda topology: f"{topology}, {topology.nic}",
 )
 def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: Topology) -> None:
-    """Nearly half of the price where hosts are unlike, a seventh where traffic is not spread as rows are."""
+    """Two fifths of the price where hosts are unlike, an eighth where traffic is not spread as rows are."""
     duplex = topology.compute_device == "cuda"
     topology = measured(topology, duplex, links=True)
     for table in (TABLES[1], dataclasses.replace(TABLES[1], skew=Skew(ROWS, 1.05, ordered=True))):
@@ -311,7 +311,7 @@ def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: T
             lower, searched = (
                 evaluate(instance, np.array([o]), [places]) for instance in (problem.lower, problem.instance)
             )
-            least = 0.45 if table.skew is None else 0.14
+            least = 0.42 if table.skew is None else 0.13
             assert least * priced.seconds < lower.cost / 1e12 <= priced.seconds * (1 + 2e-5), option
             assert 0.65 * priced.seconds < searched.cost / 1e12 < 3 * priced.seconds, option
             assert np.all(lower.memory <= priced.memory * (1 + 1e-6) + 2), option
