@@ -260,8 +260,10 @@ def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its
         # A factor of a rank goes for all that an exchange takes there, what each part of it costs among it.
         for places, seconds in prices.items():
             searched = evaluate(problem.instance, np.array([o]), [places]).cost / 1e12
-            dearest = seconds == max(prices.values())
-            assert searched == pytest.approx(seconds, rel=3e-5 if dearest else 0.03)
+            if seconds == max(prices.values()):
+                assert searched == pytest.approx(seconds, rel=3e-5)
+            else:  # homes on the smaller host would wait, were it not one piece alone
+                assert 0.97 * seconds < searched < (1.03 if kind == "link" else 1.2) * seconds
 
 
 @pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0, 1], [2, 3, 4]], [[0], [1], [2, 3]]], ids=str)

@@ -98,8 +98,32 @@ def test_where_every_owner_saves_more_than_it_sends_pieces_are_taken_to_lie_even
 
 @pytest.mark.parametrize("exchange", ["ids", "rows", "gradients"])
 def test_owners_send_rows_and_receive_ids_and_gradients(exchange: str) -> None:
-    near, far = sides_of(model([[0], [1, 2, 3]], "device", duplex=True), exchange, lower=False)
+    near, far = sides_of(model([[0, 1], [2, 3]], "device", duplex=True), exchange, lower=False)
     way = 1 if exchange == "rows" else 0
-    assert near.own.tolist() == near.whole.tolist() == [0.0, 2 * LINK[way]]
-    assert far.own.tolist() == far.whole.tolist() == [3 * NETWORK[way], NETWORK[way]]
+    assert near.own.tolist() == near.whole.tolist() == [LINK[way]]
+    assert far.own.tolist() == far.whole.tolist() == [2 * NETWORK[way]]
     assert not np.any(near.home + far.home)
+
+
+@pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0, 1], [2, 3, 4]]], ids=str)
+def test_of_two_hosts_that_share_duplex_cards_the_slower_direction_counts_wherever_pieces_lie(
+    hosts: list[list[int]],
+) -> None:
+    """Of cards of their own, between what the owners take and what homes elsewhere do if all hold as much."""
+    duplex = model(hosts, "host", duplex=True)
+    host_of = {rank: host for host in hosts for rank in host}
+    for held in itertools.product([0.0, 1.0, 4.0], repeat=len(host_of)):
+        out, into = [0.0] * len(hosts), [0.0] * len(hosts)
+        for owner, home in itertools.product(host_of, repeat=2):
+            if host_of[owner] is not host_of[home]:
+                out[hosts.index(host_of[owner])] += held[owner]
+                into[hosts.index(host_of[home])] += held[owner]
+        slower = [
+            max(sent * NETWORK[1], got * NETWORK[0]) / len(host)
+            for sent, got, host in zip(out, into, hosts, strict=True)
+        ]
+        _, far = sides_of(duplex, "rows", lower=False)
+        assert max(by_sides(hosts, list(held), "host", far)) == pytest.approx(max(slower))
+    _, own = sides_of(model(hosts, "device", duplex=True), "rows", lower=False)
+    assert own.own == pytest.approx(np.sqrt(own.whole * far.own))
+    assert np.array_equal(sides_of(duplex, "rows", lower=True)[1].own, own.whole)

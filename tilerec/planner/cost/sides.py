@@ -5,8 +5,9 @@ Nouns
   home's side    bytes between a rank and all owners elsewhere, of its own batch
 
 Of duplex links the slower direction counts. On hosts of one size that is the owner's on the slowest rank, and the
-home's side counts as 0. Of hosts of several sizes that share cards, each takes at least as long for its pieces as homes
-elsewhere do, V_h other: exact for two hosts.
+home's side counts as 0. On hosts of several sizes, homes elsewhere may take longer for a host's pieces, V_h other. Then
+an estimate has the host take as long: exact for two hosts that share cards. With a card for each rank that would be
+n v other, too much where a host's ranks hold unlike amounts: the geometric mean of it and of the owner's side counts.
 
 On other links the seconds of both directions add up. A home exchanges nothing with itself, nor over the network with
 its host. So with V bytes per home of all pieces, v of them on a rank and V_h on its host of n ranks, the seconds are
@@ -72,8 +73,9 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
     near, far = (sizes - 1.0) * link[0], (ranks - sizes) * network[0]
     if speeds.duplex:
         none, longest = np.zeros(len(sizes)), far
-        if topology.nic == "host" and len(sizes) > 1 and not lower:
+        if len(sizes) > 1 and not lower:
             longest = np.maximum(far, sizes * network[1])
+            longest = longest if topology.nic == "host" else np.sqrt(far * longest)
         return Sides(near, near, none), Sides(far, longest, none)
     # A host is all ranks, or one: then a rank's host holds everything, or what the rank itself does.
     known = topology.host_count in (1, model.ranks) or not lower
