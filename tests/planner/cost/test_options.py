@@ -214,6 +214,22 @@ def test_on_unlike_hosts_a_direction_that_is_dearer_raises_no_lower_instance_abo
             assert evaluate(problem.lower, whole, [(rank,)] * 4).cost / 1e12 <= priced * (1 + 2e-4), rank
 
 
+@pytest.mark.parametrize("nic", ["host", "device"])
+def test_beside_pins_a_bound_does_not_take_pieces_to_lie_evenly(nic: str) -> None:
+    """Receiving takes longest, so pieces are best where pins have homes wait."""
+    topology = unlike(nic, False, [[0], [1]], network_in=20.0)
+    pin, *free = works(4, 1)
+    pin = dataclasses.replace(pin, reads=[Reads(40_000, 1, True)] * 4)
+    heavy: Any = build([pin], topology).sharding(0, 0, (0,)).tiling
+    for rank in range(2):
+        problem = build([pin, *free], topology, pinned={pin.name: heavy})
+        o = [str(option) for option in problem.options].index("whole")
+        tilings: list[Any] = [problem.sharding(t, o, (rank,)).tiling for t in range(3)]
+        priced = price([heavy, *tilings], Model(Workload([pin, *free]), topology))
+        lower = evaluate(problem.lower, np.full(3, o), [(rank,)] * 3)
+        assert lower.cost / 1e12 <= priced.seconds * (1 + ROUGH), rank
+
+
 def test_ids_of_a_table_of_two_to_the_31_rows_take_eight_bytes() -> None:
     topology = Topology(8, local_world_size=4)
     found = []

@@ -83,6 +83,16 @@ def test_ranks_with_cards_of_their_own_wait_for_their_bytes_where_all_hold_as_mu
 
 
 @pytest.mark.parametrize("nic", ["device", "host"])
+def test_beside_what_lies_somewhere_already_no_rank_counts_more_than_it_takes(nic: str) -> None:
+    """Where every owner saves more than it sends, and any rank may be the slowest."""
+    hosts, rates = [[0], [1]], (9.0, 1.0)
+    _, far = sides_of(model(hosts, nic, network=rates), "rows", lower=True, pinned=True)
+    for held in itertools.product([0.0, 1.0, 4.0], repeat=2):
+        found, wanted = by_sides(hosts, list(held), nic, far), seconds(hosts, list(held), nic, rates)
+        assert all(a <= b + 1e-9 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("nic", ["device", "host"])
 def test_where_every_owner_saves_more_than_it_sends_pieces_are_taken_to_lie_evenly(nic: str) -> None:
     """What no spread is below, where hosts share cards."""
     hosts, rates = [[0], [1]], (9.0, 1.0)

@@ -63,7 +63,7 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
 
     Args:
         lower: homes' sides are the least that they can be.
-        pinned: other tables lie somewhere already, so any host may be the slowest.
+        pinned: other tables lie somewhere already, so what is best spread evenly may lie on one rank.
     """
     speeds, topology, ranks = model.speeds, model.topology, float(model.ranks)
     sizes = np.array(sorted({len(host) for host in topology.host_ranks}), np.float64)
@@ -87,14 +87,18 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
     cards: Floats | float = 1.0
     if topology.nic == "host":
         outside, cards = np.full(len(sizes), network[1]), sizes
-    if lower and pinned:
-        outside = np.minimum(outside, far / cards)  # what is left where all pieces lie on the host itself
-    return _both(near, inside, 1.0, ranks), _both(far, outside, cards, ranks)
+    spread = None if lower and pinned else ranks
+    return _both(near, inside, 1.0, spread), _both(far, outside, cards, spread)
 
 
-def _both(whole: Floats, home: Floats, cards: Floats | float, ranks: float) -> Sides:
-    """Of links that are not duplex. cards: ranks of which a piece saves the home's side, those that share its card."""
+def _both(whole: Floats, home: Floats, cards: Floats | float, spread: float | None) -> Sides:
+    """Of links that are not duplex.
+
+    Args:
+        cards: ranks of which a piece saves the home's side, those that share its card.
+        spread: ranks that pieces lie on where that is better than on one; None: all may lie on one host.
+    """
     own = whole - home * cards
     if own.max() < 0.0:
-        home = home + own / ranks
+        home = home + own / (cards if spread is None else spread)
     return Sides(whole, np.maximum(own, 0.0), home)
