@@ -123,3 +123,22 @@ def test_pieces_of_whole_hosts_are_exchanged_between_hosts() -> None:
     assert found.places[0] != (1,)
     assert found.places[6:] == [(6,), (6,)]
     assert np.array_equal(found.memory, after.memory)
+
+
+def test_hosts_exchange_pieces_with_what_their_ranks_bear_at_home() -> None:
+    # Four tables of 4 on whole hosts; 8 at home on the first host alone.
+    one = np.ones((4, 1), np.int64)
+    instance = Instance(
+        [f"t{i}" for i in range(4)],
+        2 * one,
+        one,
+        4 * one[:, :, None],
+        2 * one[:, :, None],
+        np.zeros((4, 1, 1), np.int64),
+        np.ones((4, 1), np.int64),
+        np.array([0, 0, 1, 1]),
+        reach=np.array([[1000], [1000], [0], [0]]),
+    )
+    start = Packing(np.zeros(4, np.int64), [(0,)] * 4, np.zeros((4, 1), np.int64))
+    found = exchange_hosts(Relaxed(instance), start, 40, Work(10**10))
+    assert evaluate(instance, found.option, found.places).load[:, 0].tolist() == [12] * 4
