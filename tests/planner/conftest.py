@@ -12,7 +12,10 @@ from tilerec.planner.search.instance import Instance
 
 
 def _small_instance(seed: int, divisible: bool = False) -> Instance:
-    """2 to 6 tables, 2 to 4 ranks; half of them memory-tight; hosts that differ, links that are shared, charges."""
+    """2 to 6 tables, 2 to 4 ranks; half of them memory-tight; hosts that differ, links that are shared, charges.
+
+    Every third has ranks that bear unlike parts of home.
+    """
     rng = np.random.default_rng(seed)
     tables, ranks = int(rng.integers(2, 7)), int(rng.integers(2, 5))
     hosts = {2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 0, 1]], 4: [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]]}[
@@ -52,6 +55,9 @@ def _small_instance(seed: int, divisible: bool = False) -> Instance:
     slow = np.full((ranks, stages), 1000, np.int64)
     if rng.random() < 0.4:
         slow[host_of == 0] = rng.integers(1000, 2000)
+    reach = np.full((ranks, stages), 1000, np.int64)
+    if seed % 3 == 1:
+        reach[host_of == 0] = np.random.default_rng(seed).integers(0, 1000, stages)
     instance = Instance(
         [f"t{i}" for i in range(tables)],
         width,
@@ -66,6 +72,7 @@ def _small_instance(seed: int, divisible: bool = False) -> Instance:
         shared=np.arange(stages) == 2,
         host_cap=host_cap,
         slow=slow,
+        reach=reach,
         base_cost=rng.integers(0, 200_000, (ranks, stages)) * (rng.random() < 0.5),
         base_memory=np.zeros((ranks, tiers), np.int64),
         allowed=(rng.random((tables, ranks)) < 0.8) | (np.arange(ranks) == 0) if rng.random() < 0.3 else None,

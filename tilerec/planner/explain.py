@@ -348,16 +348,16 @@ class _Rest:
         self.allowed = None if allowed is None else allowed[row]
 
     def _added(self, o: int, places: tuple[int, ...], rows: Mapping[int, Ints]) -> tuple[Ints, Ints]:
-        """[R, S] work and [R, M] bytes of an option alone."""
+        """[R + 1, S] work and [R, M] bytes of an option alone."""
         work, memory = work_of(self.instance, np.array([o]), [places], rows)
         return work, memory - self.instance.base_memory
 
     def chosen(self) -> tuple[Ints, Ints]:
-        """[R, S] work and [R, M] bytes of everything, as the plan has it."""
+        """[R + 1, S] work and [R, M] bytes of everything, as the plan has it."""
         return self.whole.work, self.whole.memory
 
     def with_option(self, o: int) -> tuple[Ints, Ints]:
-        """[R, S] work and [R, M] bytes of everything, with the table cut by an option in even pieces."""
+        """[R + 1, S] work and [R, M] bytes of everything, with the table cut by an option in even pieces."""
         work, memory = self._added(o, self._places(o), {})
         return self.work + work, self.memory + memory
 

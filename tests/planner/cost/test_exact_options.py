@@ -135,6 +135,8 @@ def balanced(topology: Topology, option: Option) -> list[tuple[int, ...]]:
         (Topology(6, local_world_size=3), True),
         (Topology(4, "cpu", local_world_size=2), False),
         (Topology(4, local_world_size=2, nic="host"), True),
+        (Topology(4, local_world_size=2, nic="device"), False),
+        (Topology(3, local_world_size=1, nic="device"), False),
     ],
     ids=lambda value: f"{value}",
 )
@@ -273,8 +275,32 @@ def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its
         # A factor of a rank goes for all that an exchange takes there, what each part of it costs among it.
         for places, seconds in prices.items():
             searched = evaluate(problem.instance, np.array([o]), [places]).cost / 1e12
-            dearest = seconds == max(prices.values())
-            assert searched == pytest.approx(seconds, rel=3e-5 if dearest else 0.03)
+            if seconds == max(prices.values()):
+                assert searched == pytest.approx(seconds, rel=3e-5)
+            else:  # homes on the smaller host would wait, were it not one piece alone
+                assert 0.97 * seconds < searched < (1.03 if kind == "link" else 1.2) * seconds
+
+
+@pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0, 1], [2, 3, 4]], [[0], [1], [2, 3]]], ids=str)
+@pytest.mark.parametrize(("kind", "nic"), [("network", "host"), ("network", "device"), ("link", "host")])
+def test_on_unlike_hosts_whole_tables_cost_what_both_sides_of_their_exchanges_take(
+    hosts: list[list[int]], kind: str, nic: Any
+) -> None:
+    """Directions add up. A card that a host's ranks share takes known bytes wherever tables lie.
+
+    Where each rank has its own links, homes take what they do if each rank holds as much.
+    """
+    ranks = max(rank for host in hosts for rank in host) + 1
+    every = speeds(False, links=True)
+    free = {f"{other}_{way}": 0.0 for other in ("link", "network") if other != kind for way in ("in", "out")}
+    topology = Topology(ranks, hosts=hosts, nic=nic, speeds=dataclasses.replace(every, **free))  # type: ignore[arg-type]
+    known = nic == "host" and kind == "network"
+    places = itertools.product(range(ranks), repeat=2) if known else [tuple(range(ranks))]
+    for where in places:
+        tables = [dataclasses.replace(TABLES[2], name=f"t{i}") for i in range(len(where))]
+        option = Option(Way.WHOLE, 1, 1)
+        _, solution, priced = arranged(tables, topology, option, [(rank,) for rank in where])
+        assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=5e-4), where
 
 
 @pytest.mark.parametrize(
@@ -283,7 +309,7 @@ def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its
     ids=lambda topology: f"{topology}, {topology.nic}",
 )
 def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: Topology) -> None:
-    """Nearly half of the price where hosts are unlike, a seventh where traffic is not spread as rows are."""
+    """Two fifths of the price where hosts are unlike, an eighth where traffic is not spread as rows are."""
     duplex = topology.compute_device == "cuda"
     topology = measured(topology, duplex, links=True)
     for table in (TABLES[1], dataclasses.replace(TABLES[1], skew=Skew(ROWS, 1.05, ordered=True))):
@@ -302,7 +328,7 @@ def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: T
             lower, searched = (
                 evaluate(instance, np.array([o]), [places]) for instance in (problem.lower, problem.instance)
             )
-            least = 0.45 if table.skew is None else 0.15
+            least = 0.42 if table.skew is None else 0.13
             assert least * priced.seconds < lower.cost / 1e12 <= priced.seconds * (1 + 2e-5), option
             assert 0.65 * priced.seconds < searched.cost / 1e12 < 3 * priced.seconds, option
             assert np.all(lower.memory <= priced.memory * (1 + 1e-6) + 2), option

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,11 @@ from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options
 from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
 from tilerec.planner.search.instance import SHARE, Solution, evaluate
+from tilerec.planner.search.solve import lower_bound
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ShardingType
 from tilerec.spec.tile import Tiling, ceil_chunks
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, gigabytes_per_second
 
 PLAIN = specs.SGD(0.1)
 
@@ -136,6 +139,97 @@ def test_no_arrangement_is_cheaper_than_its_lower_instance_says(
         assert np.all(lower.memory <= priced.memory * (1 + ROUGH) + 1)
 
 
+def unlike(nic: Any, duplex: bool, hosts: list[list[int]], **times: float) -> Topology:
+    """Hosts of several sizes, slow links between them; times: factors on some speeds."""
+    topology = Topology(sum(map(len, hosts)), hosts=hosts, nic=nic, inter_host_bw=gigabytes_per_second(2))
+    speeds = default_speeds(topology)
+    changed = {name: factor * getattr(speeds, name) for name, factor in times.items()}
+    return dataclasses.replace(topology, speeds=dataclasses.replace(speeds, duplex=duplex, **changed))
+
+
+def every_arrangement(
+    problem: Problem, topology: Topology
+) -> Iterator[tuple[Any, list[tuple[int, ...]], float]]:
+    """Options and places of all tables, and the price."""
+    ways = []
+    for t in range(problem.instance.tables):
+        own = []
+        for o in np.flatnonzero(problem.instance.there[t]).tolist():
+            width, pieces = int(problem.instance.width[t, o]), int(problem.instance.pieces[t, o])
+            hosts = [h for h in range(topology.host_count) if len(topology.ranks_of(h)) == width]
+            among = range(topology.world_size) if width == 1 else hosts
+            if width == topology.world_size:
+                own.append((o, ()))
+            elif pieces <= len(among):
+                own += [(o, where) for where in itertools.combinations(among, pieces)]
+        ways.append(own)
+    for picked in itertools.product(*ways):
+        option, places = np.array([o for o, _ in picked]), [where for _, where in picked]
+        tilings: Any = [problem.sharding(t, o, where).tiling for t, (o, where) in enumerate(picked)]
+        yield option, places, price(tilings, apart(problem, option)).seconds
+
+
+@pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0], [1], [2, 3]], [[0, 1], [2, 3]]], ids=str)
+@pytest.mark.parametrize("nic", ["host", "device"])
+def test_of_few_tables_on_unlike_hosts_the_search_finds_nearly_the_best_and_no_arrangement_is_below_the_bound(
+    hosts: list[list[int]], nic: str
+) -> None:
+    """Directions add up: what homes receive over the network counts, wherever owners are."""
+    topology = unlike(nic, False, hosts)
+    whole = Limits((ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL))
+    for seed in range(2):
+        tables = works(2, seed)
+        problem = build(tables, topology, {table.name: whole for table in tables})
+        prices = {
+            (tuple(option.tolist()), tuple(places)): (
+                seconds,
+                evaluate(problem.instance, option, places).cost / 1e12,
+            )
+            for option, places, seconds in every_arrangement(problem, topology)
+        }
+        least = min(seconds for seconds, _ in prices.values())
+        assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)
+        chosen = min(prices.values(), key=lambda pair: pair[1])[0]
+        assert chosen <= (1.01 if nic == "host" else 1.06) * least
+
+
+@pytest.mark.parametrize("dear", ["link_in", "link_out", "network_in", "network_out"])
+@pytest.mark.parametrize("duplex", [False, True])
+@pytest.mark.parametrize("nic", ["host", "device"])
+def test_on_unlike_hosts_a_direction_that_is_dearer_raises_no_lower_instance_above_a_price(
+    nic: str, duplex: bool, dear: str
+) -> None:
+    """Ids go the other way than rows, and hosts where one is least may not be those of the other."""
+    for hosts in ([[0], [1, 2, 3]], [[0, 1], [2, 3, 4]]):
+        topology = unlike(nic, duplex, hosts, **{dear: 3000.0 if dear.startswith("link") else 10.0})
+        problem = build(works(4, 1), topology)
+        for ways in WAYS:
+            option, places, tilings = drawn(problem, topology, ways)
+            priced = price(tilings, apart(problem, option)).seconds
+            assert evaluate(problem.lower, option, places).cost / 1e12 <= priced * (1 + 2e-4), ways
+        whole = np.full(4, [str(o) for o in problem.options].index("whole"))
+        for rank in range(topology.world_size):
+            tilings = [problem.sharding(t, int(o), (rank,)).tiling for t, o in enumerate(whole)]
+            priced = price(tilings, problem.model).seconds
+            assert evaluate(problem.lower, whole, [(rank,)] * 4).cost / 1e12 <= priced * (1 + 2e-4), rank
+
+
+@pytest.mark.parametrize("nic", ["host", "device"])
+def test_beside_pins_a_bound_does_not_take_pieces_to_lie_evenly(nic: str) -> None:
+    """Receiving takes longest, so pieces are best where pins have homes wait."""
+    topology = unlike(nic, False, [[0], [1]], network_in=20.0)
+    pin, *free = works(4, 1)
+    pin = dataclasses.replace(pin, reads=[Reads(40_000, 1, True)] * 4)
+    heavy: Any = build([pin], topology).sharding(0, 0, (0,)).tiling
+    for rank in range(2):
+        problem = build([pin, *free], topology, pinned={pin.name: heavy})
+        o = [str(option) for option in problem.options].index("whole")
+        tilings: list[Any] = [problem.sharding(t, o, (rank,)).tiling for t in range(3)]
+        priced = price([heavy, *tilings], Model(Workload([pin, *free]), topology))
+        lower = evaluate(problem.lower, np.full(3, o), [(rank,)] * 3)
+        assert lower.cost / 1e12 <= priced.seconds * (1 + ROUGH), rank
+
+
 def test_ids_of_a_table_of_two_to_the_31_rows_take_eight_bytes() -> None:
     topology = Topology(8, local_world_size=4)
     found = []
@@ -200,12 +294,13 @@ def test_on_unlike_hosts_a_piece_costs_what_its_own_host_takes(nic: Any) -> None
         option, places, tilings = drawn(problem, topology, (Way.WHOLE,), seed)
         found = evaluate(problem.instance, option, places).load / 1e12
         stages = price(tilings, apart(problem, option)).stages
-        # Owners send what homes get: of the larger host, which sends less per rank, too, where cards are shared.
+        # Owners send what homes get. Of the larger host they send less per rank, and where ranks share cards, homes on
+        # the smaller one take longer to receive it.
         for s, name in enumerate(problem.stages):
             if name in ("rows", "rows between hosts"):
-                assert np.all(found[:, s] <= stages[name] * 1.001 + 1e-9)
-                if nic == "device":
-                    assert found[:, s].max() == pytest.approx(stages[name].max(), rel=1e-3)
+                if nic == "host" and name == "rows":
+                    assert np.all(found[:, s] <= stages[name] * 1.001 + 1e-9)
+                assert found[:, s].max() == pytest.approx(stages[name].max(), rel=1e-3)
 
 
 @pytest.mark.parametrize("ways", [(Way.WHOLE,), (Way.ROWS,), (Way.COLUMNS, Way.WHOLE)])

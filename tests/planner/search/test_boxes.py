@@ -65,6 +65,13 @@ def test_what_all_ranks_bear_comes_on_top_of_a_piece() -> None:
     assert 395 <= bound_of(instance, 800) <= 400
 
 
+def test_what_some_ranks_do_not_bear_at_home_is_not_on_top_of_a_piece() -> None:
+    # 100 at home on the first of two ranks alone: the piece of 100 lies on the other.
+    instance = one_stage([[100]], [1], [1], 2)
+    instance = replace(instance, home=np.full((1, 1, 1), 100), reach=np.array([[1000], [0]]))
+    assert bound_of(instance, 300) == 100
+
+
 def test_charges_that_no_plan_avoids_are_in_the_bound(small_instance: Callable[..., Instance]) -> None:
     instance = small_instance(4)
     charged = replace(instance, uses=np.ones_like(instance.uses), charge=np.array([1000, 500]))
@@ -116,6 +123,7 @@ def test_pieces_that_are_largest_in_different_stages_add_up() -> None:
     two = {
         "shared": np.zeros(2, np.bool_),
         "slow": np.full((4, 2), 1000),
+        "reach": np.full((4, 2), 1000),
         "base_cost": np.zeros((4, 2), np.int64),
     }
     instance = replace(instance, cost=cost, home=np.zeros_like(cost), fixed=np.zeros_like(cost), **two)

@@ -47,6 +47,15 @@ def test_rows_flow_from_table_to_table_until_ranks_are_level() -> None:
     assert found.cost == evaluate(instance, found.option, found.places, found.rows).cost
 
 
+def test_rows_flow_to_ranks_that_bear_less_of_home() -> None:
+    instance = chain([0, 0])
+    home = np.zeros_like(instance.home)
+    home[2] = 20_000
+    instance = replace(instance, home=home, reach=np.array([[1000], [0]]))
+    found = flow(instance, evaluate(instance, np.zeros(3, np.int64), places(2)), 200, Work(10**9))
+    assert np.allclose(found.load[:, 0], 50_000, rtol=1e-3)
+
+
 def test_memory_stops_the_flow() -> None:
     free = flow(
         chain([60_000, 0]), evaluate(chain([60_000, 0]), np.zeros(3, np.int64), places(2)), 200, Work(10**10)

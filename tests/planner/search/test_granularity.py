@@ -34,3 +34,16 @@ def test_charges_that_no_chosen_option_pays_are_not_expected() -> None:
     assert choice is not None
     assert choice.option.tolist() == [0] * 8
     assert choice.average == choice.expected == 210
+
+
+def test_pieces_are_expected_where_homes_take_least() -> None:
+    # 100 at home on the first of two ranks alone, and a piece of 100.
+    one = np.full((1, 1, 1), 100)
+    instance = Instance(
+        ["t"], np.ones((1, 1), np.int64), np.ones((1, 1), np.int64), one, one, np.zeros_like(one),
+        np.ones((2, 1), np.int64), np.zeros(2, np.int64), reach=np.array([[1000], [0]]),
+    )  # fmt: skip
+    relaxed = Relaxed(instance)
+    choice = choose(relaxed, kinds_of(relaxed)[0], 4, 1, 0, Work(10**9))
+    assert choice is not None
+    assert choice.average == choice.expected == 100

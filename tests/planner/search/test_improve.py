@@ -61,6 +61,15 @@ def test_a_heap_on_one_rank_is_levelled_to_the_optimum() -> None:
     assert cost == 10
 
 
+def test_a_heap_is_levelled_with_what_ranks_bear_at_home() -> None:
+    relaxed, heap = on_one_rank([7, 6, 5, 4, 3, 3, 2], [0] * 7, 2, 1)
+    instance = replace(relaxed.instance, home=np.full((7, 1, 1), 2), reach=np.array([[1000], [0]]))
+    # 30 of pieces, and 14 at home on the first rank alone.
+    packing, cost = exchange(Relaxed(instance), heap, 60, 0, Work(10**10))
+    assert cost == 22
+    assert evaluate(instance, packing.option, packing.places).load[:, 0].tolist() == [22, 22]
+
+
 def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
     relaxed, heap = on_one_rank([1] * 6, [6, 4, 5, 5, 3, 7], 3, 10)
     found = repair(relaxed, heap, 100, Work(10**10))
@@ -114,3 +123,22 @@ def test_pieces_of_whole_hosts_are_exchanged_between_hosts() -> None:
     assert found.places[0] != (1,)
     assert found.places[6:] == [(6,), (6,)]
     assert np.array_equal(found.memory, after.memory)
+
+
+def test_hosts_exchange_pieces_with_what_their_ranks_bear_at_home() -> None:
+    # Four tables of 4 on whole hosts; 8 at home on the first host alone.
+    one = np.ones((4, 1), np.int64)
+    instance = Instance(
+        [f"t{i}" for i in range(4)],
+        2 * one,
+        one,
+        4 * one[:, :, None],
+        2 * one[:, :, None],
+        np.zeros((4, 1, 1), np.int64),
+        np.ones((4, 1), np.int64),
+        np.array([0, 0, 1, 1]),
+        reach=np.array([[1000], [1000], [0], [0]]),
+    )
+    start = Packing(np.zeros(4, np.int64), [(0,)] * 4, np.zeros((4, 1), np.int64))
+    found = exchange_hosts(Relaxed(instance), start, 40, Work(10**10))
+    assert evaluate(instance, found.option, found.places).load[:, 0].tolist() == [12] * 4

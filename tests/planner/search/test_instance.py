@@ -62,8 +62,20 @@ def test_a_slow_rank_takes_longer_for_what_lies_on_it() -> None:
     slow[0] = 1500
     instance = two_hosts(slow=slow, base_cost=np.full((4, 2), 7))
     found = evaluate(instance, np.array([0, 2]), [(0,), ()])
-    assert found.load[0].tolist() == [7 + (80 + 40 + 2) * 3 // 2] * 2
+    assert found.load[0].tolist() == [7 + (80 + 40) * 3 // 2 + 2] * 2
     assert found.load[1].tolist() == [7 + 42] * 2
+
+
+def test_a_rank_bears_as_much_of_home_as_its_reach_says() -> None:
+    reach = np.full((4, 2), 1000)
+    reach[0], reach[3] = 250, 0
+    instance = two_hosts(reach=reach, home=np.full((2, 4, 2), 33), base_cost=np.full((4, 2), 7))
+    found = evaluate(instance, np.array([0, 2]), [(0,), ()])
+    # Home: 33 + 33, of which rank 0 bears ceil(66 / 4). Pieces and what is there already stay as they are.
+    assert found.load[:, 0].tolist() == [7 + 80 + 40 + 17, 7 + 40 + 66, 7 + 40 + 66, 7 + 40]
+    shared = two_hosts(reach=reach, home=np.full((2, 4, 2), 33), shared=np.array([False, True]))
+    found = evaluate(shared, np.array([0, 0]), [(0,), (2,)])
+    assert found.load[:, 1].tolist() == [82, 82, 113, 113]  # ceil((80 + 17 + 66) / 2), (160 + 66 + 0) / 2
 
 
 def test_a_charge_is_paid_once_if_any_table_uses_it() -> None:
@@ -127,6 +139,7 @@ def test_caps_hold_for_ranks_and_for_hosts() -> None:
         ({"cost": np.full((2, 4, 2), -1)}, "cost holds -1"),
         ({"cost": np.ones((2, 4, 2))}, "cost is float64"),
         ({"slow": np.zeros((4, 2), np.int64)}, "slow holds 0"),
+        ({"reach": np.full((4, 2), -1)}, "reach holds -1"),
         ({"width": np.full((2, 4), 3)}, "Table 'a': option 0 has width 3"),
         ({"pieces": np.full((2, 4), 2)}, "Table 'a': option 2 has 2 pieces"),
         ({"pieces": np.zeros((2, 4), np.int64)}, "has 0 pieces"),

@@ -92,6 +92,16 @@ def test_a_slower_rank_gets_fewer_pieces() -> None:
     assert evaluate(instance, found.option, found.places).cost == 900
 
 
+def test_a_rank_that_homes_reach_less_gets_more_pieces() -> None:
+    # Home takes 12 x 50 on one rank and a third of that on the other.
+    instance = singles([100] * 12, [0] * 12, 2, 1)
+    instance = replace(instance, home=np.full((12, 1, 1), 50), reach=np.array([[1000], [333]]))
+    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME, Work(10**9))
+    assert found is not None
+    ranks = [where[0] for where in found.places]
+    assert (ranks.count(0), ranks.count(1)) == (4, 8)
+
+
 def test_pieces_of_a_table_lie_on_as_many_hosts_as_there_are() -> None:
     # All of a host's ranks share its link: two pieces on one host take it twice as long.
     cost = np.full((1, 1, 1), 80)

@@ -45,6 +45,16 @@ def test_ranks_bear_what_stays_and_hosts_the_mean_with_what_flows() -> None:
     assert (found.load[:, 1] // 1000).tolist() == [85, 85, 75, 75]
 
 
+def test_the_mean_of_a_host_has_the_mean_of_what_its_ranks_bear_at_home() -> None:
+    instance = two_hosts_of_two()
+    home = np.zeros_like(instance.home)
+    home[1] = 10_000
+    view = poured(replace(instance, home=home, reach=np.array([[1000], [500], [0], [0]])))
+    found = evaluate(view.instance, np.zeros(5, np.int64), [(0,), (0,), (2,), (2,), (3,)])
+    assert (found.load[:, 0] // 1000).tolist() == [70, 15, 100, 50]
+    assert (found.load[:, 1] // 100).tolist() == [925, 925, 750, 750]
+
+
 def test_without_such_rows_nothing_is_added() -> None:
     even = replace(two_hosts_of_two(), divisible=None, fixed=None)
     assert poured(even).instance.cost.tolist() == even.cost.tolist()

@@ -95,3 +95,17 @@ def test_work_on_slow_ranks_counts_as_on_quick_ones(small_instance: Callable[...
     share = (instance.ranks - 0.5) / instance.ranks
     home = instance.ranks * instance.home  # what every rank does takes each of them as long
     assert np.allclose((uneven.stage_totals - home) * share, even.stage_totals - home, rtol=2e-3, atol=2)
+
+
+def test_work_at_home_counts_by_the_mean_reach_and_all_ranks_bear_the_least(
+    small_instance: Callable[..., Instance],
+) -> None:
+    instance = small_instance(3)
+    even = Relaxed(instance)
+    reach = np.full_like(instance.reach, 1000)
+    reach[0] = 200
+    uneven = Relaxed(replace(instance, reach=reach))
+    part = (instance.ranks - 0.8) / instance.ranks
+    home = instance.ranks * instance.home
+    assert np.allclose(uneven.stage_totals - (even.stage_totals - home), home * part, rtol=2e-3, atol=2)
+    assert np.array_equal(uneven.least_home, instance.home // 5)

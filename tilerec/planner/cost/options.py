@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
+from tilerec.planner.cost.sides import WAYS, Sides, sides_of
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.search.instance import NO_CAP, PER_MILLE, Bools, Instance, Ints
@@ -34,13 +35,15 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 PICO = 1e12
-EXCHANGES = ("ids", "rows", "gradients")
 CHARGES = (
     "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "hosts", "row sums",
     "partly filled",
 )  # fmt: skip
 """What is paid once if any table needs it: collectives as such, and an output that begins as zeros."""
 _MOST = 1 << 52
+# Per mille. A rank alone on its host has no link inside. At less than this, averages over ranks take links to be
+# free, and the search cuts too finely: 16 ranks on hosts of 1 and 15, 20 % above a plan that costs what was expected.
+LEAST_SLOW = 250.0
 _STEPS = 64  # a change of a range by 1 / _STEPS shows how present bags go with its rows
 
 
@@ -113,28 +116,50 @@ def build(
     paid: Price | None = None
     if fixed:
         paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
-    builder = _Builder(model, limits, min_partition, lower=False)
+    builder = _Builder(model, limits, min_partition, lower=False, pinned=bool(fixed))
     instance = lower = builder.instance(paid, reserved)
     if not builder.exact:
-        lower = _Builder(model, limits, min_partition, lower=True).instance(paid, reserved)
+        lower = _Builder(model, limits, min_partition, lower=True, pinned=bool(fixed)).instance(
+            paid, reserved
+        )
     return Problem(model, work.tables, builder.options, instance, lower, builder.stages, builder.charges)
+
+
+class _Sums(NamedTuple):
+    """Rows that are added up inside hosts before they cross to another. On hosts of several sizes: the most, or least.
+
+    merge: [T] 1 where they are. most: members of a sum. apart: members whose rows come as they are on their own host.
+    proxies: ranks of the host whose proxies take most. far: homes that they add up for, were all turns as many.
+    turn: what a member sends on as a proxy, of what all do on average. sent: [T] bags of that, for each home.
+    home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
+    """
+
+    merge: Floats
+    most: float
+    apart: float
+    proxies: float
+    far: float
+    turn: float
+    sent: Floats
+    home: Floats
+    union: Floats
 
 
 class _Builder:
     """One instance. lower: what is not known counts as the least that it can be."""
 
-    def __init__(self, model: Model, limits: Mapping[str, Limits], min_partition: int, lower: bool) -> None:
+    def __init__(
+        self, model: Model, limits: Mapping[str, Limits], min_partition: int, *, lower: bool, pinned: bool
+    ) -> None:
         self.model, self.work, self.topology = model, model.workload, model.topology
         self.limits, self.least, self.lower = limits, min_partition, lower
         self.ranks, self.hosts = model.ranks, self.topology.host_count
         sizes = [len(host) for host in self.topology.host_ranks]
         self.smallest, self.largest = min(sizes), max(sizes)
         self.alike = self.smallest == self.largest
-        # Other ranks of a rank's host, and of other hosts: the mean over hosts of several sizes, or the least.
-        self.near = (self.smallest if lower else self.ranks / self.hosts) - 1.0
-        self.far = self.ranks - (self.largest if lower else self.ranks / self.hosts)
-        # Of an owner: on the host where it takes longest (`_slow` has the others), or the least.
-        self.owner_near, self.owner_far = self._reach()
+        # Exchanges' sides on the hosts where they take longest (`_slow` and `_reach` have the others), or the least.
+        self.sizes = sorted(set(sizes))
+        self.sides = {name: sides_of(model, name, lower=lower, pinned=pinned) for name in WAYS}
         cached = any(limit.cached for _, limit in self._limited())
         limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
         self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
@@ -158,6 +183,8 @@ class _Builder:
         shape = (len(self.work.names), len(self.options), len(self.stages))
         self.cost = np.zeros(shape, np.int64)
         self.home = np.zeros(shape, np.int64)
+        # ps of single pieces' `cost`, and of their `home`, that are sides of exchanges.
+        self.links = {kind: [0] * len(self.stages) for kind in ("cost", "home")}
         self.memory = np.zeros((*shape[:2], 2), np.int64)
         self.home_memory = np.zeros((*shape[:2], 2), np.int64)
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
@@ -237,6 +264,7 @@ class _Builder:
             charge=charge[keep],
             shared=between & (topology.nic == "host"),
             slow=self._slow(),
+            reach=self._reach(),
             host_cap=np.full((self.hosts, 2), NO_CAP, np.int64),
             base_cost=base_cost,
             base_memory=base_memory,
@@ -245,36 +273,54 @@ class _Builder:
             fixed=np.minimum(self.fixed, self.cost),
         )
 
-    def _reach(self) -> tuple[float, float]:
-        """Ranks of an owner's host, and of others, that the costs of a piece are made for."""
-        sizes = sorted({len(host) for host in self.topology.host_ranks})
-        if self.topology.nic == "host":  # each is a stage of its own
-            return (self.near, self.far) if self.lower else (sizes[-1] - 1.0, self.ranks - float(sizes[0]))
-        seconds = [self._owner_seconds(size, "in") for size in sizes]
-        size = sizes[seconds.index(min(seconds) if self.lower else max(seconds))]
-        return size - 1.0, float(self.ranks - size)
+    def _together(self, name: str) -> list[tuple[str, Sides]]:
+        """The stages that an exchange has time in, and its sides there: with cards of their own, ranks have one."""
+        near, far = self.sides[name]
+        if self.topology.nic == "host":
+            return [(name, near), (NETWORK_STAGES[list(WAYS).index(name)], far)]
+        return [(name, near + far)]
 
-    def _owner_seconds(self, size: int, way: str) -> float:
-        """Seconds per byte to all homes, of an owner on a host of so many ranks with a card of its own."""
-        link, network = self._rates(way, network=False)[0], self._rates(way, network=True)[0]
-        return (size - 1.0) * link + (self.ranks - size) * network
+    def _host(self, name: str, *, network: bool, on: int = 1) -> int:
+        """Which size of hosts the costs of an owner's piece are made for; on: ranks that hold a piece."""
+        if 1 < on < self.ranks and (self.alike or self.lower):
+            return self.sizes.index(on)
+        sides = self._together(name)[-1 if network else 0][1]
+        return int(sides.whole.argmin() if self.lower else sides.own.argmax())
+
+    def _home_host(self, name: str, *, network: bool) -> int:
+        """Which size of hosts the home's side is made for."""
+        home = self._together(name)[-1 if network else 0][1].home
+        return int(home.argmin() if self.lower else home.argmax())
 
     def _slow(self) -> Ints:
-        """[R, S] per mille: owners on other hosts than that of `_reach` take so much of what its owners take."""
-        slow = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
+        """[R, S] per mille: pieces on other hosts than that of `_host` take so much of what they take there."""
+        return self._factors("cost", self.cost)
+
+    def _reach(self) -> Ints:
+        """[R, S] per mille: homes on other hosts than that of `_home_host` take so much of what they take there."""
+        return self._factors("home", self.home)
+
+    def _factors(self, kind: str, seconds: Ints) -> Ints:
+        """[R, S] per mille. Links go by the host, other work does not: what both take together in all single pieces."""
+        factors = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
         if self.alike or self.lower:
-            return slow
-        size = np.array([len(self.topology.ranks_of(self.topology.host_of(r))) for r in range(self.ranks)])
-        for stage, between, way in zip(EXCHANGES, NETWORK_STAGES, ("in", "out", "in"), strict=False):
-            if self.topology.nic == "host":
-                parts = [(stage, size - 1.0, self.owner_near), (between, self.ranks - size, self.owner_far)]
-            else:
-                each = np.array([self._owner_seconds(n, way) for n in size.tolist()])
-                parts = [(stage, each, self._owner_seconds(int(self.owner_near) + 1, way))]
-            for name, own, reach in parts:
-                if reach > 0.0:
-                    slow[:, self._stage(name)] = np.maximum(np.rint(own / reach * PER_MILLE), 1.0)
-        return slow
+            return factors
+        host = [
+            self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)
+        ]
+        single = [o for o, option in enumerate(self.options) if option.width == 1]
+        for name in WAYS:
+            for stage, sides in self._together(name):
+                side = sides.own if kind == "cost" else sides.home
+                s = self._stage(stage)
+                links = self.links[kind][s]
+                if links:
+                    every = int(seconds[:, single, s].sum())
+                    parts = 1.0 - links / every * (1.0 - side / side.max())
+                    inside = self.topology.nic == "host" and stage == name
+                    least = LEAST_SLOW if inside and kind == "cost" else 1.0
+                    factors[:, s] = np.maximum(np.rint(parts * PER_MILLE), least)[host]
+        return factors
 
     # ---------------------------------------------------------------------------------------------- what is allowed
 
@@ -373,11 +419,13 @@ class _Builder:
 
     # ---------------------------------------------------------------------------------------------- what it costs
 
-    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any) -> None:
-        """Whole picoseconds, rounded down: what is put together is never above the price."""
-        if self.hosts > 1 or stage not in NETWORK_STAGES:
-            s = self._stage(stage)
-            to[tables, o, s] += np.floor(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
+    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any) -> int:
+        """Whole picoseconds, rounded down: what is put together is never above the price. Returns their sum."""
+        if self.hosts == 1 and stage in NETWORK_STAGES:
+            return 0
+        whole = np.floor(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
+        to[tables, o, self._stage(stage)] += whole
+        return int(whole.sum())
 
     def _stage(self, name: str) -> int:
         """The number of a stage; that of a network card's, where ranks have their own, is its namesake's."""
@@ -403,7 +451,7 @@ class _Builder:
             replicas.ids, replicas.bags, every, model.update_far(every), dim, element, state, work.row_state[t]
         )  # fmt: skip
         dense = rates.copied(3.0 * work.rows[t] * dim * element) * ~work.attached[t]
-        near, far_bytes = bytes_sent * self.near / others, bytes_sent * self.far / others
+        near, far_bytes = (bytes_sent * peers / others for peers in self._peers())
         link = rates.exchanged(near, near)
         self._put(self.cost, o, t, "update", update + dense + replicas.seconds + link)
         self._put(self.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
@@ -418,6 +466,20 @@ class _Builder:
             self.uses[t, o, CHARGES.index(name)] = np.isin(replicas.form, forms)
         self.uses[t, o, CHARGES.index("partly filled")] = self.part_filled[t]
 
+    def _peers(self) -> tuple[float, float]:
+        """Other ranks of a rank's host, and of other hosts: where copies take longest to reach them all, or least."""
+        some = min if self.lower else max
+        if self.topology.nic == "host":  # each is a stage of its own
+            return some(self.sizes) - 1.0, some(self.ranks - n for n in self.sizes) * 1.0
+        rates = self.model.rates
+
+        def seconds(n: int) -> float:
+            away = float(self.ranks - n)
+            return float(rates.exchanged(n - 1.0, n - 1.0) + rates.exchanged(away, away, network=True))
+
+        n = some(self.sizes, key=seconds)
+        return n - 1.0, float(self.ranks - n)
+
     def _payload(self, t: Ints, share: Any, ids: Floats, lengths: Floats) -> Floats:
         word = np.where(self.work.rows[t] * share >= 1 << 31, 8.0, 4.0)
         return ids * (word + self.work.wide * self.weighted[t]) + 4.0 * lengths
@@ -425,17 +487,13 @@ class _Builder:
     def _pieces(self, o: int, option: Option, t: Ints) -> None:
         """Any split: pieces on ranks that read for all homes.
 
-        Of an exchange, the owners' side is counted: they get ids, send rows, and get gradients. Homes' other side is
-        the mean of the owners', so the slowest owner is slower. Where both directions take the same processor's time
-        (not duplex), homes bear theirs.
+        Of an exchange, owners and homes bear their sides (`sides.py`): owners get ids, send rows, and get gradients.
         """
         model, work, rates, speeds = self.model, self.work, self.model.rates, self.model.speeds
         way, k, on, cached = option
         columns = k if way in (Way.COLUMNS, Way.GRID) else 1
         rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
-        ranks, near, far = float(self.ranks), self.owner_near, self.owner_far
-        if 1 < on < self.ranks and (self.alike or self.lower):
-            near, far = on - 1.0, ranks - on
+        ranks = float(self.ranks)
         width = work.dim[t] / float(columns)
         element = work.element[t]
         even = np.full(len(work.names), 1.0 / rows)
@@ -467,49 +525,46 @@ class _Builder:
         parts = float(rows * columns)
         distinct = model.all_distinct[t] * share
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
-        merge, members, union = self._merged(on, even, t)
-        direct, groups = 1.0 - merge, np.ceil(parts / members)
-        home_union = union
+        sums = self._sums(on, parts, even, t)
+        merge, direct = sums.merge, 1.0 - sums.merge
+        sent, home_sums = sums.sent, sums.home
         if self.lower and q is not even:
             # A sum has at least its least member's bags, and all sums of a home those of the whole table.
-            union = np.where(work.ordered[t], P, union)
-            home_union = np.where(work.ordered[t], self.bags[t] / groups, home_union)
+            sent = np.where(work.ordered[t], P / sums.most * sums.turn, sent)
+            home_sums = np.where(work.ordered[t], self.bags[t], home_sums)
         head = 8.0 * self.features[t]
         # What an owner gets from and sends to each home of its host, and of others.
-        self._link(o, t, "ids", head, near, "in")
-        self._link(o, t, "ids", payload, near, "in")
-        self._link(o, t, "rows", P * forward, near, "out", kept)
-        self._link(o, t, "gradients", P * backward, near, "in", kept)
+        self._link(o, t, "ids", head, on)
+        self._link(o, t, "ids", payload, on)
+        self._link(o, t, "rows", P * forward, on, kept)
+        self._link(o, t, "gradients", P * backward, on, kept)
         for stage, count in (
             ("ids", head + home_payload),
             ("rows", home_P * forward),
             ("gradients", home_P * backward),
         ):
-            self._home_link(o, t, stage, parts * count, "out" if stage == "rows" else "in")
+            self._home_link(o, t, stage, parts * count)
         if self.hosts > 1:  # else no byte leaves a host
-            crossing = direct * P + merge * union / members
-            places = 4.0 * merge * work.positions(even, np.minimum(even * members, 1.0))[t]
+            crossing = direct * P + merge * sent
+            places = 4.0 * merge * work.positions(even, np.minimum(even * sums.apart, 1.0))[t]
             if self.lower:
                 places = np.where(work.ordered[t], 0.0, places)
-            heads = head + merge * 4.0 * self.features[t] * (1.0 + members) / members
-            home_crossing = parts * direct * home_P + groups * merge * home_union
+            heads = head + merge * 4.0 * self.features[t] * (1.0 + sums.most) / sums.most * (sums.far > 0.0)
+            home_crossing = parts * direct * home_P + merge * home_sums
             apart = np.where(
                 merge > 0.0, 1.0, kept
             )  # a sum's way out is shared by its members, whatever rows they hold
-            for stage, count, at_home, way_of, fixed in (
-                (
-                    NETWORK_STAGES[0],
-                    heads + payload + places,
-                    parts * (heads + home_payload + places),
-                    "in",
-                    0.0,
-                ),
-                (NETWORK_STAGES[1], crossing * forward, home_crossing * forward, "out", apart),
-                (NETWORK_STAGES[2], crossing * backward, home_crossing * backward, "in", apart),
+            at_home = parts * (heads + home_payload + places)
+            for stage, count, home_count, fixed in (
+                ("ids", heads + payload + places, at_home, 0.0),
+                ("rows", crossing * forward, home_crossing * forward, apart),
+                ("gradients", crossing * backward, home_crossing * backward, apart),
             ):
-                self._between_hosts(o, t, stage, count, at_home, far, way_of, fixed)
+                self._link(o, t, stage, count, on, fixed, network=True)
+                self._home_link(o, t, stage, home_count, network=True)
         # Rows from owners to homes; inside a host as they are, to other hosts added up first.
-        inner = merge * far * P * width * float(work.wide) * (members - 1.0) / members
+        n = sums.proxies
+        inner = merge * sums.far * P * width * float(work.wide) * (n - 1.0) / n
         lookup = rates.lookup(ranks * N, model.lookup_far(t, distinct), ranks * P, width, element)
         if cached:
             lookup = lookup + model.fetched(t, share, width)
@@ -517,19 +572,17 @@ class _Builder:
         self._put(self.cost, o, t, "lookup", lookup + rates.copied(ranks * payload))
         self._put(self.fixed, o, t, "lookup", kept * ranks * P * rates.at("lookup_bag", width))
         for stage, rate in (("rows", "place"), ("gradients", "pick")):
-            seconds = rates.exchanged(inner, inner) + merge * far * P * rates.at(rate, width)
+            seconds = rates.exchanged(inner, inner) + merge * sums.far * P * rates.at(rate, width)
             self._put(self.cost, o, t, stage, seconds)
             # A proxy takes in what all members send, however few rows it holds itself.
             self._put(self.fixed, o, t, stage, seconds)
         routed = columns * self.all_ids[t] * speeds.route + rates.copied(2.0 * parts * home_payload)
         self._put(self.home, o, t, "ids", routed + speeds.part * parts * self.features[t])
         placed = rates.at("place", width) + rates.at("pick", width)
-        self._put(
-            self.home, o, t, "gradients", (direct * parts * home_P + merge * groups * home_union) * placed
-        )
+        self._put(self.home, o, t, "gradients", (direct * parts * home_P + merge * home_sums) * placed)
         if on > 1:  # on the pieces' own hosts, rows of members come as they are
             self._put(
-                self.cost, o, t, "gradients", merge * np.maximum(members * P - home_union, 0.0) * placed
+                self.cost, o, t, "gradients", merge * np.maximum(sums.apart * P - sums.union, 0.0) * placed
             )
         state = work.cell_state[t] * work.attached[t]
         update = rates.update(
@@ -564,58 +617,63 @@ class _Builder:
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
-    def _merged(self, on: int, even: Floats, t: Ints) -> tuple[Floats, float, Floats]:
-        """Sums inside hosts: whether there are any, of how many members, and bags of a sum.
-
-        Single pieces are not added up where they share a host (`realise.py`).
-        """
+    def _sums(self, on: int, parts: float, even: Floats, t: Ints) -> _Sums:
+        """Sums inside hosts. Single pieces are not added up where they share a host (`realise.py`)."""
+        none = np.zeros(len(t))
         if self.hosts == 1 or on == 1:
-            return np.zeros(len(t)), 1.0, np.zeros(len(t))
-        members = float(on if on < self.ranks else self.largest)
-        merge = np.where((members > 1.0) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
-        return merge, members, self.work.present(np.minimum(even * members, 1.0))[0][t]
+            return _Sums(none, 1.0, 1.0, 1.0, 0.0, 1.0, none, none, none)
+        hosts = (
+            [len(host) for host in self.topology.host_ranks] if on == self.ranks else [on] * int(parts / on)
+        )
+        sizes = sorted(set(hosts))
+        union = {n: self.work.present(np.minimum(even * float(n), 1.0))[0][t] for n in sizes}
+        merge = np.where((sizes[-1] > 1) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
+        # Homes elsewhere that a host's ranks add up for in turn: each of them for as many, or for one more.
+        turns = {n: (self.ranks - n + (0 if self.lower else n - 1)) // n * n if n > 1 else 0 for n in sizes}
+        # A sum of many members has less of each.
+        sender, apart = sizes[-1 if self.lower else 0], sizes[0 if self.lower else -1]
+        proxies = apart if self.lower else max(sizes, key=lambda n: turns[n] * (n - 1) / n)
+        turn = 1.0
+        if self.lower and self.topology.nic == "device":  # else a host's card sends it all
+            turn = min(turns[n] / (self.ranks - n) if n > 1 else 1.0 for n in sizes)
+        return _Sums(
+            merge,
+            float(sizes[-1]),
+            float(apart),
+            float(proxies),
+            float(min(turns.values()) if self.lower else turns[proxies]),
+            turn,
+            union[sender] / sender * turn,
+            sum((hosts.count(n) * union[n] for n in sizes), none),
+            union[apart],
+        )
 
     def _link(
-        self, o: int, t: Ints, stage: str, count: Floats, homes: float, way: str, fixed: Floats | float = 0.0
-    ) -> None:
-        """Bytes between an owner and each of its host's other ranks; fixed: the part that does not go with rows."""
-        rate, other = self._rates(way, network=False)
-        known = not self.model.speeds.duplex and self.hosts == 1
-        own = _sides(homes * rate, other, self.ranks)[0] if known else homes * rate
-        each = np.where(self.unknown[t], homes * rate, own)
-        self._put(self.cost, o, t, stage, count * each)
-        self._put(self.fixed, o, t, stage, fixed * count * each)
-
-    def _home_link(self, o: int, t: Ints, stage: str, count: Floats, way: str) -> None:
-        """Bytes between a home and all owners; way: of the owners."""
-        rate, other = self._rates(way, network=False)
-        if not self.model.speeds.duplex and (self.hosts == 1 or not self.lower):
-            if self.hosts == 1:
-                _, each = _sides(self.near * rate, other, self.ranks)
-            else:
-                each = other * self.near / self.ranks
-            self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, count) * each)
-
-    def _between_hosts(
-        self, o: int, t: Ints, stage: str, count: Floats, at_home: Floats, homes: float, way: str,
-        fixed: Floats | float,
+        self, o: int, t: Ints, name: str, count: Floats, on: int, fixed: Floats | float = 0.0, *, network: bool = False
     ) -> None:  # fmt: skip
-        """Bytes between an owner and each rank of other hosts, and those of each home."""
-        rate, other = self._rates(way, network=True)
-        # Of a card that a host's ranks share, what its homes need not send is known, if hosts are alike.
-        known = not self.model.speeds.duplex and self.alike and self.topology.nic == "host"
-        on_host = self.near + 1.0
-        own, at = _sides(homes * rate, on_host * other, self.hosts) if known else (homes * rate, 0.0)
-        each = np.where(self.unknown[t], homes * rate, own)
-        self._put(self.cost, o, t, stage, count * each)
+        """Bytes between an owner and each of its homes; fixed: the part that does not go with rows."""
+        sides, host = self.sides[name][network], self._host(name, network=network, on=on)
+        # How much of it a home saves is not known where traffic is not spread as rows are.
+        each = np.where(self.unknown[t], sides.whole[host], sides.own[host])
+        stage = self._put_link("cost", self.cost, o, t, name, count * each, network)
         self._put(self.fixed, o, t, stage, fixed * count * each)
-        self._put(self.home, o, t, stage, np.where(self.unknown[t], 0.0, at_home * at / on_host))
 
-    def _rates(self, way: str, *, network: bool) -> tuple[float, float]:
-        """Seconds per byte of the owner's direction, and of the other."""
-        speeds = self.model.speeds
-        rates = (speeds.network_in, speeds.network_out) if network else (speeds.link_in, speeds.link_out)
-        return rates if way == "in" else (rates[1], rates[0])
+    def _home_link(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
+        """Bytes between a home and all owners."""
+        each = self.sides[name][network].home[self._home_host(name, network=network)]
+        if each > 0.0:
+            seconds = np.where(self.unknown[t], 0.0, count) * each
+            self._put_link("home", self.home, o, t, name, seconds, network)
+
+    def _put_link(
+        self, kind: str, to: Ints, o: int, t: Ints, name: str, seconds: Floats, network: bool
+    ) -> str:  # fmt: skip
+        """The stage that it was put to."""
+        stage = NETWORK_STAGES[list(WAYS).index(name)] if network else name
+        put = self._put(to, o, t, stage, seconds)
+        if self.options[o].width == 1:
+            self.links[kind][self._stage(stage)] += put
+        return stage
 
     def _row_sums(self, o: int, t: Ints, way: Way, columns: int, distinct: Floats, width: Floats) -> None:
         """Column blocks of rules over whole rows send each other sums."""
@@ -629,7 +687,7 @@ class _Builder:
             far = max(0.0, columns - self.largest)
             near = others - far if self.topology.nic == "device" else 0.0
         else:  # blocks lie anywhere
-            far = others * self.far / (self.ranks - 1.0)
+            far = others * (self.ranks - self.ranks / self.hosts) / (self.ranks - 1.0)
             near = others - far
         sums = 4.0 * distinct * (work.sums[t] + 1.0)
         seconds = speeds.row_sum + rates.copied(6.0 * distinct * width * float(work.wide))
@@ -692,20 +750,6 @@ class _Builder:
         at_home = 2.0 * self.output + rows + self.whole_payload * (1 + model.depth)
         memory[:, model.tier] += int(float(sum(at_home.tolist())))
         return cost, memory
-
-
-def _sides(owner: float, kept: float, units: int) -> tuple[float, float]:
-    """Seconds per byte of a link that carries both directions: the owner's side beyond the homes', and the homes'.
-
-    A rank (or host, where a card is shared) sends `kept` less, as a home, for what lies on itself. An owner's side that
-    would be below zero counts as zero; then the homes' side is the mean over all units, which the slowest is not below.
-
-    Args:
-        owner: seconds per byte that the owner sends to (or gets from) all homes elsewhere.
-        kept: seconds per byte of the unit's own homes. units: ranks, or hosts.
-    """
-    own = owner - kept
-    return (own, kept) if own >= 0.0 else (0.0, kept + own / units)
 
 
 def _on_one_host(limit: Limits) -> bool:

@@ -91,7 +91,7 @@ class Boxes:
         self.own = [np.where(uniform, 0, pieces[s]) * head // 4 for s in stages]
         self.off = []  # rank-ps that an option makes every rank bear alike, more than the average
         for s in stages:
-            alike = instance.home[:, :, s] + np.where(uniform, pieces[s], 0)
+            alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
         self.mass_base, self.base_total = relaxed.base_totals, relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks

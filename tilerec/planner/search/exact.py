@@ -218,8 +218,7 @@ class _Enumeration:
     def _cost(self, work: Ints) -> Ints:
         """[N, S] the slowest rank of each stage, of [N, R + 1, S] work."""
         instance = self.instance
-        load = work[:, :-1] + at_home(instance, work[:, -1])
-        load = instance.base_cost + -(-load * instance.slow // PER_MILLE)
+        load = at_home(instance, work[:, -1]) + -(-work[:, :-1] * instance.slow // PER_MILLE)
         for s in np.flatnonzero(instance.shared).tolist():
             for ranks in instance.host_ranks:
                 load[:, ranks, s] = -(-load[:, ranks, s].sum(1, keepdims=True) // len(ranks))

@@ -28,6 +28,7 @@ from tilerec.planner.search.instance import (
     Instance,
     Ints,
     Solution,
+    at_home,
     evaluate,
     fits,
     parts_of,
@@ -100,7 +101,8 @@ class _Flow:
         slow = instance.slow / PER_MILLE
         self.time = whole * slow[self.rank]
         self.bytes = bytes_ / np.maximum(instance.cap[self.rank], 1)
-        self.rest = instance.base_cost + work * slow - self._sums(self.time * self.share[:, None])
+        base = at_home(instance, work[-1])
+        self.rest = base + work[:-1] * slow - self._sums(self.time * self.share[:, None])
         self.held = memory / np.maximum(instance.cap, 1) - self._sums(self.bytes * self.share[:, None])
         self.stages = np.flatnonzero(self.time.any(0)).tolist()
         self.tiers = np.flatnonzero(self.bytes.any(0)).tolist()

@@ -58,7 +58,7 @@ def choose(
         average = averages(relaxed, option)
         alone = ~relaxed.everywhere[rows, option]
         largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
-        alike = instance.home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
+        alike = relaxed.least_home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, alike + largest * head // 4)
         charge = int(instance.charge[instance.uses[rows, option].any(0)].sum())
         found = Choice(option, int(average.sum()) + charge, int(level.sum()) + charge)

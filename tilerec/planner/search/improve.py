@@ -61,7 +61,9 @@ def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> 
     rest = list(packing.places)
     for t in tables.tolist():
         rest[t] = ()
-    bins = host_bins(relaxed, hosts, *work_of(instance, packing.option, rest, {}))
+    work, bytes_now = work_of(instance, packing.option, rest, {})
+    base = at_home(instance, work[-1]) - instance.base_cost.min(0)
+    bins = host_bins(relaxed, hosts, base, work[:-1], bytes_now)
     cost = instance.cost[tables, option][:, None]
     one = Instance(
         [instance.names[t] for t in tables.tolist()],
@@ -184,11 +186,13 @@ class _Exchange:
             ]
             still = _work(instance, self.option, spread)
             self.fixed, self.fixed_memory = still
+            every = np.arange(instance.tables)
+            self.base = at_home(instance, instance.home[every, self.option].sum(0))
         work = self.fixed.copy()
         memory = self.fixed_memory.copy()
         np.add.at(work, self.rank, self.cost[:-1].astype(np.int64))
         np.add.at(memory, self.rank, self.memory[:-1])
-        self.time = instance.base_cost + -(-work * instance.slow // PER_MILLE)
+        self.time = self.base + -(-work * instance.slow // PER_MILLE)
         self.bytes = memory
         link = np.zeros((instance.hosts, instance.stages), np.int64)
         np.add.at(link, instance.host_of, self.time)
@@ -453,12 +457,10 @@ def _power(y: Floats, doublings: int) -> Floats:
 
 
 def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
-    """[R, S] work and [R, M] bytes of all but the single pieces."""
+    """[R, S] work on ranks and [R, M] bytes of all but the single pieces."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
-    work = np.zeros((instance.ranks, instance.stages), np.int64) + at_home(
-        instance, instance.home[every, option].sum(0)
-    )
+    work = np.zeros((instance.ranks, instance.stages), np.int64)
     memory = instance.base_memory + instance.home_memory[every, option].sum(0)
     uniform = instance.everywhere(width)
     work += instance.cost[every, option][uniform].sum(0)

@@ -6,6 +6,7 @@ Nouns
             rank (width R). Each rank that holds a piece bears the piece's `cost` and `memory`
   place     where a piece lies: a rank (width 1) or a host (width n)
   home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch, and its memory
+  reach     of a rank and stage: the part of `home` that the rank bears, where hosts of several sizes bear unlike parts
   share     a row split's piece as a part of the table, in units of 1 / SHARE; even pieces unless a solution says else
 
 Legend: T tables, O options (padded), S stages, M memory tiers (0 device, 1 host), R ranks, H hosts, F fixed charges.
@@ -46,7 +47,7 @@ class Instance:
         pieces: [T, O] how many of them. They lie on different ranks (hosts) where there are enough, else evenly
             repeated; 1 where the width is R.
         cost: [T, O, S] ps that one piece adds to a stage on each rank that holds it.
-        home: [T, O, S] ps that the option adds to a stage on every rank.
+        home: [T, O, S] ps that the option adds to a stage on every rank, times the rank's reach.
         memory: [T, O, M] bytes of one piece on each rank that holds it.
         home_memory: [T, O, M] bytes that the option takes on every rank, beside those of its pieces.
         cap: [R, M] bytes.
@@ -55,8 +56,9 @@ class Instance:
         shared: [S] the stage is a host's network link: what its ranks put on it is added up and divided by their
             number, and each of them takes that long.
         host_cap: [H, M] bytes that the ranks of a host hold together; NO_CAP for none.
-        slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up; `home` is as it is.
-        base_cost, base_memory: [R, S], [R, M]: what is there already; `slow` is not applied to it.
+        slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up.
+        reach: [R, S] per mille: at home a rank takes home * reach / 1000, rounded up.
+        base_cost, base_memory: [R, S], [R, M]: what is there already; neither `slow` nor `reach` is applied to it.
         allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks); None for all.
         divisible: [T, O] the option is a split by rows whose pieces may be made uneven (`Solution.rows`): width 1, or
             one piece of a larger width, whose parts are then the ranks.
@@ -80,6 +82,7 @@ class Instance:
     shared: Bools = None  # type: ignore[assignment]
     host_cap: Ints = None  # type: ignore[assignment]
     slow: Ints = None  # type: ignore[assignment]
+    reach: Ints = None  # type: ignore[assignment]
     base_cost: Ints = None  # type: ignore[assignment]
     base_memory: Ints = None  # type: ignore[assignment]
     allowed: Bools | None = None
@@ -108,6 +111,7 @@ class Instance:
             "shared": ((stages,), False),
             "host_cap": ((hosts, tiers), NO_CAP),
             "slow": ((ranks, stages), PER_MILLE),
+            "reach": ((ranks, stages), PER_MILLE),
             "base_cost": ((ranks, stages), 0),
             "base_memory": ((ranks, tiers), 0),
             "divisible": ((tables, options), False),
@@ -191,8 +195,8 @@ class Instance:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all ranks are as quick as they can be."""
-        return bool(np.all(self.slow == PER_MILLE))
+        """Whether work takes all ranks alike: what lies on them, and what they do at home."""
+        return bool(np.all(self.slow == PER_MILLE) and np.all(self.reach == PER_MILLE))
 
     @cached_property
     def host_sizes(self) -> Ints:
@@ -309,14 +313,15 @@ def evaluate(
 def work_of(
     instance: Instance, option: Ints, places: Sequence[Sequence[int]], rows: Mapping[int, Ints]
 ) -> tuple[Ints, Ints]:
-    """[R, S] ps of work, which `slow` is still to be applied to, and [R, M] bytes with what was there."""
+    """[R + 1, S] ps of work, as `loads` takes it, and [R, M] bytes with what was there."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
     uneven = np.zeros(instance.tables, np.bool_)
     uneven[list(rows)] = True
-    work = np.zeros((instance.ranks, instance.stages), np.int64)
+    whole = np.zeros((instance.ranks + 1, instance.stages), np.int64)
+    work = whole[:-1]
     memory = instance.base_memory + instance.home_memory[every, option].sum(0)
-    work += at_home(instance, instance.home[every, option].sum(0))
+    whole[-1] = instance.home[every, option].sum(0)
     uniform = np.flatnonzero(instance.everywhere(width) & ~uneven)
     work += instance.cost[uniform, option[uniform]].sum(0)
     memory += instance.memory[uniform, option[uniform]].sum(0)
@@ -339,24 +344,31 @@ def work_of(
         fixed = instance.fixed[t, o]
         np.add.at(work, where, fixed + portion((instance.cost[t, o] - fixed) * len(shares), shares))
         np.add.at(memory, where, portion(instance.memory[t, o] * len(shares), shares))
-    return work, memory
-
-
-def at_home(instance: Instance, home: Ints) -> Ints:
-    """[..., R, S] work, or [..., 1, S] for all ranks, that takes `home` [..., S] ps on every rank, quick or slow."""
-    home = home[..., None, :]
-    return home if instance.even else -(-home * PER_MILLE // instance.slow)
+    return whole, memory
 
 
 def loads(instance: Instance, work: Ints) -> Ints:
-    """[R, S] how long each rank takes, of the work that lies there (without `base_cost`)."""
-    load = instance.base_cost + -(-work * instance.slow // PER_MILLE)
+    """[R, S] how long each rank takes.
+
+    Args:
+        work: [R + 1, S] ps of the pieces on each rank, and in the last row `home` of all tables. `slow`, `reach` and
+            `base_cost` come on top.
+    """
+    load = at_home(instance, work[-1]) + -(-work[:-1] * instance.slow // PER_MILLE)
     if instance.shared.any():
         link = np.zeros((instance.hosts, int(instance.shared.sum())), np.int64)
         np.add.at(link, instance.host_of, load[:, instance.shared])
         link = -(-link // instance.host_sizes[:, None])
         load[:, instance.shared] = link[instance.host_of]
     return load
+
+
+def at_home(instance: Instance, home: Ints) -> Ints:
+    """[..., R, S] ps that ranks take whatever lies on them: `base_cost`, and `home` [..., S] ps of all tables."""
+    home = home[..., None, :]
+    own = home if instance.even else -(-home * instance.reach // PER_MILLE)
+    base: Ints = instance.base_cost + own
+    return base
 
 
 def fits(instance: Instance, memory: Ints) -> bool:

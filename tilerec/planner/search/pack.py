@@ -21,7 +21,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, fits
+from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, at_home, fits
 from tilerec.planner.search.layers import MANY, lay, split
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
@@ -77,6 +77,8 @@ def pack(
     places: list[tuple[int, ...]] = [()] * instance.tables
     single = ~uniform & ~on_host
     # Loads beyond what every rank has alike; the least slow rank's time for a unit of work is 1.
+    base = at_home(instance, instance.home[every, option].sum(0))
+    base = base - base.min(0)
     done = np.zeros((instance.ranks, instance.stages), np.int64)
     last = on_host & _sand(relaxed, cost) if sand else on_host & False
     # Rows that a host's ranks share out come last: they fill what the others leave.
@@ -84,7 +86,7 @@ def pack(
         for n in np.unique(width[some]).tolist():
             tables = np.flatnonzero(some & (width == n))
             if n == 1:
-                bins = _rank_bins(relaxed, done, bytes_now)
+                bins = _rank_bins(relaxed, base, done, bytes_now)
                 if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins, force):
                     return None
                 bytes_now = bins.cap - bins.room + bins.used
@@ -93,7 +95,7 @@ def pack(
                         np.add.at(done, np.array(places[t]), cost[t])
                 continue
             hosts = np.flatnonzero(instance.host_sizes == n)
-            bins = host_bins(relaxed, hosts, done, bytes_now)
+            bins = host_bins(relaxed, hosts, base, done, bytes_now)
             if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins):
                 return None
             for t in tables.tolist():
@@ -135,9 +137,8 @@ class _Bins:
     allowed: npt.NDArray[np.bool_] | None
 
 
-def _rank_bins(relaxed: Relaxed, work: Ints, bytes_now: Ints) -> _Bins:
+def _rank_bins(relaxed: Relaxed, base: Ints, work: Ints, bytes_now: Ints) -> _Bins:
     instance = relaxed.instance
-    base = instance.base_cost - instance.base_cost.min(0)
     room = np.asfortranarray(instance.cap - bytes_now)  # bins side by side: quick to compare
     capped = bool((instance.host_cap < instance.host_cap.max(initial=0)).any()) or _capped(instance)
     host_room = None
@@ -166,10 +167,9 @@ def _capped(instance: Instance) -> bool:
     return bool(np.any(instance.host_cap < together))
 
 
-def host_bins(relaxed: Relaxed, hosts: Ints, work: Ints, bytes_now: Ints) -> _Bins:
-    """Hosts that pieces go onto, of `work` [R, S] and `bytes_now` [R, M] that their ranks have already."""
+def host_bins(relaxed: Relaxed, hosts: Ints, base: Ints, work: Ints, bytes_now: Ints) -> _Bins:
+    """Hosts that pieces go onto, of `base` [R, S] ps, `work` [R, S] and `bytes_now` [R, M] that ranks have already."""
     instance = relaxed.instance
-    base = instance.base_cost - instance.base_cost.min(0)
     time = base + work * instance.slow // PER_MILLE
     ranks = [instance.host_ranks[h] for h in hosts.tolist()]
     room = np.stack([(instance.cap - bytes_now)[r].min(0) for r in ranks])

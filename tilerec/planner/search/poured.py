@@ -32,6 +32,7 @@ def poured(instance: Instance) -> Relaxed:
         home=np.concatenate([instance.home, instance.home[:, :, own]], 2),
         shared=np.concatenate([instance.shared, np.ones(len(own), np.bool_)]),
         slow=np.concatenate([instance.slow, instance.slow[:, own]], 1),
+        reach=np.concatenate([instance.reach, instance.reach[:, own]], 1),
         base_cost=np.concatenate([instance.base_cost, instance.base_cost[:, own]], 1),
         divisible=np.zeros_like(instance.divisible),
         fixed=np.zeros_like(cost),

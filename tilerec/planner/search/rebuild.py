@@ -109,11 +109,10 @@ class _Rebuild:
         self.factor = instance.slow / PER_MILLE
         self.host_factor = np.stack([self.factor[r].max(0) for r in instance.host_ranks])
         self.shared = np.flatnonzero(instance.shared)
-        # [R, S] and [H, S] what work that every rank has takes: where a host's link is shared, its ranks' mean.
-        self.slow, self.host_slow = self.factor.copy(), np.zeros((instance.hosts, instance.stages))
-        np.add.at(self.host_slow, instance.host_of, self.slow)
-        self.host_slow /= instance.host_sizes[:, None]
-        self.slow[:, self.shared] = self.host_slow[instance.host_of][:, self.shared]
+        # [R, S] and [H, S] what work that every rank has takes, and what each does at home: where a host's link is
+        # shared, the mean of its ranks.
+        self.slow, self.host_slow = self._means_of_hosts(self.factor)
+        self.reach, self.host_reach = self._means_of_hosts(instance.reach / PER_MILLE)
         self.factor[:, self.shared] /= instance.host_sizes[instance.host_of][:, None]
         part = np.ones_like(self.factor)
         part /= instance.host_sizes[instance.host_of][:, None]
@@ -150,6 +149,15 @@ class _Rebuild:
                 alike[mark] = t
                 self._sort_options(t, usable[t])
             self._shift(t, 1.0)
+
+    def _means_of_hosts(self, factor: Floats) -> tuple[Floats, Floats]:
+        """[R, S] factors, in shared stages the mean of the rank's host, and [H, S] those means in all stages."""
+        instance = self.instance
+        own, mean = factor.copy(), np.zeros((instance.hosts, instance.stages))
+        np.add.at(mean, instance.host_of, factor)
+        mean /= instance.host_sizes[:, None]
+        own[:, self.shared] = mean[instance.host_of][:, self.shared]
+        return own, mean
 
     def _mark(self, t: int, usable: Bools) -> bytes:
         """The same for tables that have the same options, the same of them chosen."""
@@ -210,7 +218,12 @@ class _Rebuild:
         instance = self.instance
         o = int(self.option[t])
         cost = instance.cost[t, o] * sign
-        self.alike += instance.home[t, o] * sign
+        home = instance.home[t, o] * sign
+        if instance.even:
+            self.alike += home
+        else:
+            self.load += home * self.reach
+            self.mean += home * self.host_reach
         width = int(instance.width[t, o])
         if instance.everywhere(width):
             if instance.even:

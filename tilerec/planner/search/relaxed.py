@@ -161,7 +161,7 @@ class Relaxed:
         self.everywhere: Bools = np.asarray(instance.everywhere(instance.width))
         self.uniform: Bools = self.everywhere & ~instance.divisible
         self.copies: Ints = instance.pieces * instance.width
-        self.factor, self.base_totals = _weights(instance)
+        self.factor, self.home_factor, self.base_totals = _weights(instance)
 
     @cached_property
     def stage_totals(self) -> Ints:
@@ -169,7 +169,16 @@ class Relaxed:
         mass = self.copies[:, :, None] * self.instance.cost
         if np.any(self.factor != 1 << FACTOR_BITS):
             mass = mass * self.factor >> FACTOR_BITS
-        return mass + self.instance.ranks * self.instance.home
+        home = self.instance.ranks * self.instance.home
+        if np.any(self.home_factor != 1 << FACTOR_BITS):
+            home = home * self.home_factor >> FACTOR_BITS
+        return mass + home
+
+    @cached_property
+    def least_home(self) -> Ints:
+        """[T, O, S] ps that an option adds at home to the rank that it reaches least."""
+        ours = self.instance
+        return ours.home if ours.even else ours.home * ours.reach.min(0) // PER_MILLE
 
     @cached_property
     def totals(self) -> Ints:
@@ -301,14 +310,15 @@ class Relaxed:
         return None
 
 
-def _weights(instance: Instance) -> tuple[Ints, Ints]:
-    """[S] factors on a stage's work, in 1 / 2 ** FACTOR_BITS, and [S] rank-ps of the base load.
+def _weights(instance: Instance) -> tuple[Ints, Ints, Ints]:
+    """[S] factors on a stage's work and on its work at home, in 1 / 2 ** FACTOR_BITS, and [S] rank-ps of the base load.
 
     For weights u_rs >= 0 the slowest rank takes at least sum_r u_rs load_rs / sum_r u_rs. With u = 1 / slow, work
     x counts K x with K = min_r u_rs slow_rs / 1000, wherever it lies; in a shared stage a host's ranks weigh alike.
+    Work at home counts sum_r u_rs reach_rs / 1000.
     """
     ranks, scale = instance.ranks, 1 << 20
-    factors, bases = [], []
+    factors, homes, bases = [], [], []
     for s in range(instance.stages):
         slow = instance.slow[:, s]
         weigh = slow
@@ -318,7 +328,9 @@ def _weights(instance: Instance) -> tuple[Ints, Ints]:
         k = int((u * slow).min()) // PER_MILLE
         all_u = int(u.sum())
         factors.append((ranks * k << FACTOR_BITS) // all_u)
+        reached = int((u * instance.reach[:, s]).sum())
+        homes.append((reached << FACTOR_BITS) // (PER_MILLE * all_u))
         bases.append(
             sum(int(a) * int(b) for a, b in zip(u, instance.base_cost[:, s], strict=True)) * ranks // all_u
         )
-    return np.array(factors, np.int64).reshape(-1), np.array(bases, np.int64).reshape(-1)
+    return np.array(factors, np.int64), np.array(homes, np.int64), np.array(bases, np.int64)
