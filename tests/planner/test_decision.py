@@ -402,6 +402,15 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
     assert _with_rows(fine).solution.rows == fine.solution.rows
 
 
+def test_a_table_whose_column_blocks_must_share_a_host_may_have_copies_everywhere() -> None:
+    kinds = ["table_column_wise", "data_parallel"]
+    limits = {"small": ParameterConstraints(kinds), "large": ParameterConstraints(["row_wise"])}
+    rows = {"small": 5, "large": 1_000_000}
+    decision = decide(plan_request(rows, Topology(4, local_world_size=2), limits, batch_size=65_536))
+    assert decision.instance.allowed is not None
+    assert decision.shardings()["ebc.small"].kind is ShardingType.DATA_PARALLEL
+
+
 def test_of_what_the_search_found_the_least_price_counts() -> None:
     decision = decide(plan_request({f"t{i}": 5000 for i in range(6)}, Topology(3)))
     assert decision.priced is not None

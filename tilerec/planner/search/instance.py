@@ -59,7 +59,8 @@ class Instance:
         slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up.
         reach: [R, S] per mille: at home a rank takes home * reach / 1000, rounded up.
         base_cost, base_memory: [R, S], [R, M]: what is there already; neither `slow` nor `reach` is applied to it.
-        allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks); None for all.
+        allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks), but for options of width
+            R; None for all.
         divisible: [T, O] the option is a split by rows whose pieces may be made uneven (`Solution.rows`): width 1, or
             one piece of a larger width, whose parts are then the ranks.
         fixed: [T, O, S] ps of `cost` that a part of a divisible option takes however few rows it has; the rest goes

@@ -425,7 +425,7 @@ class _Rebuild:
         found: tuple[int, tuple[int, ...]] | None = None
         some = self.uniform[t]
         whole = None if instance.allowed is None else instance.allowed[t]
-        if some is not None and (whole is None or whole.all()):
+        if some is not None:
             for j in range(len(some.option)):
                 if np.all(self.room >= some.memory[j]) and (
                     not self.capped or np.all(self.host_room >= some.memory[j] * instance.host_sizes[:, None])

@@ -270,9 +270,8 @@ class Relaxed:
             usable &= size <= np.where(ours.divisible, single, most)
         if ours.allowed is not None:
             whole = np.stack([ours.allowed[:, ranks].all(1) for ranks in ours.host_ranks], 1)
-            one, all_ = np.logical_or.reduce(ours.allowed, 1), np.logical_and.reduce(ours.allowed, 1)
-            usable &= ~((width == 1) & ~one[:, None])
-            usable &= ~(self.everywhere & ~all_[:, None])
+            one = np.logical_or.reduce(ours.allowed, 1)
+            usable &= ~((width == 1) & ~self.everywhere & ~one[:, None])
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
                 here = (width == n) & ~self.everywhere
                 some = np.logical_or.reduce(whole[:, ours.host_sizes == n], 1)
