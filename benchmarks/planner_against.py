@@ -73,7 +73,7 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     request = planner_of(case, topology).request(configs_of(case), SHARDERS)
     work = (Workload if own else EveryBag)(request.works())
     model = Model(work, topology)
-    builder = _Builder(model, {}, NARROWEST, lower=False)
+    builder = _Builder(model, {}, NARROWEST, lower=False, pinned=False)
     instance = builder.instance(None, None)
     problem = Problem(
         model, work.tables, builder.options, instance, instance, builder.stages, builder.charges
