@@ -39,7 +39,8 @@ from tilerec.planner.cost.options import Problem, _Builder
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
-from tilerec.planner.decision import Decision
+from tilerec.planner.decision import Decision, _cheapest
+from tilerec.planner.priced import priced as priced_by_request
 from tilerec.planner.search.instance import Instance
 from tilerec.planner.search.solve import solve
 from tilerec.spec.plan import ShardingPlan
@@ -83,7 +84,10 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
         if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):
             width[:, o] = 0
     instance = replace(instance, width=width, divisible=np.zeros_like(instance.divisible))
-    return Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance)).plan()
+    found = Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance))
+    if own:
+        found = _cheapest(replace(found, priced=priced_by_request(request, found.shardings())))
+    return found.plan()
 
 
 def at_prices(case: Case, options: list[dict[str, Any]]) -> dict[str, Any]:
