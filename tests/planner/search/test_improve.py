@@ -70,6 +70,27 @@ def test_a_heap_is_levelled_with_what_ranks_bear_at_home() -> None:
     assert evaluate(instance, packing.option, packing.places).load[:, 0].tolist() == [22, 22]
 
 
+def test_of_two_ranks_a_stage_that_is_level_may_rise_where_another_falls_by_more() -> None:
+    # Two stages: the first is level as things lie, the second is not. All exchanges that level it tilt the first.
+    cost = np.array([[10, 30], [10, 30], [11, 2], [9, 2]])[:, None, :] * 1000
+    one = np.ones((4, 1), np.int64)
+    instance = Instance(
+        ["a", "b", "c", "d"],
+        one,
+        one,
+        cost,
+        np.zeros_like(cost),
+        np.zeros((4, 1, 1), np.int64),
+        np.ones((2, 1), np.int64),
+        np.zeros(2, np.int64),
+    )
+    places = [(0,), (0,), (1,), (1,)]
+    start = Packing(np.zeros(4, np.int64), list(places), np.zeros((2, 1), np.int64))
+    packing, cost_now = exchange(Relaxed(instance), start, 60, 0, Work(10**10))
+    assert cost_now == 21_000 + 32_000
+    assert packing.places[0] != packing.places[1]
+
+
 def test_an_overfull_rank_is_emptied_by_splitting_pairs() -> None:
     relaxed, heap = on_one_rank([1] * 6, [6, 4, 5, 5, 3, 7], 3, 10)
     found = repair(relaxed, heap, 100, Work(10**10))

@@ -13,6 +13,8 @@ Legend: T tables, S stages, M tiers, R ranks, H hosts, P single pieces, Q pairs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -428,23 +430,40 @@ class _Judge:
                     y = (state.bytes[rank, m][:, None] - sign * bytes_off[:, :, m]) / cap
                     total += np.maximum(y - 1.0, 0.0) * 1000.0 + _power(y, 3)
             return total
-        same_host = instance.host_of[a] == instance.host_of[b]
-        for s in range(instance.stages):
-            if not off[:, :, s].any():
-                continue
-            for rank, sign in ((a, 1.0), (b, -1.0)):
-                less = off[:, :, s] * sign
-                if not state.even:
-                    less = less * state.slow[rank, s][:, None]
-                if instance.shared[s]:
-                    # Within a host nothing changes; else each rank of it bears its part.
-                    part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
-                    less = less * part[:, None]
-                y = ((state.load[rank, s] - self.floor[s])[:, None] - less) / self.level[s]
-                total += _power(y, self.power) * self.level[s]
+        if instance.ranks == 2:
+            total += self._objective(a, b, off)
+        else:
+            for s in range(instance.stages):
+                if off[:, :, s].any():
+                    for then in self._loads(a, b, off, s):
+                        total += _power((then - self.floor[s]) / self.level[s], self.power) * self.level[s]
         for m in state.tiers:
             gone = bytes_off[:, :, m]
             total[(gone > state.room[b, m][:, None]) | (-gone > state.room[a, m][:, None])] = np.inf
+        return total
+
+    def _loads(self, a: Ints, b: Ints, off: Floats, s: int) -> Iterator[Floats]:
+        """[Q, X] what a and b bear of a stage then."""
+        state, instance = self.state, self.state.instance
+        same_host = instance.host_of[a] == instance.host_of[b]
+        for rank, sign in ((a, 1.0), (b, -1.0)):
+            less = off[:, :, s] * sign
+            if not state.even:
+                less = less * state.slow[rank, s][:, None]
+            if instance.shared[s]:
+                # Within a host nothing changes; else each rank of it bears its part.
+                part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
+                less = less * part[:, None]
+            yield state.load[rank, s][:, None] - less
+
+    def _objective(self, a: Ints, b: Ints, off: Floats) -> Floats:
+        """[Q, X] the slower one's time, over all stages: what counts where there are no other ranks."""
+        top = [np.maximum(*self._loads(a, b, off, s)) for s in range(self.state.instance.stages)]
+        for own, mean in self.state.relaxed.twins:
+            top[own], top[mean] = np.maximum(top[own], top[mean]), np.zeros(1)
+        total: Floats = np.zeros(off.shape[:2])
+        for stage in top:
+            total = total + stage
         return total
 
 
