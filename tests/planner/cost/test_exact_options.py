@@ -208,6 +208,19 @@ def test_where_the_bound_has_an_instance_of_its_own_memory_is_that_of_the_longes
             assert lower.memory[0, 0] < solution.memory[0, 0], option
 
 
+@pytest.mark.parametrize("nic", ["device", "host"])
+def test_copies_on_hosts_of_several_sizes_take_what_the_slowest_rank_takes(nic: Any) -> None:
+    """With a card of its own that is one rank's link and network; of shared cards each is a stage."""
+    topology = measured(Topology(4, hosts=[[0], [1, 2, 3]], nic=nic), True, links=True)
+    copies = next(option for option in options_of(TABLES[:1], topology) if option.way is Way.COPIES)
+    for table in TABLES[:3]:
+        problem, solution, priced = arranged([table], topology, copies, [()])
+        update = [s for s, name in enumerate(problem.stages) if name.startswith("update")]
+        found = int(solution.stage[update].sum()) / 1e12
+        wanted = sum(float(priced.stages[problem.stages[s]].max()) for s in update)
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def zeroed(table: TableWork, option: Option) -> bool:
     """Whether its output begins as zeros: where one table's does, so do those of all, but not in an instance."""
     return option.way in (Way.ROWS, Way.GRID) or any(reads.ids_per_bag < 1 for reads in table.reads)
