@@ -23,8 +23,9 @@ from tilerec.planner.priced import priced
 from tilerec.planner.report import PlanReport
 from tilerec.planner.report_of import report_of
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import SHARE, Solution, evaluate
+from tilerec.planner.search.instance import SHARE, Solution, Status, evaluate
 from tilerec.planner.search.solve import solve
+from tilerec.sharding.strategies import row_wise
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import Adam
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType, Wire
@@ -400,6 +401,40 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
         decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])})
     )
     assert _with_rows(fine).solution.rows == fine.solution.rows
+
+
+def test_no_plan_is_called_impossible_where_only_unlike_ranges_of_rows_fit() -> None:
+    # With 8 ids per bag, 1,000 + 1,000 rows send nearly two full outputs home, and 1,999 + 1 little more than one.
+    rows, limits = {"a": 2000}, {"a": ParameterConstraints(["row_wise"], pooling_factors=[8.0])}
+
+    def memory(sizes: list[int], cap: int) -> Any:
+        request = plan_request(rows, Topology(2, hbm_cap=cap), limits, batch_size=16_384)
+        tiling = row_wise("a", 2000, 64, [0, 1], request.topology, sizes=sizes)
+        sharding = ParameterSharding("row_wise", ranks=(0, 1), tiling=tiling)
+        return request, priced(request, {"ebc.a": sharding}).memory[:, 0].max()
+
+    (_, even), (_, unlike) = memory([1000, 1000], 2**40), memory([1999, 1], 2**40)
+    assert unlike < even
+    request, _ = memory([1999, 1], int(unlike + even) // 2)
+    decision = decide(request)
+    assert decision.solution.status is not Status.NONE_EXISTS
+
+
+def test_rows_are_not_cut_by_caps_over_more_ranks_than_allowed_or_apart_from_others() -> None:
+    caps = [70 * MIB, 20 * MIB, 20 * MIB, 20 * MIB]
+    topology = Topology(4, hbm_caps=caps)
+    free = decide(plan_request({"a": 200_000}, topology, batch_size=64))
+    few = decide(
+        plan_request({"a": 200_000}, topology, {"a": ParameterConstraints(max_ranks=3)}, batch_size=64)
+    )
+    assert free.found
+    assert len(set(free.shardings()["ebc.a"].ranks or ())) == 4
+    assert not few.found or len(set(few.shardings()["ebc.a"].ranks or ())) <= 3
+    together = {"b": ParameterConstraints(with_table="a")}
+    pair = decide(plan_request({"a": 200_000, "b": 100}, topology, together, batch_size=64))
+    if pair.found:
+        a, b = (set(pair.shardings()[f"ebc.{name}"].ranks or ()) for name in "ab")
+        assert a == b
 
 
 def test_a_table_whose_column_blocks_must_share_a_host_may_have_copies_everywhere() -> None:

@@ -203,13 +203,19 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
     """Where ranks have unlike memories and even pieces do not fit: the largest tables in proportion to what is free."""
     request, problem = none.request, none.problem
     free = (none.instance.cap - none.instance.base_memory)[:, problem.model.tier]
+    # Those that lie with others, or on fewer ranks, are not cut by themselves over all of them.
+    ranks, grouped = (
+        request.topology.world_size,
+        {key for group in request.groups(none.pins) for key in group},
+    )
+    most = {key: limits.max_ranks or ranks for key, limits in request.constraints.items()}
     everyone = [
         work
         for t, work in enumerate(problem.tables)
-        if any(
-            option.way is Way.ROWS
-            and option.width == request.topology.world_size
-            and problem.lower.there[t, o]
+        if work.name not in grouped
+        and most.get(work.name, ranks) >= ranks
+        and any(
+            option.way is Way.ROWS and option.width == ranks and problem.lower.there[t, o]
             for o, option in enumerate(problem.options)
         )
     ]
@@ -218,10 +224,10 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
         return none
     parts = np.array([int(f) * SHARE // int(free.sum()) for f in free.tolist()], np.int64)
     parts[int(free.argmax())] += SHARE - int(parts.sum())
-    pins, ranks = dict(none.pins), tuple(range(request.topology.world_size))
+    pins = dict(none.pins)
     for work in order[:MOST_BY_CAPS]:
         sizes = sizes_of_shares(work.rows, parts)
-        held = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
+        held = [(rank, size) for rank, size in zip(range(ranks), sizes, strict=True) if size]
         tiling = row_wise(
             work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held]
         )

@@ -25,6 +25,7 @@ from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
+from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.optimizer import RowWiseAdagrad
@@ -98,9 +99,7 @@ class _Search:
         self.caps = self.instance.cap[:, self.tier]
         self.cap = int(self.caps.max())
         self.taken = self.instance.base_memory[:, self.tier]
-        lower = decision.problem.lower  # what no plan takes less than
-        held = lower.memory[:, :, self.tier] * lower.width * lower.pieces
-        held = held + lower.home_memory[:, :, self.tier] * lower.ranks
+        held = Relaxed(decision.problem.lower).least_bytes[:, :, self.tier]
         top = np.iinfo(np.int64).max
         if self.instance.tables:
             self.least = np.where(self.instance.there, held, top).min(1)

@@ -13,7 +13,7 @@ from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.decision import Decision
 from tilerec.planner.report import PlanReport
-from tilerec.planner.search.instance import Instance, Ints, parts_of, portion
+from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, parts_of, portion
 from tilerec.planner.table_entry import TableEntry
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
@@ -98,7 +98,7 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
     instance = decision.problem.instance
     every = np.arange(instance.tables)
     option = decision.solution.option[decision.row] if instance.tables else np.zeros(0, np.int64)
-    owner = instance.cost[every, option]
+    owner = instance.cost[every, option] * _slowest(decision, option) // PER_MILLE
     width, pieces = instance.width[every, option], instance.pieces[every, option]
     held = instance.memory[every, option].sum(1) * width * pieces
     held = held + instance.home_memory[every, option].sum(1) * instance.ranks
@@ -125,7 +125,27 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         shares = decision.shares(t)
         assert shares is not None
         owner[t] = _of_shares(instance, owner[t], where, shares)
-    return owner, instance.home[every, option], held
+    # The mean over ranks, where hosts of several sizes bear unlike parts.
+    home = instance.home[every, option] * (instance.reach.sum(0) // instance.ranks) // PER_MILLE
+    return owner, home, held
+
+
+def _slowest(decision: Decision, option: Ints) -> Ints:
+    """[T, S] per mille, of the ranks that hold each table."""
+    instance = decision.problem.instance
+    if instance.even:
+        return np.full((1, instance.stages), PER_MILLE)
+    found = np.broadcast_to(instance.slow.max(0), (instance.tables, instance.stages)).copy()
+    for t, o in enumerate(option.tolist()):
+        places = decision.places(t)
+        if places:
+            ranks = (
+                list(places)
+                if instance.width[t, o] == 1
+                else [r for h in places for r in instance.host_ranks[h]]
+            )
+            found[t] = instance.slow[ranks].max(0)
+    return found
 
 
 def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:

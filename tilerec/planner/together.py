@@ -43,7 +43,8 @@ def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Insta
         np.logical_and.at(allowed, row, instance.allowed)
     for group in groups:
         g = row[number[group[0]]]
-        if not there[g].any() or (allowed is not None and not allowed[g].any()):
+        everywhere = bool((there[g] & instance.everywhere(instance.width).any(0)).any())
+        if not there[g].any() or (allowed is not None and not allowed[g].any() and not everywhere):
             what = "way to be cut" if not there[g].any() else "rank"
             raise ConfigError(
                 f"Tables {sorted(group)[:8]} are to lie together (with_table), and there is no {what} that all of "
@@ -64,6 +65,7 @@ def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Insta
             home=summed(instance.home),
             memory=summed(instance.memory),
             home_memory=summed(instance.home_memory),
+            least_memory=summed(instance.least_memory),
             uses=uses,
             allowed=allowed,
             divisible=divisible,

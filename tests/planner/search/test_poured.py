@@ -108,6 +108,7 @@ def test_rows_that_are_shared_out_are_preferred_where_they_cost_little_more() ->
         home=np.zeros_like(cost),
         memory=np.zeros_like(cost),
         home_memory=None,
+        least_memory=None,
         uses=None,
         divisible=both * np.array([0, 1]) > 0,
         fixed=None,

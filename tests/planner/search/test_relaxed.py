@@ -57,7 +57,7 @@ def test_a_piece_larger_than_every_rank_makes_its_option_unusable(
     memory = instance.memory.copy()
     memory[0, 1] = 2**50
     assert relaxed.usable[0, 1]
-    assert not Relaxed(replace(instance, memory=memory)).usable[0, 1]
+    assert not Relaxed(replace(instance, memory=memory, least_memory=None)).usable[0, 1]
 
 
 def test_uneven_rows_do_not_help_where_even_ones_are_larger_than_every_rank(
@@ -77,7 +77,7 @@ def test_a_proof_of_no_plan_names_the_table_or_the_tier_and_the_bytes(
     assert Relaxed(instance).impossible() is None
     memory = instance.memory.copy()
     memory[0] = 2**50
-    proof = Relaxed(replace(instance, memory=memory)).impossible()
+    proof = Relaxed(replace(instance, memory=memory, least_memory=None)).impossible()
     assert proof is not None
     assert proof.table == "t0"
     assert proof.short == 2**50 - int(instance.cap.max(0)[proof.tier])

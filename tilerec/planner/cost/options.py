@@ -187,6 +187,7 @@ class _Builder:
         self.links = {kind: [0] * len(self.stages) for kind in ("cost", "home")}
         self.memory = np.zeros((*shape[:2], 2), np.int64)
         self.home_memory = np.zeros((*shape[:2], 2), np.int64)
+        self.least_memory = np.zeros((*shape[:2], 2), np.int64)
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.width = np.zeros(shape[:2], np.int64)
         self.pieces = np.ones(shape[:2], np.int64)
@@ -258,6 +259,7 @@ class _Builder:
             home=self.home,
             memory=self.memory,
             home_memory=self.home_memory,
+            least_memory=self.least_memory,
             cap=np.array(topology.caps, np.int64),
             host_of=host_of,
             uses=self.uses[:, :, keep],
@@ -611,6 +613,12 @@ class _Builder:
         self.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         self.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
+        # Unlike ranges have fewer present bags in all, though no fewer than the whole table. Lines of a cache: none.
+        buffers = self.whole_payload[t] * (1 + model.depth) + self.bags[t] * width * work.wide
+        buffers = ranks * (buffers + self.all_ids[t] * KEY_BYTES)
+        weights = model.weights(t, work.rows[t].astype(np.float64), width)
+        for tier, size in ((model.tier, buffers), (HOST if cached else model.tier, weights)):
+            self.least_memory[t, o, tier] += np.floor(size / rows).astype(np.int64)
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
         self.uses[t, o, CHARGES.index("exchange")] = self.ranks > 1

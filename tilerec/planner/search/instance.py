@@ -50,6 +50,8 @@ class Instance:
         home: [T, O, S] ps that the option adds to a stage on every rank, times the rank's reach.
         memory: [T, O, M] bytes of one piece on each rank that holds it.
         home_memory: [T, O, M] bytes that the option takes on every rank, beside those of its pieces.
+        least_memory: [T, O, M] of a divisible option, bytes that no split of its rows is below, per piece; `memory` if
+            None.
         cap: [R, M] bytes.
         host_of: [R] the host of each rank, 0 … H - 1.
         uses, charge: [T, O, F] and [F]: ps added once to the objective if any table's option uses it.
@@ -90,6 +92,7 @@ class Instance:
     divisible: Bools = None  # type: ignore[assignment]
     fixed: Ints = None  # type: ignore[assignment]
     home_memory: Ints = None  # type: ignore[assignment]
+    least_memory: Ints = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         tables, options = _array(self.width).shape if _array(self.width).ndim == 2 else (-1, -1)
@@ -118,6 +121,7 @@ class Instance:
             "divisible": ((tables, options), False),
             "fixed": ((tables, options, stages), 0),
             "home_memory": ((tables, options, tiers), 0),
+            "least_memory": ((tables, options, tiers), self.memory),
         }
         for name, (shape, default) in shapes.items():
             kind = np.bool_ if name in ("uses", "shared", "divisible") else np.int64
@@ -212,6 +216,7 @@ class Instance:
         """The same with the tables `order`."""
         per_table = (
             "width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed", "fixed", "home_memory",
+            "least_memory",
         )  # fmt: skip
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in per_table:

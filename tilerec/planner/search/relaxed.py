@@ -254,13 +254,48 @@ class Relaxed:
 
     @cached_property
     def usable(self) -> Bools:
-        """[T, O] the option exists, and a piece of it fits on some rank (some host, all ranks)."""
+        """[T, O] the option exists, and an even piece of it fits on some rank (some host, all ranks)."""
+        return self._fitting(self.instance.memory + self.instance.home_memory)
+
+    @cached_property
+    def possible(self) -> Bools:
+        """[T, O] likewise, however rows are split."""
+        return self._fitting(self.least)
+
+    @cached_property
+    def _apart(self) -> Ints:
+        """[T, O] pieces that lie on ranks of their own; the others meet, and are one tile with one of these."""
+        ours = self.instance
+        ranks = ours.ranks if ours.allowed is None else ours.allowed.sum(1)[:, None]
+        return np.where(ours.width == 1, np.minimum(ours.pieces, ranks), ours.pieces)
+
+    @cached_property
+    def _least_at_home(self) -> Ints:
+        """[T, O, M] bytes on every rank beside those of pieces, however rows are split."""
+        ours = self.instance
+        unlike = ours.divisible | (self._apart < ours.pieces)
+        return np.where(unlike[:, :, None], 0, ours.home_memory)
+
+    @cached_property
+    def least(self) -> Ints:
+        """[T, O, M] bytes that the fullest piece takes at least, however rows are split."""
+        ours = self.instance
+        size = np.where(ours.divisible[:, :, None], ours.least_memory, ours.memory)
+        return size + self._least_at_home
+
+    @cached_property
+    def least_bytes(self) -> Ints:
+        """[T, O, M] over all ranks, however rows are split."""
+        ours, home = self.instance, self._least_at_home
+        return (self._apart * ours.width)[:, :, None] * (self.least - home) + ours.ranks * home
+
+    def _fitting(self, sizes: Ints) -> Bools:
         ours, width = self.instance, self.instance.width
         per_host = np.stack([self.room[ranks].min(0) for ranks in ours.host_ranks])
         per_host = np.minimum(per_host, self.host_room // ours.host_sizes[:, None])
         usable = ours.there.copy()
         for m in range(ours.tiers):
-            size = ours.memory[:, :, m] + ours.home_memory[:, :, m]
+            size = sizes[:, :, m]
             single = min(int(self.room[:, m].max()), int(self.host_room[:, m].max()))
             most = np.full(width.shape, single)
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
@@ -285,25 +320,25 @@ class Relaxed:
             if np.any(room < 0):
                 tier = int(room.min(0).argmin())
                 return Proof(tier, -int(room[:, tier].min()))
-        stuck = np.flatnonzero(~self.usable.any(1))
+        stuck = np.flatnonzero(~self.possible.any(1))
         if len(stuck):
             t = int(stuck[0])
             there = ours.there[t]
             if not there.any():
                 return Proof(0, 0, ours.names[t])
             # The option that lacks least, in the tier where it lacks most.
-            lack = ours.memory[t] + ours.home_memory[t] - self.room.max(0)
+            lack = self.least[t] - self.room.max(0)
             lack[~there] = NEVER
             o = int(lack.max(1).argmin())
             tier = int(lack[o].argmax())
             return Proof(tier, max(int(lack[o, tier]), 0), ours.names[t])
-        needs = np.where(self.usable[:, :, None], self.bytes, NEVER)
+        needs = np.where(self.possible[:, :, None], self.least_bytes, NEVER)
         for m, limit in enumerate(self.limits):
             need = int(needs[:, :, m].min(1, initial=NEVER).sum()) if ours.tables else 0
             if need > limit:
                 return Proof(m, need - limit)
         if ours.tiers > 1 and ours.tables:
-            need = int(np.where(self.usable, self.bytes.sum(2), NEVER).min(1).sum())
+            need = int(np.where(self.possible, self.least_bytes.sum(2), NEVER).min(1).sum())
             if need > sum(self.limits):
                 return Proof(0, need - sum(self.limits))
         return None

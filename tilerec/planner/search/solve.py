@@ -305,7 +305,7 @@ class _Search:
     def _enumerate(self, units: int) -> bool:
         """Whether every arrangement was judged, so that the best one is known to be."""
         instance = self.instance
-        if instance.tables > FEW_TABLES or instance.ranks > FEW_RANKS:
+        if instance.tables > FEW_TABLES or instance.ranks > FEW_RANKS or not self.relaxed.usable.any(1).all():
             return False
         parts = self.work.part(units).left // (PART * self.size)
         found = enumerate_all(self.relaxed, self.cost, parts)
@@ -314,7 +314,7 @@ class _Search:
         self.work.spend((parts - found.left) * PART * self.size)
         if found.option is not None:
             self.best = evaluate(instance, found.option, found.places)
-        return found.complete and not bool(np.any(instance.divisible & self.relaxed.usable))
+        return found.complete and not bool(np.any(instance.divisible & self.relaxed.possible))
 
     def _offer(self, packing: Packing, expected: int) -> int:
         """The cost of a packing, which is kept if it is the best one so far. `expected`: ps, once rows are poured."""
