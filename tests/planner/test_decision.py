@@ -403,6 +403,20 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
     assert _with_rows(fine).solution.rows == fine.solution.rows
 
 
+def test_tables_that_lie_together_with_column_blocks_on_one_host_share_that_host() -> None:
+    one_host = ["table_column_wise"]
+    limits = {"a": ParameterConstraints(one_host), "b": ParameterConstraints(one_host, with_table="a")}
+    decision = decide(plan_request({"a": 5000, "b": 6000}, Topology(4, local_world_size=2), limits))
+    a, b = (decision.shardings()[f"ebc.{name}"].ranks for name in "ab")
+    assert a == b
+    limits = {
+        "a": ParameterConstraints([*one_host, "data_parallel"]),
+        "b": ParameterConstraints(["data_parallel"], with_table="a"),
+    }
+    decision = decide(plan_request({"a": 50, "b": 60}, Topology(4, local_world_size=2), limits))
+    assert {s.kind for s in decision.shardings().values()} == {ShardingType.DATA_PARALLEL}
+
+
 def test_no_plan_is_called_impossible_where_only_unlike_ranges_of_rows_fit() -> None:
     # With 8 ids per bag, 1,000 + 1,000 rows send nearly two full outputs home, and 1,999 + 1 little more than one.
     rows, limits = {"a": 2000}, {"a": ParameterConstraints(["row_wise"], pooling_factors=[8.0])}

@@ -334,7 +334,14 @@ def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
     works = [work_under(work, pins[work.name]) if work.name in pins else work for work in request.works()]
-    return build(works, topology, request.limits(pins, offload), tilings, reserved=reserved)
+    return build(
+        works,
+        topology,
+        request.limits(pins, offload),
+        tilings,
+        reserved=reserved,
+        together=request.groups(pins),
+    )
 
 
 def _adapted(request: PlanRequest, instance: Instance) -> Instance:

@@ -86,6 +86,7 @@ def build(
     reserved: Ints | None = None,
     pipeline_depth: int = 1,
     min_partition: int = MIN_PARTITION,
+    together: Sequence[Sequence[str]] = (),
 ) -> Problem:
     """Everything a search has to know.
 
@@ -96,6 +97,7 @@ def build(
         reserved: [W, 2] bytes that are taken already, in each memory tier.
         pipeline_depth: batches whose ids are under way at once, beside the one that is computed.
         min_partition: of tables without limits of their own.
+        together: names of tables that lie on the same ranks, in groups.
 
     Raises:
         ConfigError: limits or pins name a table that is not there, or limits leave no option.
@@ -116,12 +118,12 @@ def build(
     paid: Price | None = None
     if fixed:
         paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
-    builder = _Builder(model, limits, min_partition, lower=False, pinned=bool(fixed))
+    builder = _Builder(model, limits, min_partition, lower=False, pinned=bool(fixed), together=together)
     instance = lower = builder.instance(paid, reserved)
     if not builder.exact:
-        lower = _Builder(model, limits, min_partition, lower=True, pinned=bool(fixed)).instance(
-            paid, reserved
-        )
+        lower = _Builder(
+            model, limits, min_partition, lower=True, pinned=bool(fixed), together=together
+        ).instance(paid, reserved)
     return Problem(model, work.tables, builder.options, instance, lower, builder.stages, builder.charges)
 
 
@@ -149,10 +151,12 @@ class _Builder:
     """One instance. lower: what is not known counts as the least that it can be."""
 
     def __init__(
-        self, model: Model, limits: Mapping[str, Limits], min_partition: int, *, lower: bool, pinned: bool
-    ) -> None:
+        self, model: Model, limits: Mapping[str, Limits], min_partition: int, *, lower: bool, pinned: bool,
+        together: Sequence[Sequence[str]] = (),
+    ) -> None:  # fmt: skip
         self.model, self.work, self.topology = model, model.workload, model.topology
         self.limits, self.least, self.lower = limits, min_partition, lower
+        self.leader = {name: min(group) for group in together for name in group}
         self.ranks, self.hosts = model.ranks, self.topology.host_count
         sizes = [len(host) for host in self.topology.host_ranks]
         self.smallest, self.largest = min(sizes), max(sizes)
@@ -400,7 +404,7 @@ class _Builder:
     def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
         """A host for each of some tables: the largest first, each to the host that then bears least per rank.
 
-        Traffic counts, and bytes as far as they fill the memory that there is.
+        Tables that lie together get one host. Traffic counts, and bytes as far as they fill the memory that there is.
         """
         work = self.work
         each = np.arange(len(work.names))
@@ -412,11 +416,16 @@ class _Builder:
         size = {t: (held[t] * all_read * full >> 10) + read[t] * all_held for t in tables}
         borne = [0] * self.hosts
         ranks = [len(host) for host in self.topology.host_ranks]
-        found = {}
-        for t in sorted(tables, key=lambda t: (-size[t], work.names[t])):
-            then = [borne[h] + size[t] // ranks[h] for h in range(self.hosts)]
-            found[t] = h = then.index(min(then))
-            borne[h] = then[h]
+        groups: dict[str, list[int]] = {}
+        for t in tables:
+            groups.setdefault(self.leader.get(work.names[t], work.names[t]), []).append(t)
+        whole = {name: sum(size[t] for t in group) for name, group in groups.items()}
+        found: dict[int, int] = {}
+        for name in sorted(groups, key=lambda name: (-whole[name], name)):
+            then = [borne[h] + whole[name] // ranks[h] for h in range(self.hosts)]
+            least = then.index(min(then))
+            found |= dict.fromkeys(groups[name], least)
+            borne[least] = then[least]
         return found
 
     # ---------------------------------------------------------------------------------------------- what it costs
