@@ -301,7 +301,7 @@ def _evened(decision: Decision) -> Decision:
 
 
 def _cheapest(decision: Decision) -> Decision:
-    """The arrangement of the least price, where the search took the best one to be cheaper than it is."""
+    """The solution of the least price, where the price of the best one is above the cost that the search stated."""
     best = decision
     for other in decision.solution.others:
         assert best.priced is not None

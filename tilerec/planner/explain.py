@@ -40,7 +40,7 @@ class Considered:
         option: what it is called. chosen: the plan has it.
         ruled_out: why the way is not open to the table; "" where it is.
         pieces: how many; on `width` ranks each.
-        piece_bytes: of a piece, on each rank that holds it.
+        piece_bytes: on each rank that holds a piece, what the way takes on every rank included.
         owner_ps: what a piece adds on a rank that holds it, all stages together. home_ps: what it adds on every rank.
         step_ps: the step then.
         short: bytes beyond the caps on the rank with most of them; 0 if it fits.

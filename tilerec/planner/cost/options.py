@@ -131,8 +131,9 @@ class _Sums(NamedTuple):
     """Rows that are added up inside hosts before they cross to another. On hosts of several sizes: the most, or least.
 
     merge: [T] 1 where they are. most: members of a sum. apart: members whose rows come as they are on their own host.
-    proxies: ranks of the host whose proxies take most. far: homes that they add up for, were all turns as many.
-    turn: what a member sends on as a proxy, of what all do on average. sent: [T] bags of that, for each home.
+    proxies: ranks of the host whose proxies take most. far: homes for which they add
+    rows up, if all proxies had as many turns.
+    turn: what a member sends on as a proxy, divided by the members' mean. sent: [T] bags of that, for each home.
     home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
     """
 
@@ -287,14 +288,14 @@ class _Builder:
         return [(name, near + far)]
 
     def _host(self, name: str, *, network: bool, on: int = 1) -> int:
-        """Which size of hosts the costs of an owner's piece are made for; on: ranks that hold a piece."""
+        """The number of the host size for which a piece's costs on its owner are computed; on: ranks of a piece."""
         if 1 < on < self.ranks and (self.alike or self.lower):
             return self.sizes.index(on)
         sides = self._together(name)[-1 if network else 0][1]
         return int(sides.whole.argmin() if self.lower else sides.own.argmax())
 
     def _home_host(self, name: str, *, network: bool) -> int:
-        """Which size of hosts the home's side is made for."""
+        """The number of the host size for which the home's side is computed."""
         home = self._together(name)[-1 if network else 0][1].home
         return int(home.argmin() if self.lower else home.argmax())
 
@@ -307,7 +308,7 @@ class _Builder:
         return self._factors("home", self.home)
 
     def _factors(self, kind: str, seconds: Ints) -> Ints:
-        """[R, S] per mille. Links go by the host, other work does not: what both take together in all single pieces."""
+        """[R, S] per mille: links take longer on some hosts, other work does not, weighted by their sums over single pieces."""
         factors = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
         if self.alike or self.lower:
             return factors
@@ -685,7 +686,7 @@ class _Builder:
     def _put_link(
         self, kind: str, to: Ints, o: int, t: Ints, name: str, seconds: Floats, network: bool
     ) -> str:  # fmt: skip
-        """The stage that it was put to."""
+        """Returns the stage."""
         stage = NETWORK_STAGES[list(WAYS).index(name)] if network else name
         put = self._put(to, o, t, stage, seconds)
         if self.options[o].width == 1:

@@ -6,7 +6,7 @@ Nouns
 
 Of duplex links the slower direction counts. On hosts of one size that is the owner's on the slowest rank, and the
 home's side counts as 0. On hosts of several sizes, homes elsewhere may take longer for a host's pieces, V_h other. Then
-an estimate has the host take as long: exact for two hosts that share cards. With a card for each rank that would be
+an estimate gives the host that time: exact for two hosts that share cards. With a card for each rank that would be
 n v other, too much where a host's ranks hold unlike amounts: the geometric mean of it and of the owner's side counts.
 
 On other links the seconds of both directions add up. A home exchanges nothing with itself, nor over the network with
@@ -63,7 +63,7 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
 
     Args:
         lower: homes' sides are the least that they can be.
-        pinned: other tables lie somewhere already, so what is best spread evenly may lie on one rank.
+        pinned: tables with given places may load one rank so that pieces are not spread evenly.
     """
     speeds, topology, ranks = model.speeds, model.topology, float(model.ranks)
     sizes = np.array(sorted({len(host) for host in topology.host_ranks}), np.float64)

@@ -227,7 +227,7 @@ class Travel:
             homes = self.host != host
             width = self.width[members[0]]
             if host not in turns:
-                # Of all ranks at once, what `Topology.turn` says of one.
+                # `Topology.turn` of all ranks at once.
                 turns[host] = every - np.searchsorted(np.sort(topology.ranks_of(host)), every)
             proxies = np.array(owners)[turns[host] % len(owners)]
             count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)

@@ -59,7 +59,7 @@ TURNS = 6  # times that the best packings are rebuilt
 TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS = 7, 4
-OTHERS = 4  # arrangements that a solution has besides
+OTHERS = 4  # further arrangements that are kept for `Solution.others`
 PART = 60  # units that a part of an enumeration takes, by rank and stage
 WORST = 1 << 61
 
@@ -188,7 +188,7 @@ class _Search:
             self._mix()
 
     def _of_one_width(self, kinds: Sequence[Kinds], work: Work) -> None:
-        """Packs tables that are all on single ranks, or all over hosts: few tables come out level only if alike."""
+        """Packs all tables on single ranks, or all over hosts: few tables of both kinds leave ranks uneven."""
         width = self.instance.width
         for some in (width > 1, width == 1):
             alike = self.relaxed.usable & some
