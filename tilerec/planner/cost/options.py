@@ -308,7 +308,7 @@ class _Builder:
         return self._factors("home", self.home)
 
     def _factors(self, kind: str, seconds: Ints) -> Ints:
-        """[R, S] per mille: links, which depend on the host, and other work, weighted by their sums over single pieces."""
+        """[R, S] per mille: links, which depend on the host, and other work, weighted by sums over single pieces."""
         factors = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
         if self.alike or self.lower:
             return factors
