@@ -623,12 +623,15 @@ class _Builder:
         self.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         self.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         self.divisible[t, o] = (way is Way.ROWS and rows > 1) & ~work.ordered[t]
-        # Unlike ranges have fewer present bags in all, though no fewer than the whole table. Lines of a cache: none.
+        # Unlike ranges have fewer present bags in all, though no fewer than the whole table.
         buffers = self.whole_payload[t] * (1 + model.depth) + self.bags[t] * width * work.wide
         buffers = ranks * (buffers + self.all_ids[t] * KEY_BYTES)
-        weights = model.weights(t, work.rows[t].astype(np.float64), width)
-        for tier, size in ((model.tier, buffers), (HOST if cached else model.tier, weights)):
-            self.least_memory[t, o, tier] += np.floor(size / rows).astype(np.int64)
+        every = work.rows[t].astype(np.float64)
+        weights = model.weights(t, every, width)
+        if cached:
+            self.least_memory[t, o, HOST] += np.floor(weights / rows).astype(np.int64)
+            weights = model.lines(t, every, width)
+        self.least_memory[t, o, model.tier] += np.floor((weights + buffers) / rows).astype(np.int64)
         # A part is a part, however few rows it has.
         self._put(self.fixed, o, t, "ids", speeds.part * ranks * self.features[t])
         self.uses[t, o, CHARGES.index("exchange")] = self.ranks > 1
