@@ -435,20 +435,14 @@ def test_no_plan_is_called_impossible_where_only_unlike_ranges_of_rows_fit() -> 
 
 
 def test_rows_are_not_cut_by_caps_over_more_ranks_than_allowed_or_apart_from_others() -> None:
-    caps = [70 * MIB, 20 * MIB, 20 * MIB, 20 * MIB]
-    topology = Topology(4, hbm_caps=caps)
-    free = decide(plan_request({"a": 200_000}, topology, batch_size=64))
-    few = decide(
-        plan_request({"a": 200_000}, topology, {"a": ParameterConstraints(max_ranks=3)}, batch_size=64)
-    )
-    assert free.found
-    assert len(set(free.shardings()["ebc.a"].ranks or ())) == 4
-    assert not few.found or len(set(few.shardings()["ebc.a"].ranks or ())) <= 3
-    together = {"b": ParameterConstraints(with_table="a")}
-    pair = decide(plan_request({"a": 200_000, "b": 100}, topology, together, batch_size=64))
-    if pair.found:
-        a, b = (set(pair.shardings()[f"ebc.{name}"].ranks or ()) for name in "ab")
-        assert a == b
+    topology = Topology(4, hbm_caps=[70 * MIB, 20 * MIB, 20 * MIB, 20 * MIB])
+    large, small = table("a", 200_000, 128), table("b", 100, 128)
+    free = decide(plan_request([large], topology, batch_size=64))
+    assert free.by_caps == {"ebc.a"}
+    few = {"a": ParameterConstraints(max_ranks=3)}
+    assert not decide(plan_request([large], topology, few, batch_size=64)).by_caps
+    beside = {"b": ParameterConstraints(with_table="a")}
+    assert not decide(plan_request([large, small], topology, beside, batch_size=64)).by_caps
 
 
 def test_a_table_whose_column_blocks_must_share_a_host_may_have_copies_everywhere() -> None:
