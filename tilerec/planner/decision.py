@@ -118,7 +118,7 @@ class Decision:
     def plan(self) -> ShardingPlan:
         """The plan, without its report."""
         topology = self.request.topology
-        shardings = self.shardings()
+        shardings = self.shardings() if self.priced is None else self.priced.shardings
         paths = dict.fromkeys(path for table in self.request.tables for path, _ in table.names)
         modules = {path: EmbeddingModuleShardingPlan() for path in paths}
         for table in self.request.tables:

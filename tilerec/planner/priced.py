@@ -30,11 +30,13 @@ class PlanPrice:
         price: of all tables together, without what is reserved.
         reserved: [R, 2] bytes that other things take in the memory of the device and of the host.
         cap: [R, 2] bytes that there are.
+        shardings: of each table, by key.
     """
 
     price: Price
     reserved: Ints
     cap: Ints
+    shardings: Mapping[str, ParameterSharding]
 
     @property
     def seconds(self) -> float:
@@ -171,7 +173,7 @@ def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> 
     found = price(tilings, Model(Workload(works), request.topology))
     reserved = np.zeros((request.topology.world_size, 2), np.int64)
     reserved[:, found.tier] = request.reserved_bytes()
-    return PlanPrice(found, reserved, np.array(request.topology.caps, np.int64))
+    return PlanPrice(found, reserved, np.array(request.topology.caps, np.int64), shardings)
 
 
 def work_under(work: TableWork, sharding: ParameterSharding) -> TableWork:

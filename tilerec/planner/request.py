@@ -258,6 +258,8 @@ class PlanRequest:
             if other not in pins and key not in pins:
                 first, second = sorted((find(key), find(other)))
                 leader[second] = first
+        if not leader:
+            return []
         groups: dict[str, list[str]] = {}
         for table in self.tables:
             groups.setdefault(find(table.key), []).append(table.key)

@@ -185,6 +185,8 @@ class Tiling:
 
     @cached_property
     def _merged(self) -> tuple[Tile, ...]:
+        if len(self.blocks) == 1:
+            return self.tiles()
         merged: list[Tile] = []
         # Rectangles that end at the current block's left edge: what may grow to the right.
         growing: dict[tuple[int, int, tuple[int, ...]], int] = {}
