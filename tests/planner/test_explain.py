@@ -36,6 +36,14 @@ def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
         assert len({way.option for way in found.considered}) == len(found.considered) > 4
 
 
+@pytest.mark.parametrize("hosts", [[[0, 1, 2], [3]], [[0, 1], [2, 3]]])
+def test_a_way_takes_at_home_what_the_report_says_on_hosts_of_any_size(hosts: list[list[int]]) -> None:
+    request = plan_request(ROWS, Topology(4, "cpu", hosts=hosts), batch_size=4096)
+    entries = {entry.name: entry for entry in make_plan(request).report.tables}
+    for name in ROWS:
+        assert explain(request, name).chosen.home_ps == sum(entries[name].home_ps)
+
+
 def test_no_way_that_fits_is_much_better_than_the_plan() -> None:
     request = plan_request(ROWS, Topology(4), batch_size=4096)
     decision = decide(request)

@@ -25,7 +25,7 @@ from tilerec.planner.infeasible import no_plan
 from tilerec.planner.report_text import aligned, time_text
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.ruled_out import ruled_out
-from tilerec.planner.search.instance import Instance, Ints, loads, work_of
+from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, loads, work_of
 from tilerec.planner.together import together
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
@@ -41,7 +41,8 @@ class Considered:
         ruled_out: why the way is not open to the table; "" where it is.
         pieces: how many; on `width` ranks each.
         piece_bytes: on each rank that holds a piece, what the way takes on every rank included.
-        owner_ps: what a piece adds on a rank that holds it, all stages together. home_ps: what it adds on every rank.
+        owner_ps: what a piece adds on a rank that holds it (the slowest one), all stages together.
+        home_ps: what it adds on every rank, the mean where hosts differ in size.
         step_ps: the step then.
         short: bytes beyond the caps on the rank with most of them; 0 if it fits.
     """
@@ -310,8 +311,8 @@ class Explainer:
             int(own.pieces[t, o]),
             int(own.width[t, o]),
             int((own.memory + own.home_memory)[t, o].sum()),
-            int(_spread(own, t, o).sum()),
-            int(own.home[t, o].sum()),
+            int((_spread(own, t, o) * own.slow.max(0) // PER_MILLE).sum()),
+            int((own.home[t, o] * (own.reach.sum(0) // own.ranks) // PER_MILLE).sum()),
             self._cost(work, uses) + self.differs,
             max(0, int((memory - own.cap).max())),
         )
@@ -378,18 +379,19 @@ class _Rest:
         if width > 1:
             load = np.stack([load[ranks].max(0) for ranks in spots])
             room = np.stack([room[ranks].min(0) for ranks in spots])
-        own, size = _spread(instance, 0, o), instance.memory[0, o]
+        slow = np.stack([instance.slow[ranks].max(0) for ranks in spots])
+        own, size = _spread(instance, 0, o) * slow // PER_MILLE, instance.memory[0, o]
         taken: list[int] = []
         for _ in range(int(instance.pieces[0, o])):
             fresh = usable.copy()
             fresh[taken] = False
             candidates = np.flatnonzero(fresh if fresh.any() else usable)
             short = np.maximum(size - room[candidates], 0).sum(1)
-            step = np.maximum(load.max(0), load[candidates] + own).sum(1)
+            step = np.maximum(load.max(0), load[candidates] + own[candidates]).sum(1)
             order = np.lexsort((candidates, load[candidates].sum(1), step, short))
             best = int(candidates[order[0]])
             taken.append(best)
-            load[best] += own
+            load[best] += own[best]
             room[best] -= size
         return tuple(taken)
 
