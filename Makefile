@@ -43,7 +43,7 @@ BIN := $(VENV)/bin
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-LIBRARY := tilerec/ops/cpu/libtilerec_cpu.so
+LIBRARY := tilerec/ops/runtime/cpu/libtilerec_cpu.so
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 

@@ -38,7 +38,7 @@ from tilerec import (
     cache_tables,
     flush_caches,
 )
-from tilerec.ops.cpu.library import status
+from tilerec.ops.runtime.cpu.library import status
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.storage.cache_sets import CacheSets, NoSpare
 from tilerec.storage.cached import WAYS

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from tilerec.ops import backends as backends
-from tilerec.ops import exchange
-from tilerec.ops.cpu.library import library, status
+from tilerec.ops.exchange import definition as exchange
+from tilerec.ops.runtime.cpu.library import library, status
 
 ROWS = 100_000
 

@@ -54,8 +54,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from tilerec.modules.embedding import EmbeddingCollection  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
-from tilerec.ops import later  # noqa: E402
-from tilerec.ops.triton import reports  # noqa: E402
+from tilerec.ops.runtime import readback as later  # noqa: E402
+from tilerec.ops.runtime.triton import reports  # noqa: E402
 from tilerec.optim import apply_optimizer_in_backward  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.optimizer import RowWiseAdagrad  # noqa: E402
@@ -209,7 +209,7 @@ def install(clock: Clock) -> None:
     JITFunction.run = clock.watch("launch", JITFunction.run)  # type: ignore[method-assign]
     for name in TORCH:
         setattr(torch, name, clock.watch("torch", getattr(torch, name)))
-    from tilerec.ops import gradient
+    from tilerec.ops.gradient import definition as gradient
     from tilerec.storage.table_rows import TableRows, _Skipped
 
     # What an update tells is begun by a kernel, so here nothing is told.

@@ -28,10 +28,12 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from tilerec.ops import backends  # noqa: F401, E402
-from tilerec.ops import exchange as exchange_reference  # noqa: E402
-from tilerec.ops import quant as quant_reference  # noqa: E402
-from tilerec.ops.jagged import REFERENCE, offsets_from_lengths  # noqa: E402
-from tilerec.ops.triton import exchange, jagged, quant  # noqa: E402
+from tilerec.ops.exchange import definition as exchange_reference  # noqa: E402
+from tilerec.ops.exchange.triton import backend as exchange  # noqa: E402
+from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths  # noqa: E402
+from tilerec.ops.jagged.triton import backend as jagged  # noqa: E402
+from tilerec.ops.quantize import definition as quant_reference  # noqa: E402
+from tilerec.ops.quantize import triton as quant  # noqa: E402
 
 KERNELS = jagged.kernels()
 

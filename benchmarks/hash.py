@@ -41,8 +41,7 @@ from hash_peer import Workload
 from torch import Tensor
 
 from tilerec.ops import backends as backends
-from tilerec.ops.cpu.library import library, status
-from tilerec.ops.hash import (
+from tilerec.ops.hash.definition import (
     REFERENCE,
     HashRange,
     HashState,
@@ -53,6 +52,7 @@ from tilerec.ops.hash import (
     zch_assign_each_,
     zch_find,
 )
+from tilerec.ops.runtime.cpu.library import library, status
 
 BUCKETS = 768
 TURN = 16  # batches a side takes in a row

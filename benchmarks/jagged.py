@@ -107,9 +107,9 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
     """Native kernels beside the reference, interleaved, on one and on two threads; results are compared first."""
     import torch
 
-    from tilerec.ops.cpu.jagged import kernels
-    from tilerec.ops.cpu.library import library, status
-    from tilerec.ops.jagged import REFERENCE
+    from tilerec.ops.jagged.cpu import kernels
+    from tilerec.ops.jagged.definition import REFERENCE
+    from tilerec.ops.runtime.cpu.library import library, status
 
     loaded = library()
     if loaded is None:

@@ -48,7 +48,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from peer import DTYPES, EPS, LR, PERIOD, Case, fill_table, result_of, table_values, timed  # noqa: E402
 
 from tilerec.ops import backends  # noqa: E402
-from tilerec.ops.cpu.library import status  # noqa: E402
+from tilerec.ops.runtime.cpu.library import status  # noqa: E402
 from tilerec.storage.flat import flat_memory  # noqa: E402
 
 SECTIONS = ("pooled", "sequence", "pooled-train", "sequence-train", "overhead")

@@ -30,8 +30,8 @@ import torch
 from loglog import Series, exponent, write
 from planner_cases import CASES, Case, lognormal
 
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
 from tilerec.planner.infeasible import PlannerError
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan

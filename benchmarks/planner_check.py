@@ -30,9 +30,9 @@ from planner_check_planned import Planned, over_cap, tiling_of, wrong_cover
 
 from tilerec.errors import ConfigError
 from tilerec.planner.priced import price_plan
-from tilerec.planner.report import PlanReport
+from tilerec.planner.report.plan_report import PlanReport
+from tilerec.planner.report.variation import varied
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.variation import varied
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology

@@ -72,7 +72,7 @@ from sharded_peer import Case, Runner, Tile, serve  # noqa: E402
 from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.ops import backends  # noqa: E402
-from tilerec.ops.cpu.library import status  # noqa: E402
+from tilerec.ops.runtime.cpu.library import status  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.sharding.wire import RowWire  # noqa: E402

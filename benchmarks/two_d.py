@@ -49,7 +49,7 @@ from lookup import machine  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.full_state import full_state_dict  # noqa: E402
-from tilerec.parallel.replicate import DMPCollection  # noqa: E402
+from tilerec.parallel.two_d.dmp_collection import DMPCollection  # noqa: E402
 from tilerec.planner import EmbeddingShardingPlanner, ParameterConstraints, row_wise  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.optimizer import SGD, OptimizerSpec, RowWiseAdagrad  # noqa: E402

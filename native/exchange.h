@@ -1,4 +1,4 @@
-// What ranks exchange: ids sorted by destination, rows put into and read out of place (tilerec/ops/exchange.py is the
+// What ranks exchange: ids sorted by destination, rows put into and read out of place (tilerec/ops/exchange/definition.py is the
 // specification, with an example in numbers for each function).
 //
 //   route     one feature's ids against the row cuts of its table; a part is one row range of a route

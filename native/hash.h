@@ -1,4 +1,4 @@
-// Rows of ids: find, assign, resize (tilerec/ops/hash.py is the specification, with examples in numbers and the nouns).
+// Rows of ids: find, assign, resize (tilerec/ops/hash/definition.py is the specification, with examples in numbers and the nouns).
 //
 //   range    what a state holds: buckets [first, first + held) of `buckets`, `slots` rows each
 //   lane     a run of entries one thread takes in order: all of them, or those of a run of buckets

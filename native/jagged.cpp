@@ -1,4 +1,4 @@
-// Jagged algebra (tilerec/ops/jagged.py says what each function computes, with an example in numbers).
+// Jagged algebra (tilerec/ops/jagged/definition.py says what each function computes, with an example in numbers).
 //
 //   segment   a run of neighbouring items; S of them, offsets[S + 1] ascend from 0
 //   item      `item_bytes` bytes: most functions move items and never look inside

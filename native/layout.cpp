@@ -1,4 +1,4 @@
-// Where the fields of the interface's structs lie, as text (tilerec/ops/cpu/records.py makes the same of its records).
+// Where the fields of the interface's structs lie, as text (tilerec/ops/runtime/cpu/records.py makes the same of its records).
 #include <cstddef>
 #include <string>
 

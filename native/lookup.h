@@ -1,4 +1,4 @@
-// Looking rows up: the C functions and what their kernels are given (tilerec/ops/lookup.py is the specification).
+// Looking rows up: the C functions and what their kernels are given (tilerec/ops/lookup/definition.py is the specification).
 //
 //   out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of bag (f, b); empty bag: zeros
 //

@@ -1,4 +1,4 @@
-// Filling tiles with the numbers the whole table has there (tilerec/ops/random.py is the specification).
+// Filling tiles with the numbers the whole table has there (tilerec/ops/random/definition.py is the specification).
 #pragma once
 
 #include "tilerec.h"

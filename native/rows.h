@@ -48,7 +48,7 @@ typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 
-// Eight columns are the unit of every row sum (ops/rules.py): the same on all levels.
+// Eight columns are the unit of every row sum (ops/update/rules.py): the same on all levels.
 typedef float vf8 __attribute__((vector_size(32)));
 
 TR_INLINE vf splat(float x) { return vf{} + x; }

@@ -9,7 +9,7 @@
 //   - the same arguments give the same bits for every `threads` and every instruction set
 //   - ids are read as `index_type` says; no memory outside the named arrays is read or written, whatever ids and offsets hold
 //
-// tilerec/ops/cpu/library.py refuses a library whose TR_ABI_VERSION or whose structs (tr_layout) are not those it was written
+// tilerec/ops/runtime/cpu/library.py refuses a library whose TR_ABI_VERSION or whose structs (tr_layout) are not those it was written
 // for. Whoever changes the arguments or the meaning of a function raises TR_ABI_VERSION, here and there: a library that is left
 // over from older sources would otherwise give wrong numbers and no error. A new struct or field is named in layout.cpp too.
 #pragma once

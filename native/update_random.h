@@ -1,4 +1,4 @@
-// Stochastic rounding of a row: random words by place (ops/random.py), eight counters of Philox4x32-10 side by side.
+// Stochastic rounding of a row: random words by place (ops/random/definition.py), eight counters of Philox4x32-10 side by side.
 #pragma once
 
 #include "rows.h"

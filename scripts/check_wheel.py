@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = "tilerec/ops/cpu/libtilerec_cpu.so"
+LIBRARY = "tilerec/ops/runtime/cpu/libtilerec_cpu.so"
 OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 14)
 LOADED = """

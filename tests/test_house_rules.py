@@ -120,4 +120,6 @@ def test_the_compiler_is_not_imported_with_the_package() -> None:
                     if "torch.compiler.disable" in ast.unparse(decorator)
                     or "_disable_dynamo" in ast.unparse(decorator)
                 ]
-    assert not broken, f"{broken}: write tilerec.ops.graph_break.graph_break, which does not import it"
+    assert not broken, (
+        f"{broken}: write tilerec.ops.runtime.graph_break.graph_break, which does not import it"
+    )

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from tilerec.cli import app
 from tilerec.planner.priced import price_plan
-from tilerec.planner.report import PlanReport
+from tilerec.planner.report.plan_report import PlanReport
+from tilerec.planner.report.time_text import time_text
+from tilerec.planner.report.variation import varied
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.time_text import time_text
-from tilerec.planner.variation import varied
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Block, Tiling
 from tilerec.spec.topology import Topology

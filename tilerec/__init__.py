@@ -21,12 +21,12 @@ from tilerec.modules.managed_embedding import (
 from tilerec.ops import backends as backends
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
-from tilerec.parallel.rebalance import rebalance as rebalance
-from tilerec.parallel.replicate import DMPCollection as DMPCollection
-from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
-from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy
-from tilerec.parallel.reshard import reshard as reshard
+from tilerec.parallel.resharding.rebalance import rebalance as rebalance
+from tilerec.parallel.resharding.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
+from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
+from tilerec.parallel.two_d.dmp_collection import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.two_d.dmp_collection import ShardingStrategy as ShardingStrategy
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor

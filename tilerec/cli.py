@@ -202,7 +202,7 @@ def _calibrate(group: Group, out: str, device: str) -> None:
 
 def _speeds_text(speeds: Speeds) -> str:
     """Every speed as a table: rates by width, then the others."""
-    from tilerec.planner.report_text import aligned
+    from tilerec.planner.report.text import aligned
     from tilerec.spec.speeds import PER_WIDTH, SINGLE
 
     widths = [str(width) for width in speeds.widths]

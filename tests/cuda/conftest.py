@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilerec.errors import TilerecError
-from tilerec.ops.later import hear_all
+from tilerec.ops.runtime.readback import hear_all
 
 
 @pytest.fixture(scope="session", autouse=True)

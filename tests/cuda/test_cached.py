@@ -21,7 +21,7 @@ from tilerec import (
     uncache_tables,
 )
 from tilerec.modules.cached_tables import rows_below, set_cache
-from tilerec.ops.triton.reports import raise_all
+from tilerec.ops.runtime.triton.reports import raise_all
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.storage import host_rows
 

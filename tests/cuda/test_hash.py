@@ -12,13 +12,13 @@ from torch import Tensor
 from tests.cuda.sizes import real, size
 from tests.ops.hash_pair import Pair, equal
 from tilerec.errors import InputError
-from tilerec.ops.hash import REFERENCE, HashState, Outcome, Policy, empty_state
-from tilerec.ops.hash_place import high, low, mixed
+from tilerec.ops.hash.definition import REFERENCE, HashState, Outcome, Policy, empty_state
+from tilerec.ops.hash.place import high, low, mixed
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton.hash import kernels
-from tilerec.ops.triton.reports import raise_all
+from tilerec.ops.hash.triton.backend import kernels
+from tilerec.ops.runtime.triton.reports import raise_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -174,7 +174,7 @@ def test_bad_entries_are_told_as_on_the_cpu_and_change_nothing() -> None:
 
 @real
 def test_batches_of_other_sizes_compile_nothing_anew() -> None:
-    from tilerec.ops.triton.hash_assign import walk_kernel
+    from tilerec.ops.hash.triton.assign import walk_kernel
 
     state = on_gpu(empty_state(16, 32))
     rest = (0, 16, 32, 128)

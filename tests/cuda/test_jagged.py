@@ -13,13 +13,17 @@ from torch import Tensor
 
 from tests.cuda.sizes import SIMULATED, real, size, some
 from tilerec.errors import InputError
-from tilerec.ops import exchange as exchange_reference
-from tilerec.ops import quant as quant_reference
-from tilerec.ops.jagged import REFERENCE, offsets_from_lengths
+from tilerec.ops.exchange import definition as exchange_reference
+from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths
+from tilerec.ops.quantize import definition as quant_reference
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import exchange, jagged, jagged_copy, quant, reports
+from tilerec.ops.exchange.triton import backend as exchange
+from tilerec.ops.jagged.triton import backend as jagged
+from tilerec.ops.jagged.triton import copy as jagged_copy
+from tilerec.ops.quantize import triton as quant
+from tilerec.ops.runtime.triton import reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from tests.cuda.sizes import real, size
 from tilerec.errors import InputError
-from tilerec.ops import later, upload
-from tilerec.ops.random import random_fill_reference_
+from tilerec.ops.random.definition import random_fill_reference_
+from tilerec.ops.runtime import readback as later
+from tilerec.ops.runtime import upload
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import lookup, random, reports
+from tilerec.ops.lookup.triton import backend as lookup
+from tilerec.ops.random.triton import backend as random
+from tilerec.ops.runtime.triton import reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

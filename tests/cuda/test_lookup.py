@@ -13,7 +13,7 @@ from tests.cuda.sizes import real, size, some
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.lookup import (
+from tilerec.ops.lookup.definition import (
     _pooled_lookup_reference,
     _sample_weight_grad_reference,
     _sequence_lookup_reference,
@@ -23,7 +23,8 @@ from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import lookup, reports
+from tilerec.ops.lookup.triton import backend as lookup
+from tilerec.ops.runtime.triton import reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

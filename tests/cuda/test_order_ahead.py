@@ -18,7 +18,7 @@ from tests.cuda.sizes import size
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.triton import update
+from tilerec.ops.update.triton import backend as update
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad

@@ -14,11 +14,12 @@ if not torch.cuda.is_available():
 
 from tests.cuda.sizes import size
 from tests.cuda.test_sharded import KEYS, ROWS, loss_of, model, sequences
-from tilerec.ops.triton import parts, update
+from tilerec.ops.update.triton import backend as update
+from tilerec.ops.update.triton import phased_update as parts
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.replicate import DMPCollection
 from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.plan import ParameterSharding
 from tilerec.testing.batches import random_batch

@@ -12,7 +12,7 @@ from tests.cuda.sizes import size
 from tests.cuda.test_sharded import STEPS, batch, model, whole_after_training
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.replicate import DMPCollection
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, row_wise
 from tilerec.sharding.touched import WEIGHTS, Touched, rows_of_all
 from tilerec.spec.optimizer import SGD

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tilerec.cli import app
 from tilerec.planner import ParameterConstraints, PlanReport
-from tilerec.planner.report import TableEntry
+from tilerec.planner.report.plan_report import TableEntry
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 pytestmark = pytest.mark.skipif(
@@ -56,8 +56,8 @@ def test_every_word_for_a_constraint_is_there() -> None:
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # One what-if for each report: tests/planner/test_report.py has them all.
-    monkeypatch.setattr("tilerec.planner.what_if.LARGE", 0)
-    monkeypatch.setattr("tilerec.planner.what_if.FEW", 1)
+    monkeypatch.setattr("tilerec.planner.report.what_if.LARGE", 0)
+    monkeypatch.setattr("tilerec.planner.report.what_if.FEW", 1)
     text = PAGE.read_text()
     (table,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     (tmp_path / "tables.json").write_text(f"[{table}]")

@@ -33,7 +33,7 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.cache import CacheParams

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts, divisor_near
-from tilerec.ops.hash import zch_buckets
+from tilerec.ops.hash.definition import zch_buckets
 
 
 @pytest.mark.parametrize(

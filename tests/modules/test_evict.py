@@ -14,7 +14,7 @@ from tilerec.modules.evict import (
     LRU_EvictionPolicy,
     read_eviction,
 )
-from tilerec.ops.hash import Policy
+from tilerec.ops.hash.definition import Policy
 
 NAMES = HashZchEvictionPolicyName
 

@@ -22,7 +22,7 @@ from tilerec.modules.evict import (
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.mch import MCHManagedCollisionModule
-from tilerec.ops.hash import zch_buckets
+from tilerec.ops.hash.definition import zch_buckets
 from tilerec.sparse.jagged_tensor import JaggedTensor
 
 ANY = st.integers(-(2**63), 2**63 - 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops import backends as backends
-from tilerec.ops.cache import BOOKS, DIRTY, LINE_OF, NONE, Told
+from tilerec.ops.cache.definition import BOOKS, DIRTY, LINE_OF, NONE, Told
 
 Ops = Mapping[str, Callable[..., Any]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash import REFERENCE, HashState, empty_state
+from tilerec.ops.hash.definition import REFERENCE, HashState, empty_state
 
 
 def equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

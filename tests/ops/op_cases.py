@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tilerec.ops import backends as backends
-from tilerec.ops.cache import NONE
-from tilerec.ops.hash import empty_state
+from tilerec.ops.cache.definition import NONE
+from tilerec.ops.hash.definition import empty_state
 
 Arguments = tuple[Any, ...]
 

@@ -11,8 +11,8 @@ from tests.ops.cache_tables import CachedTables, Shape, batch
 from tests.ops.op_cases import cases
 from tests.storage.cache_model import ModelCache
 from tilerec.errors import InputError
-from tilerec.ops import cache
-from tilerec.ops.cache import BOOKS, TOLD, Plan, Told
+from tilerec.ops.cache import definition as cache
+from tilerec.ops.cache.definition import BOOKS, TOLD, Plan, Told
 from tilerec.spec.cache import CacheAlgorithm
 
 OPS = torch.ops.tilerec

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.op_cases import cases
 from tilerec.errors import InputError
-from tilerec.ops.devices import ANYWHERE, on_one_device
+from tilerec.ops.runtime.devices import ANYWHERE, on_one_device
 
 
 def _moves() -> list[tuple[str, str]]:

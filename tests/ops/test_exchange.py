@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from tilerec.errors import InputError
 from tilerec.ops import backends as backends
-from tilerec.ops import exchange
+from tilerec.ops.exchange import definition as exchange
 
 OPS = torch.ops.tilerec
 NO_SLOTS = torch.empty(0, dtype=torch.int32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerec.ops.fetch import fetch
+from tilerec.ops.runtime.fetch import fetch
 
 
 def test_numbers_keep_their_order_whatever_their_types() -> None:

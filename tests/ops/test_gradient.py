@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import CommsError, TilerecError
-from tilerec.ops import gradient
-from tilerec.ops.gradient import (
+from tilerec.ops.gradient import definition as gradient
+from tilerec.ops.gradient.definition import (
     GradientRecord,
     GradientSink,
     bag_starts,

@@ -17,7 +17,7 @@ from torch.library import opcheck
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends as backends
-from tilerec.ops.hash import (
+from tilerec.ops.hash.definition import (
     REFERENCE,
     Assigned,
     HashRange,

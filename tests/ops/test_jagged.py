@@ -13,8 +13,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
-from tilerec.ops import jagged
-from tilerec.ops.jagged import REFERENCE
+from tilerec.ops.jagged import definition as jagged
+from tilerec.ops.jagged.definition import REFERENCE
 
 OPS = torch.ops.tilerec
 LENGTHS = st.lists(st.integers(0, 4), max_size=9)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops import later
-from tilerec.ops.later import use_all, use_arrived, when_arrived
+from tilerec.ops.runtime import readback as later
+from tilerec.ops.runtime.readback import use_all, use_arrived, when_arrived
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD

@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from tilerec.errors import InputError
 from tilerec.ops import backends as backends
-from tilerec.ops.order import layers, reach
+from tilerec.ops.update.order import layers, reach
 
 OPS = torch.ops.tilerec
 

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from tilerec.errors import ConfigError
-from tilerec.ops.quant import pack_rows, pack_segments, unpack_rows, unpack_segments
+from tilerec.ops.quantize.definition import pack_rows, pack_segments, unpack_rows, unpack_segments
 
 OPS = torch.ops.tilerec
 FORMATS = ["int8", "fp8"]

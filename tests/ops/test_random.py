@@ -7,7 +7,7 @@ import torch
 
 from tilerec.errors import ConfigError
 from tilerec.ops import backends  # noqa: F401
-from tilerec.ops.random import (
+from tilerec.ops.random.definition import (
     philox,
     random_fill_reference_,
     random_rows_reference_,

@@ -18,7 +18,7 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import resize_table
-from tilerec.ops.reader import id_segments, places_in_copies
+from tilerec.ops.lookup.saved_rows import id_segments, places_in_copies
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -288,7 +288,9 @@ def test_nothing_is_copied_or_kept_in_a_loop_of_forwards_and_backwards(
 ) -> None:
     module, outs = bags(kind), []
     copies: list[int] = []
-    monkeypatch.setattr("tilerec.ops.reader.Reader._take", lambda self, features: copies.extend(features))
+    monkeypatch.setattr(
+        "tilerec.ops.lookup.saved_rows.Reader._take", lambda self, features: copies.extend(features)
+    )
     for seed in range(3):
         kjt = batch(seed)
         outs.append(loss(module, kjt))  # held on to, as a running mean of losses may be

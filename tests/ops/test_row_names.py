@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops import update
+from tilerec.ops.update import definition as update
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 
 ROWS, DIM = 9, 12

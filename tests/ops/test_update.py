@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends  # noqa: F401
-from tilerec.ops.rules import make_rule
-from tilerec.ops.update import (
+from tilerec.ops.update.definition import (
     rule_apply_reference_,
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
@@ -23,6 +22,7 @@ from tilerec.ops.update import (
     sum_row_gradients_reference,
     update_rows_reference_,
 )
+from tilerec.ops.update.rules import make_rule
 
 COMMON = [0.1, 1.0, 0.05, 1.0]  # lr, grad_scale, weight_decay, stochastic_rounding
 RULES: dict[str, tuple[str, list[float], tuple[str, ...]]] = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.update_counts import check_counts
+from tilerec.ops.update.counts import check_counts
 
 COUNT = torch.zeros((), dtype=torch.int64)
 

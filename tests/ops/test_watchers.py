@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.watchers import unwatched
+from tilerec.ops.runtime.dispatch import unwatched
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tilerec.ops.update  # noqa: F401  (registers the ops)
+import tilerec.ops.update.definition  # noqa: F401  (registers the ops)
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRowWiseAdagrad
 from tilerec.spec.optimizer import (
     LAMB,

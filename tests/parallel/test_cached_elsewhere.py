@@ -31,9 +31,9 @@ from tests.sharding.test_managed_collision import train as train_managed
 from tilerec import apply_optimizer_in_backward, cache_tables, flush_caches, shard
 from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.rebalance import rebalance
-from tilerec.parallel.resize_ids import resize_ids
-from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.resharding.rebalance import rebalance
+from tilerec.parallel.resharding.resize_ids import resize_ids
+from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.spec.optimizer import Adam
 from tilerec.testing.batches import random_batch

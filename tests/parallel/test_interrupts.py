@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tilerec.parallel.interrupts import Interrupts
+from tilerec.parallel.resharding.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

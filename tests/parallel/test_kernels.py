@@ -15,6 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
+from tilerec.compat.sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    get_default_sharders,
+)
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -24,11 +29,6 @@ from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.shard import shard
-from tilerec.parallel.sharders import (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-    get_default_sharders,
-)
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad

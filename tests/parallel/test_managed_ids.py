@@ -29,10 +29,10 @@ from tilerec.comms.mesh import group_of
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.replicate import DMPCollection
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
+from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.compat.fused_params import EmbOptimType
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -22,11 +24,9 @@ from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.fused_params import EmbOptimType
 from tilerec.parallel.model_parallel import DistributedModelParallel
-from tilerec.parallel.replicate import DMPCollection
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.parallel.traffic import traffic
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan, Wire

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.move_schedule import (
+from tilerec.parallel.resharding.chunked_transfer import Load, Part
+from tilerec.parallel.resharding.move_schedule import (
     CALLS,
     CALLS_OF_BATCH,
     HANDLING,
@@ -15,7 +16,6 @@ from tilerec.parallel.move_schedule import (
     schedule,
     seconds_of,
 )
-from tilerec.parallel.transit import Load, Part
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests.parity.harness import TILINGS, WORLDS
-from tilerec.parallel.move_order import order_of
-from tilerec.parallel.moves import (
+from tilerec.parallel.resharding.move_order import order_of
+from tilerec.parallel.resharding.moves import (
     ALIGNMENT,
     Transfer,
     cut,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.rank_grid import RankGrid, blocks_of
+from tilerec.parallel.two_d.rank_grid import RankGrid, blocks_of
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 

@@ -13,9 +13,9 @@ from torch import nn
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.parallel.model_tables import collections_of
 from tilerec.parallel.read_plan import completed, read_plan
 from tilerec.parallel.shard import shard
-from tilerec.parallel.tables import collections_of
 from tilerec.planner.helpers import (
     Cut,
     column_wise,

@@ -23,7 +23,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.data_parallel import DataParallelWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
-from tilerec.parallel.replicate import DMPCollection, DMPCollectionConfig
+from tilerec.parallel.two_d.dmp_collection import DMPCollection, DMPCollectionConfig
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad

@@ -34,7 +34,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.reshard import Resharded, reshard
+from tilerec.parallel.resharding.reshard import Resharded, reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

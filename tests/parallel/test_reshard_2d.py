@@ -16,14 +16,14 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.rank_grid import RankGrid
-from tilerec.parallel.rebalance import rebalance
-from tilerec.parallel.replicate import DMPCollection
-from tilerec.parallel.reshard import reshard
-from tilerec.parallel.reshard_2d import reshard_2d
-from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.rebalance import rebalance
+from tilerec.parallel.resharding.reshard import reshard
+from tilerec.parallel.resharding.reshard_2d import reshard_2d
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
+from tilerec.parallel.two_d.rank_grid import RankGrid
+from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan

@@ -20,14 +20,17 @@ from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
-from tilerec.parallel import mover, ready, steppers, table_move, transit
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.move_progress import Moving
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding import checks as ready
+from tilerec.parallel.resharding import chunked_transfer as transit
+from tilerec.parallel.resharding import external_optimizers as steppers
+from tilerec.parallel.resharding import mover, table_move
+from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.move_progress import Moving
+from tilerec.parallel.resharding.reshard import reshard
+from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.shard import shard
-from tilerec.parallel.steppers import Steppers
-from tilerec.parallel.table_move import TableMove
 from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
@@ -37,7 +40,7 @@ from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
-reshard_file = sys.modules["tilerec.parallel.reshard"]  # the package's name for it is the function
+reshard_file = sys.modules["tilerec.parallel.resharding.reshard"]  # the package's name for it is the function
 NAMES = ["a", "b", "c"]
 ROWS, DIM = 40, 8
 

@@ -24,7 +24,7 @@ from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as SteppedRowWiseAdagra
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.sharding.retile import RowState
 from tilerec.spec.optimizer import SGD

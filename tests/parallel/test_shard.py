@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -25,7 +26,6 @@ from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.shard import shard
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner.helpers import (
     apply_to_all,
     column_wise,

@@ -22,11 +22,11 @@ from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.interrupts import Interrupts
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.reshard_2d import reshard_2d
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, TwoD, shard_2d
 from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

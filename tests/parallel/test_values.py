@@ -11,8 +11,8 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel import values
-from tilerec.parallel.values import send_from_rank_0, take_from_rank_0
+from tilerec.parallel import broadcast_init as values
+from tilerec.parallel.broadcast_init import send_from_rank_0, take_from_rank_0
 from tilerec.spec.optimizer import Adagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing.virtual import run_virtual_ranks

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.plan_requests import plan_request
 from tilerec.planner import planner as face
-from tilerec.planner.cache import PlanCache
+from tilerec.planner.plan_cache import PlanCache
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan

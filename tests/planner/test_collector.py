@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tilerec.planner.collector import collector_at_rest
+from tilerec.planner.gc_paused import collector_at_rest
 
 
 @pytest.mark.parametrize("enabled", [True, False])

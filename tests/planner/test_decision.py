@@ -20,8 +20,8 @@ from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import _cheapest, _with_rows, decide, topology_of_ranks
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.priced import priced
-from tilerec.planner.report import PlanReport
-from tilerec.planner.report_of import report_of
+from tilerec.planner.report.build import report_of
+from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Solution, Status, evaluate
 from tilerec.planner.search.solve import solve

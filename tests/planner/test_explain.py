@@ -13,9 +13,9 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION
 from tilerec.planner.decision import decide
-from tilerec.planner.explain import Explainer, explain
 from tilerec.planner.infeasible import PlannerError
 from tilerec.planner.planner import make_plan
+from tilerec.planner.report.explain import Explainer, explain
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.tile import Tiling

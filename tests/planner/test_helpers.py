@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner.helpers import (
     Cut,
     apply_to_all,

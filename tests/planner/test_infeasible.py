@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.planner.plan_requests import plan_request, table
+from tilerec.compat.planner_parts import PlannerErrorType
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.infeasible import PlannerError, least_that, no_plan
-from tilerec.planner.peer_parts import PlannerErrorType
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import FixedPercentageStorageReservation

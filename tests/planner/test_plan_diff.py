@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilerec.planner.plan_diff import moved_cells, plan_diff
+from tilerec.planner.report.plan_diff import moved_cells, plan_diff
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling

@@ -13,11 +13,11 @@ from torch import nn
 
 import tilerec
 from tilerec.comms.group import Group
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner import (
     EmbeddingShardingPlanner,
     FixedPercentageStorageReservation,

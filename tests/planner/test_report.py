@@ -14,9 +14,9 @@ from tests.planner.plan_requests import plan_request
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.planner import make_plan
-from tilerec.planner.report import PlanReport, TableEntry
-from tilerec.planner.report_text import gap_text, time_text
-from tilerec.planner.variation import varied
+from tilerec.planner.report.plan_report import PlanReport, TableEntry
+from tilerec.planner.report.text import gap_text, time_text
+from tilerec.planner.report.variation import varied
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -192,7 +192,7 @@ def test_a_plan_is_made_and_shown_without_what_ifs(monkeypatch: pytest.MonkeyPat
     def never(*_: object) -> None:
         raise AssertionError("a what-if was planned")
 
-    monkeypatch.setattr("tilerec.planner.report.what_ifs", never)
+    monkeypatch.setattr("tilerec.planner.report.plan_report.what_ifs", never)
     made = make_plan(REQUEST).report
     assert "Bottleneck" in str(made)
     assert json.dumps(made.to_json())

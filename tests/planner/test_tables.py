@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.planner.tables import device_type_of, tables_of, tables_of_configs
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from tests.planner.plan_requests import plan_request
+from tilerec.planner.colocation import together
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.search.instance import evaluate
-from tilerec.planner.together import together
 from tilerec.spec.topology import Topology
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from tests.planner.plan_requests import plan_request
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder
 from tilerec.errors import ConfigError
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.report.variation import varied
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import (
     FixedAbsoluteStorageReservation,
@@ -25,7 +26,6 @@ from tilerec.planner.reservation import (
     StorageReservation,
 )
 from tilerec.planner.search.instance import Status
-from tilerec.planner.variation import varied
 from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.topology import Topology

@@ -7,8 +7,8 @@ import pytest
 from tests.planner.plan_requests import plan_request, table
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import make_plan
-from tilerec.planner.variation import varied
-from tilerec.planner.what_if import LEFT_OUT, WhatIf, what_ifs
+from tilerec.planner.report.variation import varied
+from tilerec.planner.report.what_if import LEFT_OUT, WhatIf, what_ifs
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
@@ -74,8 +74,8 @@ def test_changes_that_fail_or_gain_nothing_say_so() -> None:
 
 
 def test_of_large_problems_few_changes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilerec.planner.what_if.LARGE", 11)
-    monkeypatch.setattr("tilerec.planner.what_if.FEW", 1)
+    monkeypatch.setattr("tilerec.planner.report.what_if.LARGE", 11)
+    monkeypatch.setattr("tilerec.planner.report.what_if.FEW", 1)
     cost = make_plan(REQUEST).report.cost_ps
     found = what_ifs(REQUEST, cost)
     assert [one.change for one in found if one.step_ps is not None] == ["bf16 on the wire"]

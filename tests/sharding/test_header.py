@@ -17,7 +17,7 @@ from tilerec.modules.evict import LFU_EvictionPolicy
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding import header

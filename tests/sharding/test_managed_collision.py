@@ -28,7 +28,7 @@ from tilerec.modules.managed_embedding import (
 from tilerec.modules.mch import MCHManagedCollisionModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.reshard import reshard
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding.buckets_view import BucketsView

@@ -21,7 +21,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops import upload
+from tilerec.ops.runtime import upload
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, rectangles

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.jagged import segment_sum
+from tilerec.ops.jagged.definition import segment_sum
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor

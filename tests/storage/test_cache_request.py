@@ -39,7 +39,7 @@ from tilerec import (
     flush_caches,
 )
 from tilerec.modules.cached_tables import rows_below
-from tilerec.ops.cache import MOST
+from tilerec.ops.cache.definition import MOST
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.storage import cache_request, cached
 from tilerec.storage.cached import RowCache

@@ -10,12 +10,12 @@ import torch
 
 from tests.troubles.world import HOSTS, SIZE, flat
 from tilerec.comms.group import Group
+from tilerec.compat.sharders import get_default_sharders
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
-from tilerec.parallel.sharders import get_default_sharders
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.helpers import construct_module_sharding_plan, table_column_wise
 from tilerec.planner.planner import EmbeddingShardingPlanner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilerec.planner.report import PlanReport, TableEntry
+from tilerec.planner.report.plan_report import PlanReport, TableEntry
 from tilerec.sharding.strategies import STRATEGIES
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling

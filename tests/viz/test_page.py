@@ -14,10 +14,10 @@ from tests.viz.browser import Browser, Page, browser_path
 from tests.viz.reports import entry, large, plan_of, report, small
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.explain import explain
 from tilerec.planner.planner import make_plan
-from tilerec.planner.report import PlanReport
-from tilerec.planner.report_text import percent_text
+from tilerec.planner.report.explain import explain
+from tilerec.planner.report.plan_report import PlanReport
+from tilerec.planner.report.text import percent_text
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import write_report

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.quant import PACKED_TYPE, SCALE_BYTES, pack_segments, unpack_segments
+from tilerec.ops.quantize.definition import PACKED_TYPE, SCALE_BYTES, pack_segments, unpack_segments
 
 Segments = Sequence[tuple[int, int]]
 
@@ -97,7 +97,7 @@ class _Cast(Codec):
 
 @final
 class _Packed(Codec):
-    """Each row as one fp32 scale and a byte per value (`tilerec/ops/quant.py`): width + 4 bytes, the scale's first."""
+    """Each row as one fp32 scale and a byte per value (`ops/quantize`): width + 4 bytes, the scale's first."""
 
     def __init__(self, name: str) -> None:
         self.name = name

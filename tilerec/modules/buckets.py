@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.hash import zch_buckets
+from tilerec.ops.hash.definition import zch_buckets
 
 DEFAULT_BUCKETS = 768
 _SALT = 0x5851F42D4C957F2D

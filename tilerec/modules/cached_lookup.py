@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient import _add, bag_starts, expect_reads, pooled_blocks
-from tilerec.ops.graph_break import graph_break
-from tilerec.ops.lookup import _reach, raise_bad_id
-from tilerec.ops.reader import Reader, let_go
-from tilerec.ops.upload import upload
+from tilerec.ops.gradient.definition import _add, bag_starts, expect_reads, pooled_blocks
+from tilerec.ops.lookup.definition import _reach, raise_bad_id
+from tilerec.ops.lookup.saved_rows import Reader, let_go
+from tilerec.ops.runtime.graph_break import graph_break
+from tilerec.ops.runtime.upload import upload
 from tilerec.storage.cached import alone, prefetch_all
 from tilerec.storage.placed import Placed, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows

@@ -25,8 +25,8 @@ from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.data_parallel import refuse_data_parallel
 from tilerec.modules.initial import draw_seed
 from tilerec.modules.table import Table, Tables
-from tilerec.ops.graph_break import graph_break
-from tilerec.ops.upload import constants, upload
+from tilerec.ops.runtime.graph_break import graph_break
+from tilerec.ops.runtime.upload import constants, upload
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

@@ -14,9 +14,9 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient import GradientRecord, order_ahead
-from tilerec.ops.lookup import sequence_lookup
-from tilerec.ops.upload import constants
+from tilerec.ops.gradient.definition import GradientRecord, order_ahead
+from tilerec.ops.lookup.definition import sequence_lookup
+from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig

@@ -17,8 +17,8 @@ from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.samples import bags_of_samples, check_samples
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient import GradientRecord, bag_starts, order_ahead, pooled_blocks
-from tilerec.ops.lookup import pooled_lookup
+from tilerec.ops.gradient.definition import GradientRecord, bag_starts, order_ahead, pooled_blocks
+from tilerec.ops.lookup.definition import pooled_lookup
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor

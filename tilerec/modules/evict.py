@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, NoReturn, final
 
 from tilerec.errors import ConfigError
-from tilerec.ops.hash import Policy
+from tilerec.ops.hash.definition import Policy
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.utils import check_size
-from tilerec.ops.jagged import repeat_segments
-from tilerec.ops.upload import upload
+from tilerec.ops.jagged.definition import repeat_segments
+from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 

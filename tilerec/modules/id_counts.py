@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash import Outcome
+from tilerec.ops.hash.definition import Outcome
 
 KINDS = ("hits", "inserts", "evictions", "collisions", "rejections", "not_admitted", "probes")
 """Counters of a feature, in order."""

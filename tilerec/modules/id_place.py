@@ -13,7 +13,7 @@ import torch
 
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import Evicting
-from tilerec.ops.hash import HashRange, HashState, Policy, score, zch_buckets, zch_find
+from tilerec.ops.hash.definition import HashRange, HashState, Policy, score, zch_buckets, zch_find
 
 
 @dataclass(frozen=True)

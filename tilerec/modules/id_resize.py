@@ -14,7 +14,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import Evicting
 from tilerec.modules.id_counts import KINDS
-from tilerec.ops.hash import HashRange, HashState, Policy, zch_buckets, zch_resize
+from tilerec.ops.hash.definition import HashRange, HashState, Policy, zch_buckets, zch_resize
 
 
 class Resized(NamedTuple):

@@ -2,7 +2,7 @@
 
 Nouns
   block   `INIT_BLOCK` rows of a table, full width, from row `INIT_BLOCK * b` on: what a user's `init_fn` is called with
-  key     two 32-bit words, of the collection's seed and the table's name (`ops/random.py`)
+  key     two 32-bit words, of the collection's seed and the table's name (`ops/random/definition.py`)
 
 Without an `init_fn` every element comes from a counter-based generator. An `init_fn` draws from torch's default
 generators, whose numbers depend on how many were drawn before: so they are seeded anew for every block, by key and
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.random import block_seed
+from tilerec.ops.random.definition import block_seed
 from tilerec.spec.table import AnyTableConfig
 
 INIT_BLOCK = 1 << 20

@@ -10,7 +10,7 @@ from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.samples import check_samples
-from tilerec.ops.lookup import raise_bad_id
+from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 

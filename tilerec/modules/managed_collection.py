@@ -14,7 +14,7 @@ from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.kept_bags import with_rows
 from tilerec.modules.managed_collision import ManagedCollisionModule
-from tilerec.ops.graph_break import graph_break
+from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 

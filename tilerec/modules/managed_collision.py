@@ -12,7 +12,7 @@ Nouns
     evaluation   found: its row    not found: missed                    and nothing changes
 
 The map's meaning is sequential: ids take rows one after the other, feature by feature in the order of the table's
-`feature_names`, and within a feature in the order of the global batch. `ops/hash.py` has the exact rules.
+`feature_names`, and within a feature in the order of the global batch. `ops/hash/definition.py` has the exact rules.
 
 On a device nobody waits for it: what the host would have to look at lies there. Rows that lost their id come beside the
 batch's ids, -1 where none did, and the step and the time are tensors, so that a CUDA graph goes on counting when it is
@@ -40,7 +40,8 @@ from tilerec.modules.id_place import IdPlace, place_of
 from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
 from tilerec.modules.id_state import HASH_NAMES, StateView, misfit, zeros
 from tilerec.modules.kept_bags import jagged_with_rows
-from tilerec.ops.hash import (
+from tilerec.ops.hash.checks import LONGEST
+from tilerec.ops.hash.definition import (
     HashRange,
     HashState,
     Outcome,
@@ -51,9 +52,8 @@ from tilerec.ops.hash import (
     zch_buckets,
     zch_find,
 )
-from tilerec.ops.hash_checks import LONGEST
-from tilerec.ops.hash_state import Assigned, AssignedEach
-from tilerec.ops.upload import capturing, constants, upload
+from tilerec.ops.hash.state import Assigned, AssignedEach
+from tilerec.ops.runtime.upload import capturing, constants, upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 
 ANY_ID = 2**63 - 1

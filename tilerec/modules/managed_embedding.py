@@ -25,7 +25,7 @@ from tilerec.modules.managed_batch import check_batch
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.reset import reset_rows
 from tilerec.modules.resize_table import check_resizable, resize_table
-from tilerec.ops.graph_break import graph_break
+from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor

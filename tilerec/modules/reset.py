@@ -4,7 +4,7 @@ Initial values depend on the place only (`modules/initial.py`): a row that is ma
 with, the same on every rank and under every tiling. Under an `init_fn` it is called with the row alone, and torch's
 generators seeded by table and row.
 
-On a device nobody waits to hear which rows these are (`ops/renew.py`), but under an `init_fn`, which the host calls
+On a device the host does not wait for these rows (`ops/random/renew.py`), but under an `init_fn`, which it calls
 for each, and where rows lie behind a cache.
 
 Legend: N entries, of which -1 are no rows; M rows.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tilerec.modules.initial import initial_row
 from tilerec.modules.table import Table
-from tilerec.ops.later import use_arrived, when_arrived
-from tilerec.ops.upload import capturing
+from tilerec.ops.runtime.readback import use_arrived, when_arrived
+from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.table_rows import TableRows
 
 

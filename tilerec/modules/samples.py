@@ -3,7 +3,7 @@
     keys ["a", "b"], bags [2, 3], index [[0, 0, 1], [0, 1, 2]]   samples 0 and 1 share bag 0 of "a"
 
 On the CPU an index outside of the bags raises at once. On other devices the host does not wait: the index is moved into
-the bags, and the error comes with what later kernels report (`ops/later.py`).
+the bags, and the error comes with what later kernels report (`ops/runtime/readback.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.later import use_arrived, when_arrived
-from tilerec.ops.upload import upload
+from tilerec.ops.runtime.readback import use_arrived, when_arrived
+from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 

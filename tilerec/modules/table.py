@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.initial import fill_initial
-from tilerec.ops.random import table_key
+from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.table_rows import Place, TableRows, rows_of
 

@@ -5,28 +5,36 @@ Importing this file makes every op usable; nothing else imports a backend.
 
 from __future__ import annotations
 
-from tilerec.ops import cache as cache
-from tilerec.ops import exchange as exchange
-from tilerec.ops import gradient as gradient
-from tilerec.ops import hash as hash
-from tilerec.ops import jagged as jagged
-from tilerec.ops import lookup as lookup
-from tilerec.ops import order as order
-from tilerec.ops import quant as quant
-from tilerec.ops import random as random
-from tilerec.ops import renew as renew
-from tilerec.ops import update as update
-from tilerec.ops.cpu.library import advise_huge_pages as advise_huge_pages
-from tilerec.ops.cpu.library import library
-from tilerec.ops.cpu.memory import reused_empty as reused_empty
-from tilerec.ops.triton.library import serves_gpus
+from tilerec.ops.cache import definition as cache
+from tilerec.ops.exchange import definition as exchange
+from tilerec.ops.gradient import definition as gradient
+from tilerec.ops.hash import definition as hash
+from tilerec.ops.jagged import definition as jagged
+from tilerec.ops.lookup import definition as lookup
+from tilerec.ops.quantize import definition as quantize
+from tilerec.ops.random import definition as random
+from tilerec.ops.random import renew
+from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
+from tilerec.ops.runtime.cpu.library import library
+from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
+from tilerec.ops.runtime.triton.library import serves_gpus
+from tilerec.ops.update import definition as update
+from tilerec.ops.update import order
+
+DEFINITIONS = (cache, exchange, gradient, hash, jagged, lookup, order, quantize, random, renew, update)
+"""Importing these defines the ops, with their reference kernels."""
 
 
 def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    from tilerec.ops.cpu import exchange, hash, jagged, lookup, random, update
+    from tilerec.ops.exchange import cpu as exchange
+    from tilerec.ops.hash import cpu as hash
+    from tilerec.ops.jagged import cpu as jagged
+    from tilerec.ops.lookup import cpu as lookup
+    from tilerec.ops.random import cpu as random
+    from tilerec.ops.update import cpu as update
 
     for backend in (exchange, hash, jagged, lookup, random, update):
         backend.register(native)
@@ -36,7 +44,16 @@ def _register_cpu() -> bool:
 def _register_gpu() -> bool:
     if not serves_gpus():
         return False
-    from tilerec.ops.triton import cache, exchange, hash, jagged, lookup, parts, quant, random, renew, update
+    from tilerec.ops.cache.triton import backend as cache
+    from tilerec.ops.exchange.triton import backend as exchange
+    from tilerec.ops.hash.triton import backend as hash
+    from tilerec.ops.jagged.triton import backend as jagged
+    from tilerec.ops.lookup.triton import backend as lookup
+    from tilerec.ops.quantize import triton as quant
+    from tilerec.ops.random.triton import backend as random
+    from tilerec.ops.random.triton import renew
+    from tilerec.ops.update.triton import backend as update
+    from tilerec.ops.update.triton import phased_update as parts
 
     for backend in (cache, exchange, hash, jagged, lookup, parts, quant, random, renew, update):
         backend.register()
@@ -44,7 +61,13 @@ def _register_gpu() -> bool:
 
 
 NATIVE_CPU = _register_cpu()
-"""Whether the native CPU library serves the ops of this process (`tilerec.ops.cpu.library.reason()` says why not)."""
+"""Whether the native CPU library serves the ops of this process.
+
+`tilerec.ops.runtime.cpu.library.reason()` returns why it does not.
+"""
 
 TRITON = _register_gpu()
-"""Whether Triton kernels serve the ops of this process on GPUs (`tilerec.ops.triton.library.status()` says why not)."""
+"""Whether Triton kernels serve the ops of this process on GPUs.
+
+`tilerec.ops.runtime.triton.library.status()` returns why they do not.
+"""

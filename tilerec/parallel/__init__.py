@@ -1,43 +1,43 @@
 """A model on many ranks: `shard` in place, or `DistributedModelParallel` around it."""
 
+from tilerec.compat.fused_params import EmbOptimType as EmbOptimType
+from tilerec.compat.managed_sharders import (
+    ManagedCollisionCollectionSharder as ManagedCollisionCollectionSharder,
+)
+from tilerec.compat.managed_sharders import (
+    ManagedCollisionEmbeddingBagCollectionSharder as ManagedCollisionEmbeddingBagCollectionSharder,
+)
+from tilerec.compat.managed_sharders import (
+    ManagedCollisionEmbeddingCollectionSharder as ManagedCollisionEmbeddingCollectionSharder,
+)
+from tilerec.compat.qcomms import CommOp as CommOp
+from tilerec.compat.qcomms import CommType as CommType
+from tilerec.compat.qcomms import QCommsConfig as QCommsConfig
+from tilerec.compat.qcomms import get_qcomm_codecs as get_qcomm_codecs
+from tilerec.compat.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.compat.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
+from tilerec.compat.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder
+from tilerec.compat.sharders import ModuleSharder as ModuleSharder
+from tilerec.compat.sharders import get_default_sharders as get_default_sharders
 from tilerec.parallel.check_replicas import check_replicas as check_replicas
 from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWrapper
 from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv as ShardingEnv
 from tilerec.parallel.full_state import full_state_dict as full_state_dict
-from tilerec.parallel.fused_params import EmbOptimType as EmbOptimType
 from tilerec.parallel.join import Turn as Turn
 from tilerec.parallel.join import even_batches as even_batches
-from tilerec.parallel.load import FeatureLoad as FeatureLoad
-from tilerec.parallel.load import Load as Load
-from tilerec.parallel.load import load_of as load_of
-from tilerec.parallel.managed_sharders import (
-    ManagedCollisionCollectionSharder as ManagedCollisionCollectionSharder,
-)
-from tilerec.parallel.managed_sharders import (
-    ManagedCollisionEmbeddingBagCollectionSharder as ManagedCollisionEmbeddingBagCollectionSharder,
-)
-from tilerec.parallel.managed_sharders import (
-    ManagedCollisionEmbeddingCollectionSharder as ManagedCollisionEmbeddingCollectionSharder,
-)
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
-from tilerec.parallel.mover import Resharded as Resharded
 from tilerec.parallel.plan_of import plan_of as plan_of
-from tilerec.parallel.qcomms import CommOp as CommOp
-from tilerec.parallel.qcomms import CommType as CommType
-from tilerec.parallel.qcomms import QCommsConfig as QCommsConfig
-from tilerec.parallel.qcomms import get_qcomm_codecs as get_qcomm_codecs
-from tilerec.parallel.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
-from tilerec.parallel.rebalance import Rebalanced as Rebalanced
-from tilerec.parallel.rebalance import rebalance as rebalance
-from tilerec.parallel.replicate import DMPCollection as DMPCollection
-from tilerec.parallel.replicate import DMPCollectionConfig as DMPCollectionConfig
-from tilerec.parallel.replicate import ShardingStrategy as ShardingStrategy
-from tilerec.parallel.reshard import reshard as reshard
-from tilerec.parallel.resize_ids import resize_ids as resize_ids
+from tilerec.parallel.resharding.load import FeatureLoad as FeatureLoad
+from tilerec.parallel.resharding.load import Load as Load
+from tilerec.parallel.resharding.load import load_of as load_of
+from tilerec.parallel.resharding.mover import Resharded as Resharded
+from tilerec.parallel.resharding.rebalance import Rebalanced as Rebalanced
+from tilerec.parallel.resharding.rebalance import rebalance as rebalance
+from tilerec.parallel.resharding.reshard import reshard as reshard
+from tilerec.parallel.resharding.resize_ids import resize_ids as resize_ids
 from tilerec.parallel.shard import shard as shard
-from tilerec.parallel.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
-from tilerec.parallel.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder
-from tilerec.parallel.sharders import ModuleSharder as ModuleSharder
-from tilerec.parallel.sharders import get_default_sharders as get_default_sharders
 from tilerec.parallel.traffic import traffic as traffic
+from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
+from tilerec.parallel.two_d.dmp_collection import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.two_d.dmp_collection import ShardingStrategy as ShardingStrategy

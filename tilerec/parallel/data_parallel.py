@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
+from tilerec.parallel.broadcast_init import send_from_rank_0
 from tilerec.parallel.env import ShardingEnv
-from tilerec.parallel.values import send_from_rank_0
 
 
 class Wrappable(Protocol):

@@ -18,18 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 from tilerec.comms.agree import digest, heard_by_all, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
+from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table, Tables
+from tilerec.parallel.broadcast_init import send_from_rank_0
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
-from tilerec.parallel.sharders import ModuleSharder
 from tilerec.parallel.traffic import traffic
-from tilerec.parallel.values import send_from_rank_0
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of

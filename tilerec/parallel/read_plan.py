@@ -12,7 +12,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.replicated_plan import ReplicatedPlan
+from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.planner.helpers import Cut
 from tilerec.sharding import strategies
 from tilerec.spec.plan import (

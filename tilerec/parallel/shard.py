@@ -15,15 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilerec.comms.agree import agree, heard_by_all, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
+from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import unattached_on_error
-from tilerec.parallel.cuts import without_cuts
+from tilerec.parallel.broadcast_init import replicas_from_first, take_from_rank_0
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
-from tilerec.parallel.kernels import (
+from tilerec.parallel.managed_paths import with_table_paths
+from tilerec.parallel.model_tables import Name, collections_of, described, sizes_of, ties_of
+from tilerec.parallel.plan_of import keep_plan
+from tilerec.parallel.plan_templates import without_cuts
+from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.table_optimizers import (
     attach,
     caches_of,
     detach_dense,
@@ -33,12 +39,6 @@ from tilerec.parallel.kernels import (
     with_kernels,
     with_wires,
 )
-from tilerec.parallel.managed_paths import with_table_paths
-from tilerec.parallel.plan_of import keep_plan
-from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
-from tilerec.parallel.sharders import ModuleSharder
-from tilerec.parallel.tables import Name, collections_of, described, sizes_of, ties_of
-from tilerec.parallel.values import replicas_from_first, take_from_rank_0
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import drawn_memory, is_drawn, shard_collection

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tilerec.errors import ConfigError
+from tilerec.planner.colocation import together
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.cuts import sizes_of_shares
 from tilerec.planner.cost.options import Problem, build
@@ -33,7 +34,6 @@ from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.solve import UNITS, lower_bound, solve
 from tilerec.planner.search.work import Work
 from tilerec.planner.tables import PlannedTable
-from tilerec.planner.together import together
 from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from tilerec.compat.planner_parts import PlannerErrorType
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Workload
 from tilerec.planner.decision import Decision, decide
-from tilerec.planner.peer_parts import PlannerErrorType
-from tilerec.planner.report import TIERS
+from tilerec.planner.report.plan_report import TIERS
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Status
 from tilerec.planner.search.relaxed import Relaxed

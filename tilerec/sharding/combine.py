@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient import GradientRecord, expect_reads, next_serial, order_ahead
-from tilerec.ops.lookup import raise_bad_id
-from tilerec.ops.reader import Reader, copied, id_segments, places_in_copies
+from tilerec.ops.gradient.definition import GradientRecord, expect_reads, next_serial, order_ahead
+from tilerec.ops.lookup.definition import raise_bad_id
+from tilerec.ops.lookup.saved_rows import Reader, copied, id_segments, places_in_copies
 from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
 from tilerec.sharding.route import Here, Routed
 from tilerec.sharding.wire import RowWire

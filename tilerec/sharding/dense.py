@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.ops.gradient import GradientRecord
+from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
 from tilerec.sharding.teams import Teams, mean_over_teams, meeting
 

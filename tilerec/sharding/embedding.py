@@ -29,8 +29,8 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.initial import fill_initial
 from tilerec.modules.samples import bags_of_samples, check_samples
 from tilerec.modules.table import Table
-from tilerec.ops.gradient import GradientRecord
-from tilerec.ops.graph_break import graph_break
+from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine import Combiner, Looked
 from tilerec.sharding.dense import dense_grads

@@ -33,8 +33,8 @@ from tilerec.modules.id_counts import sums_at
 from tilerec.modules.managed_collection import TableIds
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
-from tilerec.ops.hash import zch_buckets
-from tilerec.ops.upload import current_stream, upload
+from tilerec.ops.hash.definition import zch_buckets
+from tilerec.ops.runtime.upload import current_stream, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 

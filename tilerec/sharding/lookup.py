@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tilerec.ops.gradient import submit
-from tilerec.ops.reader import let_go
+from tilerec.ops.gradient.definition import submit
+from tilerec.ops.lookup.saved_rows import let_go
 from tilerec.sharding.combine import Combiner, Looked, Place
 from tilerec.storage.placed import Holder
 

@@ -20,7 +20,7 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
-from tilerec.ops.graph_break import graph_break
+from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.embedding import LookedUp, RoutedFeatures, ShardedCollection
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor

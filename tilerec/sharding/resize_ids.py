@@ -27,7 +27,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts
 from tilerec.modules.id_resize import Resized, resized_map
 from tilerec.modules.id_state import HASH_NAMES, zeros
-from tilerec.ops.hash import HashState
+from tilerec.ops.hash.definition import HashState
 from tilerec.sharding.buckets_view import BucketsView
 from tilerec.sharding.id_exchange import Ranges
 from tilerec.sharding.layout import rectangles

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
-from tilerec.ops.exchange import raise_fault
-from tilerec.ops.gradient import bag_starts
-from tilerec.ops.upload import current_stream, kept, upload
+from tilerec.ops.exchange.definition import raise_fault
+from tilerec.ops.gradient.definition import bag_starts
+from tilerec.ops.runtime.upload import current_stream, kept, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
 from tilerec.sharding.layout import Layout
 from tilerec.sharding.read_counts import ReadCounts

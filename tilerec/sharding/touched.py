@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilerec.ops.fetch import fetch
+from tilerec.ops.runtime.fetch import fetch
 
 WEIGHTS, SLOTS = 1, 2
 """Marks of a row: replicas have different weights; and different optimizer state."""

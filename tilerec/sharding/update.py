@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient import GradientRecord, GradientSink, features_of, sum_rows_of_tables
-from tilerec.ops.rules import BLOCK, add_blocks, block_sums
+from tilerec.ops.gradient.definition import GradientRecord, GradientSink, features_of, sum_rows_of_tables
+from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients, id_bounds
 from tilerec.sharding.teams import Teams, meeting
 from tilerec.sharding.touched import Touched

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.upload import upload
+from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.keys import Keys, shorten
 
 InverseIndices = tuple[list[str], Tensor]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.upload import upload
+from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.inverse import InverseIndices
 from tilerec.sparse.keys import Keys
 from tilerec.sparse.segments import Segments

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged import offsets_from_lengths
+from tilerec.ops.jagged.definition import offsets_from_lengths
 from tilerec.sparse.items import check_tensor
 
 _INTEGER = (torch.int64, torch.int32)

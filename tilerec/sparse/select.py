@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged import offsets_from_lengths, select_segments
-from tilerec.ops.upload import upload
+from tilerec.ops.jagged.definition import offsets_from_lengths, select_segments
+from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.inverse import inverse_of
 from tilerec.sparse.parts import Parts
 from tilerec.sparse.segments import Segments

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged import repeat_segments
+from tilerec.ops.jagged.definition import repeat_segments
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keys import shorten
 

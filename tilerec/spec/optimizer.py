@@ -2,7 +2,7 @@
 
 Glossary
     rule    the name of a *row rule*: how one table row `w` moves given its summed gradient `g`
-            (`ops/update.py`).
+            (`ops/update/definition.py`).
     slot    one named piece of optimizer state. `per="row"`: one number per table row, shape [rows];
             `per="element"`: one per weight, shape [rows, dim]. float32 (float64 for float64 tables).
     hyper   the rule's numbers as a flat list of floats, in the order that `_tail` of each class states. Every

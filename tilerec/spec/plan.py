@@ -81,7 +81,7 @@ class ShardingPlan:
         plan: by the module's path in the model (`""` for the model itself), as `named_modules` gives it.
         world_size: the world it is for; None: the one its parts say, if they do.
         hosts: each host's ranks, likewise; `Topology.hosts`.
-        report: what a planner says of it (`tilerec.planner.report.PlanReport`), or None. No part of the plan: it is not
+        report: what a planner says of it (`PlanReport`), or None. No part of the plan: it is not
             compared, and not written to its file.
 
     Raises:

@@ -1,6 +1,6 @@
 """One request of all cached tables of a batch, on a GPU: what `CacheSets.request` and `seat` do table by table.
 
-Nouns as in `tilerec/ops/cache.py`, and
+Nouns as in `tilerec/ops/cache/definition.py`, and
   ask    what a cache has to say to a request: its books and lines as they are, and its entries of the clock
   sure   there are at least as many spare lines as the request can need; the host need not ask how many it does
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.cache import Plan, Told
-from tilerec.ops.upload import upload
+from tilerec.ops.cache.definition import Plan, Told
+from tilerec.ops.runtime.upload import upload
 from tilerec.storage.cache_sets import CacheSets
 from tilerec.storage.host_rows import HostRows
 
@@ -40,7 +40,7 @@ class Made(NamedTuple):
     lines: list[Tensor]
     dirty_L: Tensor
     sets: CacheSets
-    told: Tensor  # int64 [8]; see ops/cache.py
+    told: Tensor  # int64 [8]; see ops/cache/definition.py
 
     def books(self) -> list[Tensor]:
         sets = self.sets

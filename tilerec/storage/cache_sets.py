@@ -29,7 +29,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from tilerec.ops.cache import MOST, NONE, lines_given
+from tilerec.ops.cache.definition import MOST, NONE, lines_given
 from tilerec.spec.cache import CacheAlgorithm
 
 
@@ -71,7 +71,7 @@ class CacheSets:
         self.names = torch.full((self.first_spare + spare + 1,), -1, dtype=torch.int64, device=device)
         self.row_in_L = self.names[:-1]  # behind it one of nobody
         self.named_L = torch.zeros_like(self.row_in_L)  # serial of the last request that named the row
-        self.flights_L = torch.zeros_like(self.named_L, dtype=torch.int32)  # see ops/cache.py
+        self.flights_L = torch.zeros_like(self.named_L, dtype=torch.int32)  # see ops/cache/definition.py
         lfu = algorithm is CacheAlgorithm.LFU
         self.count_E = torch.zeros(rows if lfu else 0, dtype=torch.int32, device=device)
         self._lfu = lfu

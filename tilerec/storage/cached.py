@@ -39,8 +39,8 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import TRITON
-from tilerec.ops.cache import MOST, Plan, Told
-from tilerec.ops.upload import capturing
+from tilerec.ops.cache.definition import MOST, Plan, Told
+from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.cache import CacheParams
 from tilerec.storage.cache_request import Ask, Emptied, Made, in_chunks, request
 from tilerec.storage.cache_sets import CacheSets, NoSpare

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.upload import capturing
+from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.optimizer import OptimizerSpec
 
 

@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from tilerec.ops.upload import capturing
+from tilerec.ops.runtime.upload import capturing
 
 MOST = 4
 """Batches to come of which something is kept."""

@@ -1,6 +1,6 @@
 """Orders of updates to come, made while the GPU has time: by `prefetch`, on whichever stream is current there.
 
-    prefetch (batch i + 1)   its occurrences are sorted by row (`ops/order.py`)    any time before its backward
+    prefetch (batch i + 1)   its occurrences are sorted by row (`ops/update/order.py`)    any time before its backward
     backward (batch i + 1)   the update finds the order by the batch's ids, waits for the stream that made it, and sorts
                              nothing
 
@@ -20,8 +20,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from tilerec.ops.gradient import GradientRecord
-from tilerec.ops.upload import capturing
+from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.made_ahead import MadeAhead, Sources
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilerec.ops.reader import copied, id_segments, places_in_copies
+from tilerec.ops.lookup.saved_rows import copied, id_segments, places_in_copies
 from tilerec.storage.cached import RowCache, Segments, Want, all_together, bags_of, lines_of_all
 
 

@@ -9,7 +9,7 @@ Nouns
   count     of a table's updates: a tensor in its state, on the host, or where it is updated if the optimizer is
             `capturable`: then updates count there, and replays of captured ones do
 
-`TableRows` is a sink (`ops/gradient.py`): attached, it takes the row gradients at the end of a backward pass
+`TableRows` is a sink (`ops/gradient/definition.py`): attached, it takes the row gradients at the end of a backward pass
 and updates rows and slots in place. Tables own their rows, rows own their leaf, and the leaf carries nothing but
 its sink's number: it pickles as any parameter does, nothing points back, and memory is freed with the last table.
 """
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.backends import TRITON
-from tilerec.ops.gradient import _SINKS, GradientRecord, GradientSink, sum_rows
-from tilerec.ops.later import use_all, use_arrived, when_arrived
-from tilerec.ops.update_checks import raise_bad_row
-from tilerec.ops.update_counts import advance, read_counts
-from tilerec.ops.upload import capturing
+from tilerec.ops.gradient.definition import _SINKS, GradientRecord, GradientSink, sum_rows
+from tilerec.ops.runtime.readback import use_all, use_arrived, when_arrived
+from tilerec.ops.runtime.upload import capturing
+from tilerec.ops.update.checks import raise_bad_row
+from tilerec.ops.update.counts import advance, read_counts
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cached import RowCache, alone

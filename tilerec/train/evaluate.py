@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilerec.data.batch import Batch
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
-from tilerec.ops.later import hear_all
+from tilerec.ops.runtime.readback import hear_all
 
 
 @dataclass(frozen=True)

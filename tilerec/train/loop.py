@@ -32,7 +32,7 @@ from tilerec.data.delimited import RowCount
 from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
-from tilerec.ops.later import hear_all
+from tilerec.ops.runtime.readback import hear_all
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.spec.plan import ShardingPlan
 from tilerec.train.bring import Bringer

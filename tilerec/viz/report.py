@@ -4,7 +4,7 @@ The page is `page/`: a template, a style sheet and scripts, put together with th
 nothing (its content security policy allows only the style and script it was written with), and the same plan and report
 give the same bytes. Names of tables reach the page as JSON text and are shown as text, whatever is in them.
 
-Why tables are cut as they are and what would help takes searches of their own (planner/explain.py, planner/what_if.py).
+Why tables are cut as they are and what would help takes searches of their own (planner/report).
 Both need the report's request. The page explains the `EXPLAINED` tables that add most, so its size is bounded.
 
 Legend: T tables, S stages, M tiers, R ranks.
@@ -25,11 +25,11 @@ from typing import Any
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
-from tilerec.planner.bottleneck import BALANCED
-from tilerec.planner.explain import Explainer, Explanation
-from tilerec.planner.report import TIERS, PlanReport, TableEntry
-from tilerec.planner.report_text import balance_text, banner_text, bottleneck_text, gap_text, percent_text
-from tilerec.planner.what_if import WhatIf
+from tilerec.planner.report.bottleneck import BALANCED
+from tilerec.planner.report.explain import Explainer, Explanation
+from tilerec.planner.report.plan_report import TIERS, PlanReport, TableEntry
+from tilerec.planner.report.text import balance_text, banner_text, bottleneck_text, gap_text, percent_text
+from tilerec.planner.report.what_if import WhatIf
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops import exchange
-from tilerec.ops.cpu.exchange import kernels
-from tilerec.ops.cpu.library import library
+from tilerec.ops.exchange import definition as exchange
+from tilerec.ops.exchange.cpu import kernels
+from tilerec.ops.runtime.cpu.library import library
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")

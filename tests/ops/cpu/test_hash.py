@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.hash_pair import Pair
-from tilerec.ops.cpu.hash import kernels
-from tilerec.ops.cpu.library import library
-from tilerec.ops.hash import REFERENCE, Outcome, Policy, empty_state
+from tilerec.ops.hash.cpu import kernels
+from tilerec.ops.hash.definition import REFERENCE, Outcome, Policy, empty_state
+from tilerec.ops.runtime.cpu.library import library
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")

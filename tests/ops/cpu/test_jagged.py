@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tilerec.errors import InputError
-from tilerec.ops.cpu.jagged import kernels
-from tilerec.ops.cpu.library import library
-from tilerec.ops.jagged import REFERENCE
-from tilerec.ops.jagged_checks import checked
+from tilerec.ops.jagged.checks import checked
+from tilerec.ops.jagged.cpu import kernels
+from tilerec.ops.jagged.definition import REFERENCE
+from tilerec.ops.runtime.cpu.library import library
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")

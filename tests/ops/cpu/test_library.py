@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerec.ops.cpu import library as native
-from tilerec.ops.cpu.records import RECORDS, layout
+from tilerec.ops.runtime.cpu import library as native
+from tilerec.ops.runtime.cpu.records import RECORDS, layout
 
 LIBRARY = native.library()
 REPOSITORY = Path(native.__file__).parents[3]
@@ -151,7 +151,7 @@ def test_variable_zero_leaves_the_reference_in_charge() -> None:
     code = """
 import torch
 import tilerec.ops.backends as backends
-from tilerec.ops.cpu.library import library, reason
+from tilerec.ops.runtime.cpu.library import library, reason
 assert library() is None and not backends.NATIVE_CPU
 out, _ = torch.ops.tilerec.pooled_lookup([torch.ones(3, 2)], torch.empty(0, dtype=torch.int64), torch.tensor([2, 0]),
     torch.tensor([0, 2]), None, [0], [0], [0], [1], torch.float32, "f@t")
@@ -271,7 +271,7 @@ import os
 import signal
 import torch
 import tilerec.ops.backends
-from tilerec.ops.cpu.library import library
+from tilerec.ops.runtime.cpu.library import library
 torch.set_num_threads(2)
 args = ([torch.rand(1000, 64)], torch.empty(0, dtype=torch.int64), torch.arange(50_000) % 1000,
         torch.arange(0, 50_001, 50), None, [0], [0], [0], [1000], torch.float32, "f@t")

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops import backends
-from tilerec.ops.cpu.library import DTYPES, library
-from tilerec.ops.lookup import (
+from tilerec.ops.lookup.definition import (
     _pooled_lookup_reference,
     _sample_weight_grad_reference,
     _sequence_lookup_reference,
 )
+from tilerec.ops.runtime.cpu.library import DTYPES, library
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native library is not built")
 

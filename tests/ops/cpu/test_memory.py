@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from tilerec.ops.cpu import memory
-from tilerec.ops.cpu.memory import reused_empty, size_class
+from tilerec.ops.runtime.cpu import memory
+from tilerec.ops.runtime.cpu.memory import reused_empty, size_class
 
 SHAPE = (300, 100)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 
 from tilerec.ops import backends
-from tilerec.ops.cpu.library import DTYPES, library
-from tilerec.ops.random import random_fill_reference_, table_key
+from tilerec.ops.random.definition import random_fill_reference_, table_key
+from tilerec.ops.runtime.cpu.library import DTYPES, library
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native library is not built")
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops import backends
-from tilerec.ops.cpu.library import ISAS, library
-from tilerec.ops.update import sum_row_gradients_reference, update_rows_reference_
+from tilerec.ops.runtime.cpu.library import ISAS, library
+from tilerec.ops.update.definition import sum_row_gradients_reference, update_rows_reference_
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native CPU library is not built")
 

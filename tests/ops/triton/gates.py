@@ -5,7 +5,7 @@ process of their own (Triton compiles nothing in a process that interprets) with
 the assembler says: registers and spills of a thread, shared memory of a program, and how often each memory instruction,
 fused addition, division and root stands in the code.
 
-    gate = Gate("row sums", "tilerec.ops.triton.lookup:pooled_kernel", {"base": "*fp32", ...}, {"TILE": 128, ...})
+    gate = Gate("row sums", "tilerec.ops.lookup.triton.pooled:kernel", {"base": "*fp32", ...}, {"TILE": 128, ...})
     assert compiled([gate])["row sums"].count("ld.global.v4.b32") == 8
 
 Types: "*fp32", "*bf16", "*fp16", "*fp8e4nv" (e4m3fn), "*i64", "*i32" of pointers; "i32", "i64", "fp32" of numbers. A

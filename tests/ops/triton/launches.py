@@ -33,10 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 from tests.ops.triton.variants import Variant, variant_of
-from tilerec.ops import upload as sending
-from tilerec.ops.library import LIBRARY
-from tilerec.ops.triton import reports, small_sort
-from tilerec.ops.triton.update_told import NOTHING_TOLD
+from tilerec.ops.runtime import upload as sending
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton import reports
+from tilerec.ops.update.triton import small_sort
+from tilerec.ops.update.triton.report import NOTHING_TOLD
 
 _ALLOCATIONS = (
     "empty",
@@ -131,7 +132,15 @@ def _counts_updates(func: Any, tensors: Sequence[Tensor]) -> bool:
 @functools.cache
 def hosts() -> dict[str, Callable[..., Any]]:
     """The functions that serve our ops on GPUs, by op."""
-    from tilerec.ops.triton import cache, exchange, hash, jagged, lookup, parts, quant, random, update
+    from tilerec.ops.cache.triton import backend as cache
+    from tilerec.ops.exchange.triton import backend as exchange
+    from tilerec.ops.hash.triton import backend as hash
+    from tilerec.ops.jagged.triton import backend as jagged
+    from tilerec.ops.lookup.triton import backend as lookup
+    from tilerec.ops.quantize import triton as quant
+    from tilerec.ops.random.triton import backend as random
+    from tilerec.ops.update.triton import backend as update
+    from tilerec.ops.update.triton import phased_update as parts
 
     found: dict[str, Callable[..., Any]] = {}
     real = LIBRARY.impl
@@ -145,7 +154,7 @@ def hosts() -> dict[str, Callable[..., Any]]:
 
 
 def _begin(kernel: Any, args: Sequence[Any]) -> None:
-    """What an update tells (`update_told.py`), as the kernel begins it that makes keys: nothing was left alone."""
+    """What an update tells (`report.py`), as the kernel begins it that makes keys: nothing was left alone."""
     if kernel.fn.__name__ in ("occurrence_keys", "sort_blocks", "begin_update"):
         told = args[kernel.arg_names.index("told")]
         with _disable_current_modes():

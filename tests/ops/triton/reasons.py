@@ -35,7 +35,7 @@ whole, so whoever is last, it is that value. Only stores of equal values pass.""
 
 TOLD_BY_ANY: Mapping[str, str] = {
     "report": "which of a batch's errors is told may differ from run to run (reports.py)",
-    "unsorted": "which of a row's occurrences has its key may differ (cache_ask.py); sorted they are the same",
+    "unsorted": "which of a row's occurrences has its key may differ (request.py); sorted they are the same",
 }
 """Arguments whose content may depend on the order of programs."""
 

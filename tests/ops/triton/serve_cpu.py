@@ -12,8 +12,8 @@ from tests.ops.triton.interpreter import quick
 from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.triton import lookup
-from tilerec.ops.triton.reports import new_report
+from tilerec.ops.lookup.triton import backend as lookup
+from tilerec.ops.runtime.triton.reports import new_report
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tilerec.ops import upload as sending
-from tilerec.ops.triton import lookup, random, update_tables
-from tilerec.ops.triton.addresses import alignment, base, constants, distances, kept, upload
-from tilerec.ops.triton.rows import reads
+from tilerec.ops.lookup.triton import backend as lookup
+from tilerec.ops.random.triton import backend as random
+from tilerec.ops.runtime import upload as sending
+from tilerec.ops.runtime.triton.addresses import alignment, base, constants, distances, kept, upload
+from tilerec.ops.runtime.triton.rows import reads
+from tilerec.ops.update.triton import tables as update_tables
 
 CPU = torch.device("cpu")
 

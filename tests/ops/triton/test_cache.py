@@ -17,10 +17,10 @@ from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.launches import counted
 from tilerec.errors import InputError
-from tilerec.ops import cache as reference
-from tilerec.ops.cache import BOOKS, Told
-from tilerec.ops.triton import library
-from tilerec.ops.triton.cache import KERNELS
+from tilerec.ops.cache import definition as reference
+from tilerec.ops.cache.definition import BOOKS, Told
+from tilerec.ops.cache.triton.backend import KERNELS
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -134,25 +134,25 @@ TABLES = {"TABLES": 32, "TILE": 128}
 COUNTS = {"segment_count": "i32", "table_count": "i32"}
 GATES = [
     Gate(
-        "ask", "tilerec.ops.triton.cache_ask:ask_kernel",
+        "ask", "tilerec.ops.cache.triton.request:ask_kernel",
         {"ids": "*i64", "segments": "*i64", "tables": "*i64", "clock": "*i64", "ints": "*i32", "longs": "*i64",
          "header": "*i64", "unsorted": "*i32", "report": "*i64", **COUNTS, "last_key": "i32"}, {"TILE": 128},
     ),
     Gate(
-        "give", "tilerec.ops.triton.cache_plan:give_kernel",
+        "give", "tilerec.ops.cache.triton.plan:give_kernel",
         {"ids": "*i64", "segments": "*i64", "tables": "*i64", "clock": "*i64", "ints": "*i32", "longs": "*i64",
          "header": "*i64", "keys": "*i64", "order": "*i64", "given": "*i32", "flags": "*i32", "total": "i32",
          "spares": "i32", **COUNTS}, {**TABLES, "ENTRIES": 1, "WAYS": 32},
     ),
     Gate(
-        "plan", "tilerec.ops.triton.cache_plan:plan_kernel",
+        "plan", "tilerec.ops.cache.triton.plan:plan_kernel",
         {"ids": "*i64", "segments": "*i64", "tables": "*i64", **BOOK, "header": "*i64", "keys": "*i64", "order": "*i64",
          "given": "*i32", "flags": "*i32", "sums": "*i64", "plan": "*i64", "total": "i32", "spares": "i32", **COUNTS},
         {**TABLES, "STEPS": 20},
     ),
     *[
         Gate(
-            f"carry {way}", "tilerec.ops.triton.cache_move:carry_kernel",
+            f"carry {way}", "tilerec.ops.cache.triton.move:carry_kernel",
             {"plan": "*i64", "header": "*i64", "units": "*i32", "firsts": "*i64", "movers": "*i64", "total": "i32",
              "spares": "i32", "table_count": "i32", "mover_count": "i32", "most": "i32"},
             {"COMES": way == "in", "TABLES": 32, "ROWS": 4, "COLUMNS": 128},
@@ -160,12 +160,12 @@ GATES = [
         for way in ("in", "out")
     ],
     Gate(
-        "seat", "tilerec.ops.triton.cache_seat:seat_kernel",
+        "seat", "tilerec.ops.cache.triton.seat:seat_kernel",
         {"plan": "*i64", "header": "*i64", "tables": "*i64", "clock": "*i64", **BOOK, "total": "i32", "spares": "i32",
          "table_count": "i32"}, TABLES,
     ),
     Gate(
-        "lines", "tilerec.ops.triton.cache_lines:lines_kernel",
+        "lines", "tilerec.ops.cache.triton.lines:lines_kernel",
         {"ids": "*i64", "segments": "*i64", "tables": "*i64", "line_of": "*i32", "dirty": "*u8", "out": "*i32",
          **COUNTS},
         {"WRITES": True, "TILE": 128},

@@ -18,17 +18,18 @@ from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
-from tilerec.ops.rules import make_rule
-from tilerec.ops.triton import library, rules
-from tilerec.ops.triton.counts import PACES, pace_table, paces_on_device
-from tilerec.ops.triton.parts import rule_apply_to_tables_, rule_partials_of_tables
-from tilerec.ops.triton.rules import ready
-from tilerec.ops.triton.update import update_rows_
-from tilerec.ops.update import (
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.definition import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
     update_rows_reference_,
 )
+from tilerec.ops.update.rules import make_rule
+from tilerec.ops.update.triton import rules
+from tilerec.ops.update.triton.backend import update_rows_
+from tilerec.ops.update.triton.counts import PACES, pace_table, paces_on_device
+from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
+from tilerec.ops.update.triton.rules import ready
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -204,14 +205,14 @@ def gate(name: str, rate: str) -> Gate:
     names = {id(value): key for key, value in vars(rules).items()}
     return Gate(
         f"{name} {rate}",
-        "tilerec.ops.triton.counts:advance_counts",
+        "tilerec.ops.update.triton.counts:advance_counts",
         {
             **dict.fromkeys(["counts", "places", "numbers", "paces"], "*i64"),
             "lr": f"*{rate}",
             "tables": "i32",
         },
         {
-            "RULE": f"tilerec.ops.triton.rules:{names[id(made.bundle.on_device)]}",
+            "RULE": f"tilerec.ops.update.triton.rules:{names[id(made.bundle.on_device)]}",
             "ROW_STEP": made.row_step,
             "RATED": True,
             "ADVANCE": True,

@@ -14,12 +14,14 @@ from torch import Tensor
 from tests.ops.triton.gates import Gate, aside, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
-from tilerec.ops import exchange as reference
-from tilerec.ops.upload import kept, upload
+from tilerec.ops.exchange import definition as reference
+from tilerec.ops.runtime.upload import kept, upload
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import exchange, exchange_rows, library
+from tilerec.ops.exchange.triton import backend as exchange
+from tilerec.ops.exchange.triton import rows as exchange_rows
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -443,7 +445,7 @@ def move_gate(name: str, number: str, width: int, pick: bool = False, adds: bool
                  "VEC": vec}  # fmt: skip
     pointers = {"flat": number, "rows": number, "slots": "*i32", "table": "*i64", "report": "*i64"}
     sizes = dict.fromkeys(["segments", "first_tile", "elements"], "i32")
-    return Gate(name, "tilerec.ops.triton.exchange_rows:move_rows", pointers | sizes, constants)
+    return Gate(name, "tilerec.ops.exchange.triton.rows:move_rows", pointers | sizes, constants)
 
 
 def route_gates() -> list[Gate]:
@@ -452,7 +454,7 @@ def route_gates() -> list[Gate]:
     order |= dict.fromkeys(["local_V", "numbers_V", "begun_T", "bags_V"], "*i32")
     number = dict.fromkeys(["lengths_P", "slots_P", "numbers_V", "begun_T"], "*i32")
     places, sizes, tile = {"places_V": "*u8"}, {"items": "i32", "parts": "i32"}, {"TILE": 256}
-    module = "tilerec.ops.triton.exchange_route"
+    module = "tilerec.ops.exchange.triton.route"
     return [
         Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
             ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),

@@ -52,16 +52,18 @@ from tilerec.modules import (
     ManagedCollisionEmbeddingBagCollection,
 )
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.hash import REFERENCE, Outcome, Policy, empty_state
-from tilerec.ops.hash_place import high, low, mixed
+from tilerec.ops.hash.definition import REFERENCE, Outcome, Policy, empty_state
+from tilerec.ops.hash.place import high, low, mixed
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import hash_assign, hash_resize, library
-from tilerec.ops.triton.hash import kernels
+from tilerec.ops.hash.triton import assign as hash_assign
+from tilerec.ops.hash.triton import resize as hash_resize
+from tilerec.ops.hash.triton.backend import kernels
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -187,7 +189,7 @@ def test_a_walk_over_many_chunks_evicts_whom_the_reference_evicts(policy: int, e
 
 
 def test_an_id_that_is_evicted_before_its_turn_is_a_newcomer() -> None:
-    """The worked example of tilerec/ops/triton/hash.py."""
+    """The worked example of tilerec/ops/hash/triton/backend.py."""
     pair = Pair(KERNELS, 1, 2, 0, 1)
     for state in (pair.mine, pair.theirs):
         state.ids_E.copy_(torch.tensor([5, 6]))
@@ -427,7 +429,7 @@ def renew(name: str, dtype: str, columns: int) -> Gate:
     else:
         more = {"beside": dtype, "number": "fp32"}
     constants = {"ENTRIES": 64, "ROWS": min(64, 512 // columns), "COLUMNS": columns}
-    place = f"tilerec.ops.triton.renew:{name}_kernel"
+    place = f"tilerec.ops.random.triton.renew:{name}_kernel"
     return Gate(f"renew {name}, {dtype} x {columns}", place, {**types, **more}, constants)
 
 

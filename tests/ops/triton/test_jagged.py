@@ -14,13 +14,15 @@ from torch import Tensor
 from tests.ops.triton.gates import Compiled, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
-from tilerec.ops.jagged import REFERENCE, offsets_from_lengths
+from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import jagged, jagged_copy, library
+from tilerec.ops.jagged.triton import backend as jagged
+from tilerec.ops.jagged.triton import copy as jagged_copy
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -356,7 +358,7 @@ def copy_gate(name: str, mode: int, word: str, width: int) -> Gate:
     options = {"num_warps": 4 if width == 1 else 1}
     return Gate(
         name,
-        "tilerec.ops.triton.jagged_copy:copy_items",
+        "tilerec.ops.jagged.triton.copy:copy_items",
         pointers | {"report": "*i64"} | sizes,
         constants,
         options=options,
@@ -380,7 +382,7 @@ def sum_gate(name: str, number: str, width: int) -> Gate:
         "items": "i32",
         "segments": "i32",
     }
-    return Gate(name, "tilerec.ops.triton.jagged_sum:sum_segments", signature, constants)
+    return Gate(name, "tilerec.ops.jagged.triton.sum:sum_segments", signature, constants)
 
 
 def transpose_gate(name: str, number: str, width: int) -> Gate:
@@ -395,7 +397,7 @@ def transpose_gate(name: str, number: str, width: int) -> Gate:
         "COLUMNS": columns,
     }
     signature = {"out": number, "grads": number} | pointers | sizes
-    return Gate(name, "tilerec.ops.triton.jagged_sum:sum_copies", signature, constants)
+    return Gate(name, "tilerec.ops.jagged.triton.sum:sum_copies", signature, constants)
 
 
 @pytest.fixture(scope="module")

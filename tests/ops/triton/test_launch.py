@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tilerec.ops.triton import launch as launching
-from tilerec.ops.triton.launch import launch
+from tilerec.ops.runtime.triton import launch as launching
+from tilerec.ops.runtime.triton.launch import launch
 
 
 def copy(out, values, count, scale, FACTOR: tl.constexpr, WIDE: tl.constexpr = 7):  # type: ignore[no-untyped-def]

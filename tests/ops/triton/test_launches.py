@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.launches import counted
 from tests.ops.triton.workloads import CALLS, POINTS, READS, step
-from tilerec.ops.triton import library
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tilerec.ops.triton import library
-from tilerec.ops.triton.library import TritonStatus
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.runtime.triton.library import TritonStatus
 
 
 @pytest.mark.parametrize("value", ["0", "off", "False", "no"])

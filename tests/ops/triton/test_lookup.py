@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.lookup import (
+from tilerec.ops.lookup.definition import (
     _pooled_lookup_reference,
     _sample_weight_grad_reference,
     _sequence_lookup_reference,
@@ -28,16 +28,14 @@ import triton.language as tl
 
 from tests.ops.triton.gates import ROOT, Compiled, Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
-from tilerec.ops.triton import (
-    library,
-    lookup,
-    lookup_layout,
-    lookup_parts,
-    lookup_pooled,
-    lookup_sample_weights,
-    lookup_sequence,
-)
-from tilerec.ops.triton.rows import group_rows, tile_width
+from tilerec.ops.lookup.triton import backend as lookup
+from tilerec.ops.lookup.triton import layout as lookup_layout
+from tilerec.ops.lookup.triton import parts as lookup_parts
+from tilerec.ops.lookup.triton import pooled as lookup_pooled
+from tilerec.ops.lookup.triton import sample_weights as lookup_sample_weights
+from tilerec.ops.lookup.triton import sequence as lookup_sequence
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.runtime.triton.rows import group_rows, tile_width
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"

@@ -13,11 +13,12 @@ pytest.importorskip("triton")
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
-from tilerec.ops.order import order_rows_reference
-from tilerec.ops.triton import library, update
-from tilerec.ops.triton.parts import sum_row_gradients_of_tables
-from tilerec.ops.triton.update import order_rows, update_rows_
-from tilerec.ops.update import update_rows_reference_
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.definition import update_rows_reference_
+from tilerec.ops.update.order import order_rows_reference
+from tilerec.ops.update.triton import backend as update
+from tilerec.ops.update.triton.backend import order_rows, update_rows_
+from tilerec.ops.update.triton.phased_update import sum_row_gradients_of_tables
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -66,7 +67,7 @@ def test_an_update_has_the_same_bits_with_an_order_and_sorts_nothing(
         own, slots = [w.clone() for w in weights], [s.clone() for s in call.slots]
         if ordered:
             ordered = {"ordered": order_rows(own, *record[1:])}
-            monkeypatch.setattr("tilerec.ops.triton.sort.order_occurrences", None)  # not called again
+            monkeypatch.setattr("tilerec.ops.update.triton.sort.order_occurrences", None)  # not called again
         return [function(own, slots, *record, *call.rest, **ordered).tolist(), *own, *slots]
 
     plain = run(update_rows_)
@@ -88,8 +89,8 @@ def test_row_sums_have_the_same_bits_with_an_order_of_tables_of_one_column(
     others = sum_row_gradients_of_tables(
         *record[:4], [7, 6, 6], dims, *record[4:], ordered
     )  # of other rows: not read
-    monkeypatch.setattr("tilerec.ops.triton.sort.order_occurrences", None)
-    monkeypatch.setattr("tilerec.ops.triton.sort.sort_small", None)
+    monkeypatch.setattr("tilerec.ops.update.triton.sort.order_occurrences", None)
+    monkeypatch.setattr("tilerec.ops.update.triton.sort.sort_small", None)
     ahead = sum_row_gradients_of_tables(*record[:4], [6] * 3, dims, *record[4:], ordered)
     for got in (ahead, others):
         for a, b in zip(got, plain, strict=True):

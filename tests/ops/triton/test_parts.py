@@ -16,18 +16,18 @@ from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import ELEMENT, RULES, pooled, single, slots_for
 from tilerec.errors import InputError
-from tilerec.ops.rules import make_rule
-from tilerec.ops.triton import library
-from tilerec.ops.triton import parts as module
-from tilerec.ops.triton.parts import (
-    rule_apply_to_tables_,
-    rule_partials_of_tables,
-    sum_row_gradients_of_tables,
-)
-from tilerec.ops.update import (
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.definition import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
     sum_row_gradients_of_tables_reference,
+)
+from tilerec.ops.update.rules import make_rule
+from tilerec.ops.update.triton import phased_update as module
+from tilerec.ops.update.triton.phased_update import (
+    rule_apply_to_tables_,
+    rule_partials_of_tables,
+    sum_row_gradients_of_tables,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -268,7 +268,7 @@ def test_slots_of_every_kind_are_among_the_rules() -> None:
 def apply_gate(columns: int, warps: int) -> Gate:
     kinds = {"KIND0": 2, "KIND1": 0, "KIND2": 0}
     flags = {"MODE": 0, "WD": False, "ROW_STEP": False, "GRAD_SCALED": False, "ROUND": 0, "NAMED": False}
-    rule = {"APPLY": "tilerec.ops.triton.rules:row_wise_adagrad_apply", "SUMS": 1}
+    rule = {"APPLY": "tilerec.ops.update.triton.rules:row_wise_adagrad_apply", "SUMS": 1}
     numbers = ("rows", "names", "meta", "paces", "report")
     values = ("grads", "scalars", "weights", "slot0", "slot1", "slot2")
     by_value = ("grad_scale", *(f"h{i}" for i in range(1, 7)))
@@ -278,7 +278,7 @@ def apply_gate(columns: int, warps: int) -> Gate:
         **dict.fromkeys(by_value, "fp32"),
     }
     return Gate(
-        f"{warps}", "tilerec.ops.triton.parts:apply_to_parts", signature,
+        f"{warps}", "tilerec.ops.update.triton.phased_update:apply_to_parts", signature,
         {**rule, **kinds, **flags, "ROWS": 1, "COLUMNS": columns},
         options={"num_warps": warps, "enable_fp_fusion": False},
     )  # fmt: skip

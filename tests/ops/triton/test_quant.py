@@ -12,11 +12,12 @@ from torch import Tensor
 from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.comms.codec import codec
-from tilerec.ops import quant as reference
+from tilerec.ops.quantize import definition as reference
 
 pytest.importorskip("triton")
 
-from tilerec.ops.triton import library, quant
+from tilerec.ops.quantize import triton as quant
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
@@ -201,7 +202,7 @@ def gate(kernel: str, fp8: bool, width: int, number: str = "*fp32") -> Gate:
         signature["largest"] = "fp32"
         constants["WHOLE"] = width <= columns
     return Gate(
-        f"{kernel} {fp8} {width} {number}", f"tilerec.ops.triton.quant:{kernel}", signature, constants
+        f"{kernel} {fp8} {width} {number}", f"tilerec.ops.quantize.triton:{kernel}", signature, constants
     )
 
 

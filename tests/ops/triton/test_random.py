@@ -14,8 +14,14 @@ import triton.language as tl
 
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError
-from tilerec.ops.random import random_fill_reference_, random_words, stochastic_round
-from tilerec.ops.triton.random import random_fill_, random_rows_, round_at_random, round_to_nearest, words
+from tilerec.ops.random.definition import random_fill_reference_, random_words, stochastic_round
+from tilerec.ops.random.triton.backend import (
+    random_fill_,
+    random_rows_,
+    round_at_random,
+    round_to_nearest,
+    words,
+)
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run on the GPU here: see tests/cuda"

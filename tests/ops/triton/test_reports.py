@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerec.ops import later
-from tilerec.ops.triton import reports
-from tilerec.ops.triton.reports import new_report, post, raise_all, raise_due
+from tilerec.ops.runtime import readback as later
+from tilerec.ops.runtime.triton import reports
+from tilerec.ops.runtime.triton.reports import new_report, post, raise_all, raise_due
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ import triton.language as tl
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES
 from tilerec.errors import ConfigError
-from tilerec.ops.rules import make_rule
-from tilerec.ops.triton import library
-from tilerec.ops.triton.rules import power, ready
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.rules import make_rule
+from tilerec.ops.update.triton.rules import power, ready
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"

@@ -14,14 +14,17 @@ pytest.importorskip("triton")
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES, Call, pooled, single
-from tilerec.ops.cpu import library as cpu_library
-from tilerec.ops.triton import library, runs, sort, update_launch
-from tilerec.ops.triton.parts import sum_row_gradients_of_tables
-from tilerec.ops.triton.update import update_rows_
+from tilerec.ops.runtime.cpu import library as cpu_library
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.triton import launch as update_launch
+from tilerec.ops.update.triton import runs, sort
+from tilerec.ops.update.triton.backend import update_rows_
+from tilerec.ops.update.triton.phased_update import sum_row_gradients_of_tables
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
 )
+RUNS = "tilerec.ops.update.triton.runs"
 nightly = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="takes a minute")
 
 
@@ -215,7 +218,7 @@ def gates() -> list[Gate]:
     constants = {"STEPS": 5, "CHUNK": 128, "CHUNKS": 64, "COLUMNS": 128, "VEC": 4, "VEC_D": 16}
     options = {"num_warps": 1, "enable_fp_fusion": False, **sort.REGISTERS}
     return [
-        Gate(name, "tilerec.ops.triton.runs:sum_chunks", signature, {**constants, "SCALED": scaled}, options=options)
+        Gate(name, f"{RUNS}:sum_chunks", signature, {**constants, "SCALED": scaled}, options=options)
         for name, scaled in (("plain", False), ("scaled", True))
     ]  # fmt: skip
 

@@ -25,7 +25,7 @@ from tests.ops.triton.interpreter import quick
 from tests.ops.triton.reasons import SAMPLE
 from tests.ops.triton.sanitizer import Sanitizer, sanitized
 from tilerec.errors import InputError
-from tilerec.ops.triton import library
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: compute-sanitizer looks at those"
@@ -382,7 +382,7 @@ def test_results_that_depend_on_the_order_of_programs() -> None:
 
 
 def looked_up(dims: list[int]) -> Tensor:
-    from tilerec.ops.triton.lookup import pooled_lookup
+    from tilerec.ops.lookup.triton.backend import pooled_lookup
 
     tables = [torch.randn(5, dim) for dim in dims]
     ids, offsets = torch.tensor([0, 4, 1, 2, 2, 3]), torch.tensor([0, 2, 2, 3, 6])
@@ -395,7 +395,7 @@ def looked_up(dims: list[int]) -> Tensor:
 
 
 def test_lookups_that_take_rows_for_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilerec.ops.triton import lookup
+    from tilerec.ops.lookup.triton import backend as lookup
 
     monkeypatch.setattr(lookup, "_STEPS", 2)
     passes(lambda: looked_up([6, 2]))
@@ -411,8 +411,10 @@ def test_lookups_that_take_rows_for_aligned(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share flags and reports meet here only: elsewhere one program takes a whole batch."""
-    from tilerec.ops.hash_state import empty_state
-    from tilerec.ops.triton import hash_assign, hash_find, hash_resize
+    from tilerec.ops.hash.state import empty_state
+    from tilerec.ops.hash.triton import assign as hash_assign
+    from tilerec.ops.hash.triton import find as hash_find
+    from tilerec.ops.hash.triton import resize as hash_resize
 
     def assigned() -> list[Tensor]:
         state = empty_state(3, 4)
@@ -440,7 +442,7 @@ def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch:
 
 def test_errors_of_input_are_those_of_the_host() -> None:
     """A kernel that tells of a bad id has done nothing wrong."""
-    from tilerec.ops.triton.hash import kernels
+    from tilerec.ops.hash.triton.backend import kernels
 
     state = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
     with sanitized() as watch, pytest.raises(InputError):

@@ -15,10 +15,11 @@ from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_sort import record_of, tables_of
 from tests.ops.triton.test_update import RULES, Call, pooled
-from tilerec.ops.triton import library, small_sort
-from tilerec.ops.triton.small_sort import is_small, rank_blocks
-from tilerec.ops.triton.sort import Record, Sorted, key_type, sort_occurrences
-from tilerec.ops.triton.update import update_rows_
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.triton import small_sort
+from tilerec.ops.update.triton.backend import update_rows_
+from tilerec.ops.update.triton.small_sort import is_small, rank_blocks
+from tilerec.ops.update.triton.sort import Record, Sorted, key_type, sort_occurrences
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -163,14 +164,16 @@ def gate(name: str, wide: bool, **other: Any) -> Gate:
         "BLOCK": small_sort.BLOCK, "BITS": 11, **other,
     }  # fmt: skip
     options = {"num_warps": small_sort.WARPS, "enable_fp_fusion": False}
-    return Gate(name, "tilerec.ops.triton.small_sort:sort_blocks", signature, constants, options=options)
+    return Gate(
+        name, "tilerec.ops.update.triton.small_sort:sort_blocks", signature, constants, options=options
+    )
 
 
 @pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for half a minute: nightly")
 def test_blocks_are_sorted_in_registers() -> None:
     """512 threads of a program: each may have 128 registers, and spills none."""
     ranks = Gate(
-        "ranks", "tilerec.ops.triton.small_sort:rank_blocks",
+        "ranks", "tilerec.ops.update.triton.small_sort:rank_blocks",
         {
             "keys": "*i32", "places": "*i32", "scales": "*fp32", "sorted_keys": "*i32", "sorted_places": "*i32",
             "sorted_scales": "*fp32", "total": "i32",

@@ -12,8 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.ops.triton.interpreter import quick
-from tilerec.ops.triton import library, sort
-from tilerec.ops.triton.sort import (
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.triton import sort
+from tilerec.ops.update.triton.sort import (
     PER_TABLE,
     Record,
     key_type,

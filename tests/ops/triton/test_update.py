@@ -18,11 +18,14 @@ pytest.importorskip("triton")
 from tests.ops.triton.gates import ROOT, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
-from tilerec.ops.triton import library, rules, sort, update, update_launch
-from tilerec.ops.triton.rules import ready
-from tilerec.ops.triton.update import update_rows_
-from tilerec.ops.triton.update_launch import registers, tile_rows
-from tilerec.ops.update import update_rows_reference_
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.definition import update_rows_reference_
+from tilerec.ops.update.triton import backend as update
+from tilerec.ops.update.triton import launch as update_launch
+from tilerec.ops.update.triton import rules, sort
+from tilerec.ops.update.triton.backend import update_rows_
+from tilerec.ops.update.triton.launch import registers, tile_rows
+from tilerec.ops.update.triton.rules import ready
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -438,8 +441,8 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     rows = tile_rows(columns, made.kinds.count(1))
     names = {id(value): name for name, value in vars(rules).items()}
     constants = {
-        "TERMS": f"tilerec.ops.triton.rules:{names[id(made.bundle.terms)]}",
-        "APPLY": f"tilerec.ops.triton.rules:{names[id(made.bundle.apply)]}",
+        "TERMS": f"tilerec.ops.update.triton.rules:{names[id(made.bundle.terms)]}",
+        "APPLY": f"tilerec.ops.update.triton.rules:{names[id(made.bundle.apply)]}",
         "MODE": made.mode, "WD": made.decays, "ROW_STEP": made.row_step, "SUMS0": made.sums[0], "SUMS1": made.sums[1],
         "KIND0": made.kinds[0], "KIND1": made.kinds[1], "KIND2": made.kinds[2], "KEEPS": True, "READS": True,
         "GRAD_SCALED": False, "SCALED": False, "ROUND": int(dtype != "fp32"), "PER_TABLE": False, "NAMED": False,
@@ -455,7 +458,9 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     }  # fmt: skip
     options = {"num_warps": sort.warps_of(rows * columns), "enable_fp_fusion": False, **registers(columns)}
     name = f"{rule} {dtype}"
-    return Gate(name, "tilerec.ops.triton.update_runs:update_runs", signature, constants, options=options)
+    return Gate(
+        name, "tilerec.ops.update.triton.apply_runs:update_runs", signature, constants, options=options
+    )
 
 
 def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:

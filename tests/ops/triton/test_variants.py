@@ -34,7 +34,7 @@ from tests.ops.triton.workloads import (
     same,
     step,
 )
-from tilerec.ops.triton import library
+from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"

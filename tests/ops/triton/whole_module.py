@@ -11,7 +11,9 @@ from torch import Tensor
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.triton import parts, random, update
+from tilerec.ops.random.triton import backend as random
+from tilerec.ops.update.triton import backend as update
+from tilerec.ops.update.triton import phased_update as parts
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer

@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.ops.triton.launches import Given, counted
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.hash import zch_assign_each_, zch_find
-from tilerec.ops.hash_state import HashRange, empty_state
+from tilerec.ops.hash.definition import zch_assign_each_, zch_find
+from tilerec.ops.hash.state import HashRange, empty_state
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.home_side import Sides, sides_of
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.sides import Sides, sides_of
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.spec.topology import Topology
 

@@ -10,9 +10,9 @@ import numpy as np
 from tilerec.planner.search.bound import kinds_of
 from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
-from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import SHARE, Instance, evaluate
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 FAR = 1 << 61

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import SHARE, Instance, Solution, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilerec.planner.search.improve import exchange, exchange_hosts, repair
+from tilerec.planner.search.exchange import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
 from tilerec.planner.search.relaxed import Relaxed, least

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from tilerec.planner.search.bound import kinds_of
-from tilerec.planner.search.flow import flow
+from tilerec.planner.search.exchange import exchange
+from tilerec.planner.search.fractional_rows import poured
 from tilerec.planner.search.granularity import choose
-from tilerec.planner.search.improve import exchange
 from tilerec.planner.search.instance import Instance, Solution, evaluate
 from tilerec.planner.search.pack import Rule, pack
-from tilerec.planner.search.poured import poured
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 

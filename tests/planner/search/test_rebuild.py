@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilerec.planner.search.flow import flow
 from tilerec.planner.search.instance import Instance, evaluate, fits
 from tilerec.planner.search.pack import Rule, pack
 from tilerec.planner.search.rebuild import Dice, _Rebuild, rebuild
 from tilerec.planner.search.relaxed import Relaxed, least
+from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 

@@ -22,11 +22,11 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts
+from tilerec.planner.cost.home_side import WAYS, Sides, sides_of
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
-from tilerec.planner.cost.sides import WAYS, Sides, sides_of
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.search.instance import NO_CAP, PER_MILLE, Bools, Instance, Ints

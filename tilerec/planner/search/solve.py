@@ -23,14 +23,14 @@ import numpy as np
 from tilerec.planner.search.bound import Kinds, kinds_of
 from tilerec.planner.search.boxes import Boxes, Choice
 from tilerec.planner.search.exact import enumerate_all
-from tilerec.planner.search.flow import flow
+from tilerec.planner.search.exchange import exchange, exchange_hosts, repair
+from tilerec.planner.search.fractional_rows import poured
 from tilerec.planner.search.granularity import choose
-from tilerec.planner.search.improve import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, Ints, Proof, Solution, Status, evaluate, fits
 from tilerec.planner.search.pack import Packing, Rule, pack
-from tilerec.planner.search.poured import poured
 from tilerec.planner.search.rebuild import rebuild, steps_within
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 UNITS = 1_600_000_000  # of work, for an effort of 1

@@ -1,0 +1,170 @@
+"""Sharders of modules with managed collision, by TorchRec's names: they speak of the tables inside of them.
+
+A sharder of `ManagedCollisionEmbeddingBagCollection` goes before one of `EmbeddingBagCollection` where a table is in
+such a module; where there is none, the latter speaks of those tables as of all others. Ids have nothing to say: their
+place depends on their bucket only, and numbers of rows travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import nn
+
+from tilerec.compat.qcomms import CommOp
+from tilerec.compat.sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    ModuleSharder,
+    Registry,
+)
+from tilerec.errors import ConfigError
+from tilerec.modules.managed_collection import ManagedCollisionCollection
+from tilerec.modules.managed_embedding import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddings,
+)
+from tilerec.sharding.managed_collision import (
+    ShardedManagedCollisionCollection,
+    ShardedManagedCollisionEmbeddingBagCollection,
+    ShardedManagedCollisionEmbeddingCollection,
+)
+from tilerec.spec.without_effect import warn_without_effect
+
+
+@final
+class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
+    """Of `ManagedCollisionCollection`s, inside of the two below. It gives neither an optimizer nor a number format.
+
+    Args:
+        qcomm_codecs_registry: taken, with a warning that it has no effect.
+    """
+
+    _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(self, qcomm_codecs_registry: Registry | None = None) -> None:
+        name, reason = (
+            "qcomm_codecs_registry",
+            "ids and row numbers are whole numbers, which travel as they are",
+        )
+        warn_without_effect(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
+        super().__init__()
+        self._registry = qcomm_codecs_registry
+
+    @property
+    def module_type(self) -> type[ManagedCollisionCollection]:
+        return ManagedCollisionCollection
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        return ShardedManagedCollisionCollection
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """None: ids are buffers, and their buckets lie where the rows of their table do."""
+        if not isinstance(module, ManagedCollisionCollection):
+            raise _wrong_kind(self, module)
+        return {}
+
+
+@final
+class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingBagCollection]):
+    """Of `ManagedCollisionEmbeddingBagCollection`s.
+
+    Args:
+        ebc_sharder: what is said of their tables.
+        mc_sharder: nothing depends on it.
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`; in place of an ebc_sharder.
+
+    Raises:
+        ConfigError: both are given, or sharders of other kinds.
+    """
+
+    _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        ebc_sharder: EmbeddingBagCollectionSharder | None = None,
+        mc_sharder: ManagedCollisionCollectionSharder | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+    ) -> None:
+        who, kind = type(self).__name__, EmbeddingBagCollectionSharder
+        _check(who, "ebc_sharder", ebc_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
+        said = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
+        return ManagedCollisionEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        return ShardedManagedCollisionEmbeddingBagCollection
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        return _parameters(self, module)
+
+
+@final
+class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingCollection]):
+    """Of `ManagedCollisionEmbeddingCollection`s.
+
+    Args:
+        ec_sharder: what is said of their tables.
+        mc_sharder, fused_params, qcomm_codecs_registry: see `ManagedCollisionEmbeddingBagCollectionSharder`.
+    """
+
+    _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        ec_sharder: EmbeddingCollectionSharder | None = None,
+        mc_sharder: ManagedCollisionCollectionSharder | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+    ) -> None:
+        who, kind = type(self).__name__, EmbeddingCollectionSharder
+        _check(who, "ec_sharder", ec_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
+        said = ec_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
+        return ManagedCollisionEmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        return ShardedManagedCollisionEmbeddingCollection
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        return _parameters(self, module)
+
+
+def _check(
+    who: str, name: str, inner: Any, kind: type[ModuleSharder], ids: Any, fused_params: Any, registry: Any
+) -> None:
+    for what, given, wanted in (
+        (name, inner, kind),
+        ("mc_sharder", ids, ManagedCollisionCollectionSharder),
+    ):
+        if given is not None and not isinstance(given, wanted):
+            words = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+            raise ConfigError(f"{who}: {what} is {words}; wanted {wanted.__name__}(...), or None.")
+    if inner is not None and (fused_params is not None or registry is not None):
+        raise ConfigError(
+            f"{who}: fused_params or qcomm_codecs_registry beside {name}; give them to the {kind.__name__} only."
+        )
+
+
+def _parameters(sharder: ModuleSharder, module: nn.Module) -> dict[str, nn.Parameter]:
+    if not isinstance(module, ManagedCollisionEmbeddings) or not isinstance(module, sharder.module_type):
+        raise _wrong_kind(sharder, module)
+    return {name: table.weight for name, table in module.embedding_module._tables.items()}
+
+
+def _wrong_kind(sharder: ModuleSharder, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(sharder).__name__}: got a {type(module).__name__}, wanted a {sharder.module_type.__name__}."
+    )

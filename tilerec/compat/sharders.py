@@ -1,0 +1,187 @@
+"""Sharders: what TorchRec's users say about all collections of one kind: an optimizer, number formats on the wire.
+
+They decide nothing about where tables lie (the plan does), so every kind of collection is sharded with or without one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, final
+
+from torch import nn
+from typing_extensions import TypeVar
+
+from tilerec.compat.fused_params import read_cache_params, read_fused_params
+from tilerec.compat.qcomms import CommOp
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from tilerec.spec.cache import CacheParams
+from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, ShardingType, Wire
+from tilerec.spec.without_effect import warn_without_effect
+
+Registry = Wire | Mapping[str, Any]
+
+
+M = TypeVar("M", bound=nn.Module, covariant=True, default=nn.Module)
+
+
+class ModuleSharder(ABC, Generic[M]):
+    """Base of the sharders; `M` is the kind of collection.
+
+    Args:
+        fused_params: see `read_fused_params`; the optimizer of all tables of this kind that have none attached yet.
+        qcomm_codecs_registry: a `Wire`, or what `get_qcomm_codecs_registry` gives; the formats of all tables of this
+            kind whose plan names none.
+
+    Raises:
+        ConfigError: either cannot be read.
+    """
+
+    _op: CommOp
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+    ) -> None:
+        self._cache, fused = read_cache_params(fused_params, type(self).__name__)
+        self._spec = read_fused_params(fused, type(self).__name__)
+        self._wire = _read_registry(qcomm_codecs_registry, type(self)._op, type(self).__name__)
+        self._fused_params = dict(fused_params or {})
+        self._registry = qcomm_codecs_registry
+
+    @property
+    @abstractmethod
+    def module_type(self) -> type[M]:
+        """The kind of collection it speaks of."""
+
+    @property
+    @abstractmethod
+    def sharded_module_type(self) -> type[nn.Module]:
+        """What `shard` makes of such a collection."""
+
+    @property
+    def fused_params(self) -> dict[str, Any]:
+        """As given."""
+        return self._fused_params
+
+    @property
+    def qcomm_codecs_registry(self) -> Registry | None:
+        """As given."""
+        return self._registry
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer that `fused_params` describe."""
+        return self._spec
+
+    @property
+    def cache(self) -> CacheParams | None:
+        """The cache that `fused_params` describe, of tables whose plan says `fused_uvm_caching` and no more."""
+        return self._cache
+
+    @property
+    def wire(self) -> Wire | None:
+        """The formats that the registry names."""
+        return self._wire
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Tables of a collection, by name."""
+        if not isinstance(module, self.module_type) or not isinstance(module, TableCollection):
+            raise ConfigError(
+                f"{type(self).__name__}: got a {type(module).__name__}, wanted a {self.module_type.__name__}."
+            )
+        return {name: table.weight for name, table in module._tables.items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Every sharding type, on every device."""
+        return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """The kernels in use, under every sharding type; on CPU, where a cache saves nothing, those without one."""
+        on_cpu = compute_device_type == "cpu"
+        return [kernel.value for kernel in KERNELS_IN_USE if not (on_cpu and kernel in HOST_KERNELS)]
+
+
+@final
+class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
+    """Of `EmbeddingBagCollection`s.
+
+    Args:
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`.
+        sharded_module_order_overwrite: taken, with a warning that it has no effect.
+    """
+
+    _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+        sharded_module_order_overwrite: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        name = "sharded_module_order_overwrite"
+        reason = "tables and outputs keep the collection's order, whatever the plan"
+        warn_without_effect(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        return EmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[TableCollection]:
+        return ShardedEmbeddingBagCollection
+
+
+@final
+class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
+    """Of `EmbeddingCollection`s.
+
+    Args:
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`.
+        use_index_dedup: taken, with a warning that it has no effect.
+    """
+
+    _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        reason = "an id that a batch repeats travels as often as it comes; results are the same"
+        name = "use_index_dedup"
+        warn_without_effect(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        return EmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[TableCollection]:
+        return ShardedEmbeddingCollection
+
+
+def get_default_sharders() -> list[ModuleSharder]:
+    """One of each kind, without an optimizer."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def _read_registry(registry: Registry | None, op: CommOp, who: str) -> Wire | None:
+    if registry is None or isinstance(registry, Wire):
+        return registry
+    wire = registry.get(op.name) if isinstance(registry, Mapping) else None
+    if not isinstance(registry, Mapping) or not (wire is None or isinstance(wire, Wire)):
+        raise ConfigError(
+            f"{who}: qcomm_codecs_registry is {registry!r:.200}; wanted a Wire such as Wire('bf16', 'bf16'), or "
+            "get_qcomm_codecs_registry(QCommsConfig(...))."
+        )
+    return wire

@@ -1,0 +1,227 @@
+"""The exchange ops by the native library: `route_ids`, `place_rows_` and `pick_rows` on CPU.
+
+`definition.py` says what they mean; here only arguments change form. Results are those of the reference, bit
+for bit, for any number of threads. Sums of other numbers than fp32 and fp64 go to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.exchange.definition import (
+    _pick_rows_reference_,
+    _place_rows_reference_,
+    raise_bad_offsets,
+    raise_few_offsets,
+)
+from tilerec.ops.lookup.definition import raise_bad_id
+from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY
+from tilerec.ops.runtime.cpu.memory import reused_empty
+from tilerec.ops.runtime.cpu.records import Report, Route, Segments
+from tilerec.ops.runtime.library import LIBRARY
+
+# `value` of a TR_BAD_ARGUMENT (native/exchange.h).
+_FEW_OFFSETS = 3
+_ROUTE_FAULTS = {
+    1: "lists of lengths that do not fit each other",
+    2: "a key that is not in the batch",
+    4: "cuts that fall or do not begin at 0",
+    5: "wire places that are not each used once",
+}
+_SEGMENT_FAULTS = {
+    1: "a negative shape, or more rows than there are",
+    2: "slots that are negative or not there",
+    3: "places outside its tensor",
+    4: "sums of numbers that cannot be added",
+}
+_SUM_BYTES = {torch.float32: 4, torch.float64: 8}
+
+
+def _raise_route(
+    report: Report, names: str, cuts: Sequence[int], ranges: Sequence[int], ids: Tensor, offsets: Tensor
+) -> NoReturn:
+    """Turn a report of `route_ids` into the error its caller sees."""
+    route = report.feature
+    if report.status == NO_MEMORY:
+        raise MemoryError("Routing found no memory for its working space.")
+    if report.status == BAD_ID:
+        rows = cuts[sum(ranges[: route + 1]) + route]
+        raise_bad_id(names, route, report.position, report.value, rows)
+    if report.status == BAD_OFFSETS:
+        raise_bad_offsets(names, route, report.position, report.value, ids.numel())
+    if report.value == _FEW_OFFSETS:
+        raise_few_offsets(names, route, report.position, offsets.numel())
+    raise AssertionError(f"route_ids: route {route} has {_ROUTE_FAULTS[report.value]}")
+
+
+def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    begin, finish, free = library.tr_route_begin, library.tr_route_finish, library.tr_route_free
+    begin.restype = finish.restype = ctypes.c_int64
+    begin.argtypes = finish.argtypes = free.argtypes = [ctypes.c_void_p]
+    free.restype = None
+
+    def route_ids(
+        ids: Tensor,
+        offsets: Tensor,
+        keys: Sequence[int],
+        batches: Sequence[int],
+        cuts: Sequence[int],
+        ranges: Sequence[int],
+        wire: Sequence[int],
+        each_id: bool,
+        dtype: torch.dtype,
+        names: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        assert len(keys) == len(ranges), "route_ids: one number of parts per route"
+        assert dtype in INDEX_TYPES, "route_ids: local ids are int32 or int64"
+        ids = (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
+        offsets = offsets.to(torch.int64).contiguous()
+        lists = array("q", [*keys, *ranges, *batches, *cuts, *wire])
+        call = Route(
+            lists.buffer_info()[0], len(keys), len(batches), len(cuts), len(wire), ids.data_ptr(),
+            INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), each_id, INDEX_TYPES[dtype],
+            torch.get_num_threads(),
+        )  # fmt: skip
+        there = ctypes.byref(call)
+        if begin(there):
+            _raise_route(call.report, names, cuts, ranges, ids, offsets)
+        try:
+            told = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # no fault: those are raised here
+            lengths = torch.empty(call.present, dtype=torch.int32)
+            local = torch.empty(call.moved, dtype=dtype)
+            slots = torch.empty(call.present, dtype=torch.int32)
+            positions = torch.empty(call.moved, dtype=torch.int64)
+            call.counts, call.lengths, call.slots = told.data_ptr() + 8, lengths.data_ptr(), slots.data_ptr()
+            call.local, call.positions = local.data_ptr(), positions.data_ptr()
+            if finish(there):
+                _raise_route(call.report, names, cuts, ranges, ids, offsets)
+        finally:
+            free(call.state)
+        return told, lengths, local, slots, positions
+
+    return route_ids
+
+
+def _move_rows(op: str, function: Any) -> Callable[..., None]:
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+
+    def move_rows(
+        flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False
+    ) -> None:
+        """`lists`: those of `place_rows_`, without adds for `pick_rows`."""
+        count = len(lists[0])
+        assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
+        numbers = array("q", itertools.chain.from_iterable(lists))
+        call = Segments(
+            numbers.buffer_info()[0], count, flat.data_ptr(), flat.numel(), rows.data_ptr(), rows.numel(),
+            slots.data_ptr(), slots.numel(), flat.element_size(), _SUM_BYTES.get(flat.dtype, 0),
+            fresh, torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            if call.report.status == NO_MEMORY:
+                raise MemoryError(f"{op} found no memory for its working space.")
+            raise AssertionError(
+                f"{op}: segment {call.report.feature} has {_SEGMENT_FAULTS[call.report.value]}"
+            )
+
+    return move_rows
+
+
+def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
+    """Whether the tensors are such as the library reads; the reference says what is wrong with others."""
+    return (
+        flat.dtype == rows.dtype
+        and slots.dtype == torch.int32
+        and flat.is_contiguous()
+        and rows.is_contiguous()
+        and slots.is_contiguous()
+    )
+
+
+def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
+    move = _move_rows("place_rows_", library.tr_place_rows)
+
+    def place_rows_(
+        out: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        counts: Sequence[int],
+        widths: Sequence[int],
+        slot_starts: Sequence[int],
+        places: Sequence[int],
+        strides: Sequence[int],
+        adds: Sequence[int],
+        fresh: bool = False,
+    ) -> None:
+        if not _serves(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
+            _place_rows_reference_(
+                out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh
+            )
+        else:
+            move(out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh=fresh)
+
+    return place_rows_
+
+
+def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    pick_rows_ = _pick_rows_(library)
+
+    def pick_rows(
+        source: Tensor,
+        slots: Tensor,
+        counts: Sequence[int],
+        widths: Sequence[int],
+        slot_starts: Sequence[int],
+        places: Sequence[int],
+        strides: Sequence[int],
+    ) -> Tensor:
+        size = sum([count * width for count, width in zip(counts, widths, strict=True)])
+        rows = reused_empty(max(size, 0), source.dtype)
+        pick_rows_(rows, source, slots, counts, widths, slot_starts, places, strides)
+        return rows
+
+    return pick_rows
+
+
+def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
+    move = _move_rows("pick_rows_", library.tr_pick_rows)
+
+    def pick_rows_(
+        rows: Tensor,
+        source: Tensor,
+        slots: Tensor,
+        counts: Sequence[int],
+        widths: Sequence[int],
+        slot_starts: Sequence[int],
+        places: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:
+        if _serves(source, rows, slots):
+            move(source, rows, slots, counts, widths, slot_starts, places, strides)
+        else:
+            _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
+
+    return pick_rows_
+
+
+def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """The kernels by op name."""
+    return {
+        "route_ids": _route_ids(library),
+        "place_rows_": _place_rows_(library),
+        "pick_rows": _pick_rows(library),
+        "pick_rows_": _pick_rows_(library),
+    }
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Let the native library serve the ops on CPU."""
+    for name, kernel in kernels(library).items():
+        LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -1,0 +1,354 @@
+"""What a rank prepares for its peers and takes from them: ids by destination, rows put into and read out of place.
+
+Nouns
+  route        one feature's ids against one set of row cuts: route r reads the bags of key `keys[r]`
+  part         one row range of a route; the ids of a part travel to one rank
+  wire order   the order in which parts lie in what is sent: `wire[p]` is the place of part p in it
+  present bag  a bag that has at least one id in the part; only these travel
+  segment      `count` rows of `width` columns, contiguous in the wire buffer; their places in the other tensor
+               are  place + slot * stride,  slot = row number (dense) or read from `slots`
+
+  local id = id - first row of its part;   P = present bags of a part, N = its ids
+
+Legend: R routes, K parts, N ids, P present bags, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.gradient.definition import bag_starts
+from tilerec.ops.lookup.checks import check_covered, raise_uncovered
+from tilerec.ops.lookup.definition import raise_bad_id
+from tilerec.ops.runtime.library import LIBRARY
+
+LIBRARY.define(
+    "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
+    "bool each_id, ScalarType dtype, str names) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
+    "int[] places, int[] strides, int[] adds, bool fresh=False) -> ()"
+)
+LIBRARY.define(
+    "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
+    "int[] strides) -> Tensor"
+)
+LIBRARY.define(
+    "pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
+    "int[] places, int[] strides) -> ()"
+)
+
+
+def _feature(names: str, route: int) -> str:
+    return names.split(",")[route].rpartition("@")[0] if names and route >= 0 else ""
+
+
+def raise_bad_offsets(names: str, route: int, position: int, offset: int, ids: int) -> NoReturn:
+    """Raise the `InputError` for an offset that falls, or that leaves `[0, ids]`; `names` as in `raise_bad_id`.
+
+    A negative route: the offsets of the whole batch leave values out.
+    """
+    if route < 0:
+        raise_uncovered(position, offset, ids)
+    raise InputError(
+        f"Feature '{_feature(names, route) or route}': offsets[{position}] is {offset}; offsets must not fall and must "
+        f"lie in [0, {ids}] (the number of values); check how lengths and values were put together."
+    )
+
+
+def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoReturn:
+    """Raise the `InputError` for a key whose bags the offsets do not hold; `names` as in `raise_bad_id`."""
+    raise InputError(
+        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes say "
+        f"({offsets} offsets in all, or a negative batch size); check the batch sizes per key."
+    )
+
+
+# A fault is one number, the larger the earlier: LAST_FAULT - (route, whether an id, position). So the first of several
+# is told, whichever program comes first.
+ROUTE_BITS = 43
+ID_BIT = 1 << 42
+LAST_FAULT = (1 << 62) - 1
+
+
+def raise_fault(
+    fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], names: str
+) -> NoReturn:
+    """Raise the `InputError` for what `route_ids` has told in its first number; arguments as there."""
+    route, rest = divmod(LAST_FAULT - fault, 1 << ROUTE_BITS)
+    of_id, position = divmod(rest, ID_BIT)
+    if of_id:
+        rows = cuts[sum(ranges[: route + 1]) + route]
+        raise_bad_id(names, route, position, int(ids[position]), rows)
+    route = -1 if route == len(ranges) else route  # behind the last: of the whole batch
+    raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
+
+
+def check_route(cuts: Sequence[int], ranges: Sequence[int], wire: Sequence[int]) -> None:
+    """Assert that a layout of routes does not contradict itself; arguments as in `route_ids`."""
+    lengths, parts = (sum(ranges) + len(ranges), sum(ranges)), sum(place >= 0 for place in wire)
+    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
+    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
+    at = 0
+    for r, count in enumerate(ranges):
+        own = cuts[at : at + count + 1]
+        at += count + 1
+        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
+
+
+def _check_offsets(
+    offsets: Tensor, bounds: Tensor, first: int, bags: int, ids: int, names: str, r: int, key: int
+) -> None:
+    """Raise an `InputError` unless a route's offsets are all there, do not fall and lie in `[0, ids]`."""
+    if bags < 0 or bounds.numel() != bags + 1:
+        raise_few_offsets(names, r, key, offsets.numel())
+    bad = (bounds < 0) | (bounds > ids)
+    bad[1:] |= bounds[1:] < bounds[:-1]
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise_bad_offsets(names, r, first + at, int(bounds[at]), ids)
+
+
+def _route_ids_reference(
+    ids: Tensor,
+    offsets: Tensor,
+    keys: Sequence[int],
+    batches: Sequence[int],
+    cuts: Sequence[int],
+    ranges: Sequence[int],
+    wire: Sequence[int],
+    each_id: bool,
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sort the ids of R routes by part, in wire order; within a part, in the order of the batch.
+
+    Args:
+        ids, offsets: of the jagged batch, as in `pooled_lookup`.
+        keys: per route, the key it reads; batches: as in `pooled_lookup`.
+        cuts: per route its row cuts, `ranges[r] + 1` of them, ascending from 0 to the table's rows; all in a row.
+        ranges: per route, how many parts it has.
+        wire: per part (route after route), its place in wire order; -1: its ids do not travel (an earlier route of
+            the feature takes them there). Places are 0 to K - 1, each once.
+        each_id: every id is a bag of its own, numbered within its key (sequence lookups).
+        dtype: of the local ids, int32 or int64.
+        names: "feature@table" per route, "," between, for messages.
+
+    Returns:
+        told: int64 `[1 + 2 K]`: 0, or the fault (below); then present bags and ids of each part, in wire order.
+        lengths: int32 `[P]`: ids of each present bag.
+        local: `dtype` `[N]`: local ids.
+        slots: int32 `[P]`: number of each present bag within its key.
+        positions: int64 `[N]`: where each id stands in `ids`.
+
+        On a GPU nobody knows P and N but `told`, so there the last four are longer, at most by what the host knows: as
+        many as ids, for each route of the key that most routes read. What is behind the first P (or N) is nothing.
+
+    Raises:
+        InputError: an id outside its table; offsets that fall, leave the ids or hold fewer bags than the batch sizes
+            say. On a GPU the last at once, the others by the one who reads `told`: `raise_fault`.
+
+    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> told (0, 1, 1, 2, 2),
+    lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
+    """
+    device, parts = ids.device, sum(place >= 0 for place in wire)
+    check_route(cuts, ranges, wire)
+    first_bags, bags = bag_starts(keys, batches)
+    lower: list[int] = []  # first linearised row of every part
+    base = at = 0
+    pieces: list[tuple[Tensor, Tensor, Tensor]] = []
+    for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
+        own = cuts[at : at + ranges_r + 1]
+        at += ranges_r + 1
+        bounds = offsets[first : first + count + 1]
+        _check_offsets(offsets, bounds, first, count, ids.numel(), names, r, keys[r])
+        begin, end = int(bounds[0]), int(bounds[-1])
+        ids_n = ids[begin:end].to(torch.int64)
+        bad = (ids_n < 0) | (ids_n >= own[-1])
+        if bool(bad.any()):
+            position = int(bad.nonzero()[0])
+            raise_bad_id(names, r, begin + position, int(ids_n[position]), own[-1])
+        if each_id:
+            bag_n = torch.arange(end - begin, device=device)
+        else:
+            bag_n = torch.repeat_interleave(torch.arange(count, device=device), bounds[1:] - bounds[:-1])
+        pieces.append((ids_n + base, bag_n, torch.arange(begin, end, device=device)))
+        lower.extend(base + cut for cut in own[:-1])
+        base += own[-1]
+    if not pieces:
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        return nothing.new_zeros(1).long(), nothing, nothing.to(dtype), nothing.clone(), nothing.long()
+    check_covered(offsets, ids)
+    linear_N, bag_N, position_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+    lower_K = torch.tensor(lower, device=device)
+    part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
+    wire_N = torch.tensor(wire, device=device)[part_N]
+    local_N = linear_N - lower_K[part_N]
+    if min(wire) < 0:  # rows that another route of the same feature feeds
+        kept = wire_N >= 0
+        wire_N, bag_N, position_N, local_N = wire_N[kept], bag_N[kept], position_N[kept], local_N[kept]
+    order_N = torch.argsort(wire_N, stable=True)
+    wire_N, bag_N = wire_N[order_N], bag_N[order_N]
+    begins = torch.ones_like(wire_N, dtype=torch.bool)
+    begins[1:] = (wire_N[1:] != wire_N[:-1]) | (bag_N[1:] != bag_N[:-1])
+    starts_P = begins.nonzero()[:, 0]
+    ends_P = torch.cat((starts_P[1:], starts_P.new_tensor([wire_N.numel()])))[: starts_P.numel()]
+    counts_K2 = torch.stack(
+        (torch.bincount(wire_N[starts_P], minlength=parts), torch.bincount(wire_N, minlength=parts)), dim=1
+    )
+    return (
+        torch.nn.functional.pad(counts_K2.view(-1), (1, 0)),
+        (ends_P - starts_P).to(torch.int32),
+        local_N[order_N].to(dtype),
+        bag_N[starts_P].to(torch.int32),
+        position_N[order_N],
+    )
+
+
+class _Segment(NamedTuple):
+    here: Tensor  # its rows, `[count, width]`
+    there: Tensor  # a view of the other tensor in which its places are rows
+    slots: Tensor  # which of them
+    number: int
+
+
+def _segments(
+    rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
+) -> list[_Segment]:  # fmt: skip
+    """The segments that have rows; every one is checked before any is used."""
+    at, found = 0, []
+    flat = other.view(-1)
+    lists = zip(counts, widths, slot_starts, places, strides, strict=True)
+    for s, (count, width, start, place, stride) in enumerate(lists):
+        assert min(count, width, stride) >= 0, f"segment {s} has a negative shape"
+        assert at + count * width <= rows.numel(), f"segment {s} has more rows than there are"
+        here = rows[at : at + count * width].view(count, width)
+        at += count * width
+        if not count:
+            continue
+        if start < 0:
+            slots_P = torch.arange(count, device=slots.device)
+        else:
+            assert start + count <= slots.numel(), f"segment {s} has slots that are not there"
+            slots_P = slots[start : start + count].to(torch.int64)
+        lowest, last = int(slots_P.min()), int(slots_P.max())
+        end = place + last * stride + width
+        assert lowest >= 0, f"segment {s} has negative slots"
+        assert 0 <= place <= end <= flat.numel(), f"segment {s} has places outside its tensor"
+        there = flat.as_strided((last + 1, width), (stride, 1), flat.storage_offset() + place)
+        found.append(_Segment(here, there, slots_P, s))
+    return found
+
+
+def _place_rows_reference_(
+    out: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+    adds: Sequence[int],
+    fresh: bool = False,
+) -> None:
+    """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
+
+    Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment
+    names each slot once. Segments that meet in an element have one stride, and places less than it apart (they are of
+    one block of rows): on a GPU others run at once, since only the device knows how far their slots reach.
+
+    Args:
+        slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …
+        counts, widths: shape of each segment.
+        places, strides: element of row 0 of the segment's places in `out`, and elements from row to row.
+        adds: 1 adds, 0 writes.
+        fresh: what is in `out` counts for nothing: it is as if it held zeros.
+
+    Example: rows (1, 2, 3, 4), one segment of 2 x 2, slots (0, 2), place 1, stride 3, out 9 zeros -> (0, 1, 2, 0, 0, 0,
+    0, 3, 4).
+    """
+    segments = _segments(rows, out, slots, counts, widths, slot_starts, places, strides)
+    if fresh:
+        out.zero_()
+    for here, there, slots_P, s in segments:
+        if adds[s]:
+            there.index_add_(0, slots_P, here)
+        else:
+            there[slots_P] = here
+
+
+def _pick_rows_reference(
+    source: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+) -> Tensor:
+    """The transpose of `place_rows_`: read the segments out of `source` (contiguous) into a 1-D tensor."""
+    rows = torch.empty(
+        sum(count * width for count, width in zip(counts, widths, strict=True)),
+        dtype=source.dtype,
+        device=source.device,
+    )
+    _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
+    return rows
+
+
+def _pick_rows_reference_(
+    rows: Tensor,
+    source: Tensor,
+    slots: Tensor,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    slot_starts: Sequence[int],
+    places: Sequence[int],
+    strides: Sequence[int],
+) -> None:
+    """`pick_rows` into a 1-D tensor that is there (contiguous, at least as long)."""
+    for here, there, slots_P, _ in _segments(
+        rows, source, slots, counts, widths, slot_starts, places, strides
+    ):
+        here.copy_(there[slots_P])
+
+
+LIBRARY.impl("pick_rows_", _pick_rows_reference_, "CompositeExplicitAutograd")
+LIBRARY.impl("route_ids", _route_ids_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("place_rows_", _place_rows_reference_, "CompositeExplicitAutograd")
+LIBRARY.impl("pick_rows", _pick_rows_reference, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("route_ids")
+def _fake_route_ids(
+    ids: Any, offsets: Any, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: Any, dtype: Any,
+    names: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    context = torch.library.get_ctx()
+    present, count = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        ids.new_empty(1 + 2 * sum(place >= 0 for place in wire), dtype=torch.int64),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=dtype),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=torch.int64),
+    )
+
+
+@LIBRARY.fake("pick_rows_")
+@LIBRARY.fake("place_rows_")
+def _fake_place_rows(*args: Any) -> None:
+    return None
+
+
+@LIBRARY.fake("pick_rows")
+def _fake_pick_rows(source: Any, slots: Any, counts: Any, widths: Any, *rest: Any) -> Tensor:
+    return source.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)))

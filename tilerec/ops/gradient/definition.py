@@ -1,0 +1,493 @@
+"""Where row gradients go: collected during a backward pass, handed over once at its end.
+
+Nouns
+  sink     takes the row gradients of one table: an attached optimizer, or a sparse `.grad`
+  record   one lookup's row gradients, not materialised (`ops/update/definition.py` says how it is read)
+  pass     one run of autograd's engine; all records of a table in it are summed before its sink takes them
+
+A table may be looked up several times in one step (two collections share it, a module is called twice). Every
+lookup's backward submits its record; when the pass ends, each sink takes all of its records at once. So a
+table is updated exactly once per backward pass, after every gradient that reads its weights.
+
+Ops carry tensors and numbers only, so a sink travels as a number (its handle), which also lets a compiled
+graph submit to it. The table of handles holds its sinks weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tilerec.errors import CommsError, InputError, TilerecError
+from tilerec.ops.gradient.joined import joined
+from tilerec.ops.lookup.saved_rows import Reader
+from tilerec.ops.runtime.library import LIBRARY
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """One lookup's row gradients; per-feature tuples are parallel to `sinks`.
+
+    `grad` and `ids` are kept alive until the pass ends: the sums read them then.
+    """
+
+    serial: int  # order of the lookups' forwards
+    grad: Tensor
+    ids: Tensor
+    offsets: Tensor | None
+    sample_weights: Tensor | None
+    sinks: tuple[int, ...]  # handle per feature
+    dims: tuple[int, ...]
+    starts: tuple[int, ...]
+    bags: tuple[int, ...]
+    grad_starts: tuple[int, ...]
+    grad_strides: tuple[int, ...]
+    means: tuple[int, ...]
+    # Place of each feature in the sum over all ranks, where a record is one rank's of several; empty: as they stand.
+    order: tuple[int, ...] = ()
+    agreed: bool = False  # holds the gradients of all ranks that have copies of these rows
+
+    def only(self, features: Sequence[int]) -> GradientRecord:
+        """The record of some of its features."""
+        if len(features) == len(self.sinks):
+            return self
+        names = ["sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means"]
+        if self.order:
+            names.append("order")
+        some: dict[str, Any] = {
+            name: tuple([values[f] for f in features]) for name in names for values in [getattr(self, name)]
+        }
+        return replace(self, **some)
+
+
+class GradientSink(ABC):
+    """Takes the row gradients of one table at the end of a backward pass."""
+
+    def __init__(self) -> None:
+        self.handle = next(_HANDLES)
+        # Lookups whose backward reads the rows, with the table's numbers among theirs: tied ones have several.
+        self.readers: weakref.WeakKeyDictionary[Reader, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self.earlier: list[_Refusal] = []  # in the place of handles that lookups may still know
+        _SINKS[self.handle] = self
+
+    def about_to_write(self) -> None:
+        """Called before the table's rows are written: lookups whose backward reads them keep them as they are."""
+        while self.readers:
+            try:
+                reader, tables = self.readers.popitem()
+            except KeyError:  # those that were left have just been let go, in another thread
+                return
+            for table in tables:
+                reader.keep(table)
+
+    def refuse_earlier(self, reason: str) -> None:
+        """Rows have other numbers from now on: gradients of earlier lookups are refused, for this reason."""
+        self.earlier = [*self.earlier, _Refusal(self.handle, reason)]
+        self.handle = next(_HANDLES)
+        _SINKS[self.handle] = self
+
+    @abstractmethod
+    def batch_key(self) -> Hashable:
+        """Sinks with equal keys (and one class) may take a record together."""
+
+    @abstractmethod
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
+
+    def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:  # noqa: B027 - most have none
+        """Make ready for the `take` of a batch that is still to come what its ids decide; `record.grad` is not read."""
+
+    def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
+        """Several lookups of each of `sinks` as one record.
+
+        On the CPU each lookup's row sums, in the order of the forwards. Elsewhere the host would have to wait for how
+        many rows these are: there the lookups' occurrences are laid end to end, and one sum runs over all.
+        """
+        handles = [sink.handle for sink in sinks]
+        if records[0].grad.device.type != "cpu":
+            named = [(record, features_of(record, handles)) for record in records]
+            return joined([r.only(sorted(f for own in of.values() for f in own)) for r, of in named])
+        sums: dict[int, list[tuple[Tensor, Tensor]]] = {handle: [] for handle in handles}
+        for record in records:
+            own = features_of(record, handles)
+            for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
+                sums[handle].append(part)
+        return _of_sums(records[0].serial, sums)
+
+
+class _Refusal(GradientSink):
+    """Takes nothing any more."""
+
+    def __init__(self, handle: int, reason: str) -> None:
+        self.handle, self.reason = handle, reason
+        self.readers, self.earlier = weakref.WeakKeyDictionary(), []
+        _SINKS[handle] = self
+
+    def batch_key(self) -> Hashable:
+        return self.handle
+
+    def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
+        raise InputError(self.reason)
+
+
+_HANDLES = itertools.count(1)
+_SINKS: weakref.WeakValueDictionary[int, GradientSink] = weakref.WeakValueDictionary()
+_SERIALS = itertools.count()
+
+
+@functools.cache
+def _hear_of_steps() -> None:
+    """From the first reader on: optimizers of torch say when they are about to step a table's leaf."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _tell_readers(optimizer)
+    elif any([hasattr(p, "_tilerec_sink") for group in optimizer.param_groups for p in group["params"]]):  # noqa: C419
+        # A compiled step breaks here, as torch's own do before: its writes are not all counted (fused ones).
+        _tell_readers_eagerly(optimizer)
+
+
+def _tell_readers(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
+            if sink is not None and sink.readers:
+                sink.about_to_write()
+
+
+_tell_readers_eagerly = torch._disable_dynamo(_tell_readers)
+
+
+def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
+    """Have sinks tell a reader before rows are written. `handles`: by the reader's number of the table."""
+    _hear_of_steps()
+    for table, handle in handles.items():
+        sink = _SINKS.get(handle)
+        if sink is not None:
+            sink.readers[reader] = (*sink.readers.get(reader, ()), table)
+
+
+def new_ticket() -> Tensor:
+    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that spent it (-1: none yet)."""
+    return torch.frombuffer(
+        array("q", (next_serial(), -1)), dtype=torch.int64
+    )  # a third of torch.tensor's time
+
+
+def next_serial() -> int:
+    """The number of the next lookup, in the order of the forwards."""
+    return next(_SERIALS)
+
+
+class _BackwardPass:
+    """The records of one backward pass. Only the pass itself keeps them alive: one that dies takes them along."""
+
+    def __init__(self) -> None:
+        self.records: list[GradientRecord] = []
+
+    def finish(self) -> None:
+        deliver(self.records)
+
+
+_PASSES: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
+
+
+def _collect(record: GradientRecord) -> None:
+    """Keep the record until the running backward pass ends (passes nest, and run in several threads)."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:  # called outside autograd's engine: there is no later moment to wait for
+        deliver([record])
+        return
+    running = _PASSES.get(task)
+    if running is None:
+        running = _PASSES[task] = _BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(running.finish)
+    running.records.append(record)
+
+
+def submit(record: GradientRecord) -> None:
+    """Hand in a lookup's row gradients, from its backward; features whose sink is -1 are left out."""
+    if -1 in record.sinks:
+        record = record.only([f for f, handle in enumerate(record.sinks) if handle != -1])
+    if record.sinks:
+        _collect(record)
+
+
+def deliver(records: Sequence[GradientRecord]) -> None:
+    """Hand records to their sinks: together where a table stands in one record, merged where it stands in several.
+
+    A sink that raises a `TilerecError` (a gradient that is not finite) does not keep the others from theirs: they may
+    be what other ranks wait for. The first of these errors is raised in the end.
+    """
+    failures: list[TilerecError] = []
+
+    def take(sinks: Sequence[GradientSink], *own: GradientRecord) -> None:
+        try:
+            sinks[0].take(sinks, own[0] if len(own) == 1 else sinks[0].merge(sinks, own))
+        except CommsError:  # nobody is there to wait for
+            raise
+        except TilerecError as error:
+            failures.append(error)
+
+    records = sorted(records, key=lambda record: record.serial)
+    seen = Counter([handle for record in records for handle in dict.fromkeys(record.sinks)])
+    once = [handle for handle, count in seen.items() if count == 1]
+    with torch.no_grad():
+        for record in records:
+            for sinks, own in _together(once if len(records) == 1 else _common(once, record), record):
+                take(sinks, own)
+        for handles in _mergeable([handle for handle, count in seen.items() if count > 1], records):
+            for sinks in _alike(handles):
+                take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
+    if failures:
+        raise failures[0]
+
+
+def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
+    """The sinks behind these handles that are still there, in groups that may take a record together."""
+    groups: dict[Hashable, list[GradientSink]] = {}
+    for handle in handles:
+        sink = _SINKS.get(handle)
+        if sink is not None:
+            groups.setdefault((sink.__class__, sink.batch_key()), []).append(sink)
+    return list(groups.values())
+
+
+def _mergeable(handles: Sequence[int], records: Sequence[GradientRecord]) -> list[list[int]]:
+    """Handles in groups whose merged records have one dtype, and sample weights or none.
+
+    Both follow from the lookups of each table alone, so replicas of a tile send its gradients in one format, whatever
+    other tables their ranks hold. Groups come in one order on all ranks.
+    """
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for handle in handles:
+        own = [record for record in records if handle in record.sinks]
+        dtype = functools.reduce(torch.promote_types, [record.grad.dtype for record in own])
+        weighted = any(record.sample_weights is not None for record in own)
+        groups.setdefault((str(dtype), weighted), []).append(handle)
+    return [own for _, own in sorted(groups.items())]
+
+
+def _common(handles: Collection[int], record: GradientRecord) -> list[int]:
+    named = set(record.sinks)
+    return [handle for handle in handles if handle in named]
+
+
+def _together(
+    handles: Iterable[int], record: GradientRecord
+) -> Iterator[tuple[list[GradientSink], GradientRecord]]:
+    """Groups of sinks, each with its part of the record; handles are of the record's own."""
+    for sinks in _alike(handles):
+        own = {sink.handle for sink in sinks}
+        yield sinks, record.only([f for f, handle in enumerate(record.sinks) if handle in own])
+
+
+def order_ahead(record: GradientRecord) -> None:
+    """Have the sinks of a lookup that is still to come sort its ids. `grad` may be any tensor of the ids' device."""
+    for sinks, own in _together(dict.fromkeys(record.sinks), record):
+        sinks[0].order(sinks, own)
+
+
+def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, list[int]]:
+    """The features of each of these sinks, in the order of `handles`; sinks that the record does not name are left out.
+
+    Example: sinks (7, 9, 7), handles (9, 8, 7) -> {9: [1], 7: [0, 2]}.
+    """
+    features: dict[int, list[int]] = {handle: [] for handle in handles}
+    for f, handle in enumerate(record.sinks):
+        if handle in features:
+            features[handle].append(f)
+    return {handle: own for handle, own in features.items() if own}
+
+
+def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
+    """Row sums of several tables, each of several lookups, as one record in which every row is its own bag."""
+    parts = [part for own in sums.values() for part in own]
+    counts = [sum(rows_U.numel() for rows_U, _ in own) for own in sums.values()]
+    dims = [own[0][1].shape[1] for own in sums.values()]
+    sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
+    return GradientRecord(
+        serial, torch.cat([grads_UD.reshape(-1) for _, grads_UD in parts]), torch.cat([rows_U for rows_U, _ in parts]),
+        None, None, tuple(sums), tuple(dims), tuple(itertools.accumulate(counts[:-1], initial=0)), tuple(counts),
+        tuple(itertools.accumulate(sizes[:-1], initial=0)), tuple(dims), (0,) * len(dims),
+    )  # fmt: skip
+
+
+def sum_rows(record: GradientRecord, rows: int = 0) -> tuple[Tensor, Tensor]:
+    """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table.
+
+    `rows`: of the table; 0: not known.
+    """
+    return sum_rows_of_tables(record, [range(len(record.sinks))], [rows])[0]
+
+
+def sum_rows_of_tables(
+    record: GradientRecord, features: Sequence[Sequence[int]], rows: Sequence[int] = (),
+    ordered: Sequence[Tensor] | None = None,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Distinct rows `[U]` and summed gradients `[U, D]` of each table, all in one go.
+
+    Args:
+        features: per table, the features of the record that read it, at least one, ascending.
+        rows: of each table, where they are known: a GPU would look for the largest id, and the host wait for it.
+        ordered: as the op takes it.
+    """
+    if not features:
+        return []
+    table_of = {f: t for t, own in enumerate(features) for f in own}
+    named = sorted(table_of)
+    dims = [record.dims[own[0]] for own in features]
+    record = record.only(named)
+    known = list(rows) if rows and record.ids.device.type != "cpu" else [0] * len(dims)
+    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(
+        record.grad, record.ids, record.offsets, record.sample_weights, known, dims,
+        [table_of[f] for f in named], record.starts, record.bags, record.grad_starts, record.grad_strides, record.means,
+        ordered,
+    )  # fmt: skip
+    distinct = counts.tolist()
+    blocks = grads.split([count * dim for count, dim in zip(distinct, dims, strict=True)])
+    return [
+        (rows_U, block.view(count, dim))
+        for rows_U, block, count, dim in zip(found.split(distinct), blocks, distinct, dims, strict=True)
+    ]
+
+
+def _spend(ticket: Tensor) -> int:
+    """Mark the ticket as used by the running pass; returns its serial number."""
+    serial, spent_by = ticket.tolist()
+    task = torch._C._current_graph_task_id()
+    if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
+        raise RuntimeError(
+            "A lookup's backward ran a second time (retain_graph=True), but its tables took their gradients in the "
+            "first (an attached optimizer updates, a sparse .grad adds up): look the features up again, or let tables "
+            "have dense gradients and step them by hand."
+        )
+    # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it. (NumPy writes a
+    # number in a fifth of the time that indexing a tensor takes.)
+    ticket.numpy()[1] = task if task != -1 else -2
+    return int(serial)
+
+
+LIBRARY.define(
+    "submit_pooled_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+    "int[] dims, int[] tables, int[] keys, int[] means, SymInt[] batches) -> ()"
+)
+LIBRARY.define(
+    "submit_sequence_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor starts, int[] tables) -> ()"
+)
+
+
+def submit_pooled(
+    sinks: Tensor,
+    ticket: Tensor,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    dims: Sequence[int],
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> None:
+    """Submit a pooled lookup's output gradient. `sinks` [T] is declared as changed because the tables behind it are.
+
+    Called as a function where nobody watches (`watchers.py`): it computes nothing, and no profile misses it.
+    """
+    tables = tuple(tables)
+    own_dims, starts, bags, places, strides = _pooled_places(tuple(dims), tables, tuple(keys), tuple(batches))
+    handles = sinks.tolist()
+    submit(
+        GradientRecord(
+            _spend(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims, starts,
+            bags, places, strides, tuple(means),
+        )
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _pooled_places(
+    dims: tuple[int, ...], tables: tuple[int, ...], keys: tuple[int, ...], batches: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Dims, starts, bags, gradient starts and strides of a pooled lookup's features: the same from step to step."""
+    of_features = tuple([dims[t] for t in tables])
+    starts, bags = bag_starts(keys, batches)
+    places, strides = pooled_blocks(of_features, bags, len(batches) == 1)
+    return of_features, tuple(starts), tuple(bags), tuple(places), tuple(strides)
+
+
+def submit_sequence(
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int]
+) -> None:
+    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag."""
+    bounds, dim = starts.tolist(), grad.shape[1]
+    bags = [end - begin for begin, end in itertools.pairwise(bounds)]
+    places = [begin * dim for begin in bounds[:-1]]
+    _add(
+        sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables, bounds[:-1], bags, places,
+        [dim] * len(tables), [0] * len(tables),
+    )  # fmt: skip
+
+
+def _add(
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
+    dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], places: Sequence[int],
+    strides: Sequence[int], means: Sequence[int],
+) -> None:  # fmt: skip
+    handles = sinks.tolist()
+    record = GradientRecord(
+        _spend(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
+        tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
+    )  # fmt: skip
+    submit(record)
+
+
+LIBRARY.impl("submit_pooled_", submit_pooled, "CompositeExplicitAutograd")
+LIBRARY.impl("submit_sequence_", submit_sequence, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("submit_pooled_")
+def _fake_submit_pooled(*args: Any) -> None:
+    return None
+
+
+@LIBRARY.fake("submit_sequence_")
+def _fake_submit_sequence(*args: Any) -> None:
+    return None
+
+
+def bag_starts(keys: Sequence[int], batches: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First bag and number of bags of each feature.
+
+    Example: keys [0, 2], batches [4] -> ([0, 8], [4, 4]); batches [4, 1, 2] (variable) -> ([0, 5], [4, 2]).
+    """
+    if len(batches) == 1:
+        return [key * batches[0] for key in keys], [batches[0]] * len(keys)
+    first = list(itertools.accumulate(batches, initial=0))
+    return [first[key] for key in keys], [batches[key] for key in keys]
+
+
+def pooled_blocks(dims: Sequence[int], bags: Sequence[int], uniform: bool) -> tuple[list[int], list[int]]:
+    """Where feature f's bag b lies in the pooled output: element `starts[f] + b * strides[f]`.
+
+    Uniform batches give `[B, C]` with features side by side; variable ones a flat tensor, feature after feature.
+    """
+    starts, total = [], 0
+    for dim, count in zip(dims, bags, strict=True):
+        starts.append(total)
+        total += dim if uniform else dim * count
+    return starts, [total] * len(dims) if uniform else list(dims)

@@ -1,0 +1,122 @@
+"""Several lookups' gradient records laid end to end as one: nothing is summed yet, and nobody waits.
+
+Tables that several lookups of one backward pass read are updated once, by the sum of all. Summing each lookup's rows
+first gives tensors as long as the number of distinct rows, for which the host would wait; how long records are, it
+knows. So gradients, ids, offsets and weights are concatenated, and starts are shifted by what lies before them. The
+one sum then runs over (lookup, feature, occurrence).
+
+    lookup 0   ids (5, 7)      offsets (0, 1, 2)    a feature of bags 0, 1
+    lookup 1   ids (7, 5, 5)   offsets (0, 3)       a feature of bag 0
+    joined     ids (5, 7, 7, 5, 5)   offsets (0, 1, 2 | 2, 5)   features of bags 0, 1 and of bag 3
+
+A lookup without offsets (every id is its own bag) gets some where another has them, and weights of 1 where another has
+weights. Types are promoted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tilerec.ops.gradient.definition import GradientRecord
+
+ALIGNED = 8
+"""Every block of gradients begins at a multiple of this many elements: as many as a GPU reads at once."""
+_LOOKUP = 1 << 32
+"""Places in the sum over ranks (`GradientRecord.order`) that one lookup has."""
+
+
+def joined(records: Sequence[GradientRecord]) -> GradientRecord:
+    """One record of them all, in their order; each of some of the features of its lookup (`GradientRecord.only`)."""
+    first = records[0]
+    has_offsets = any(record.offsets is not None for record in records)
+    weighted = next((r.sample_weights for r in records if r.sample_weights is not None), None)
+    grads: list[Tensor] = []
+    starts: list[int] = []
+    places: list[int] = []
+    strides: list[int] = []
+    order: list[int] = []
+    ids_before = bags_before = grads_before = 0
+    seen: Counter[int] = Counter()
+    for record in records:
+        starts += [start + (bags_before if has_offsets else ids_before) for start in record.starts]
+        for block, own_places, own_strides in _blocks(record):
+            places += [place + grads_before for place in own_places]
+            strides += own_strides
+            grads.append(block)
+            grads_before += block.numel()
+            if block.numel() % ALIGNED:
+                gap = ALIGNED - block.numel() % ALIGNED  # which is not read
+                grads.append(block.new_empty(gap))
+                grads_before += gap
+        own_order = record.order or range(len(record.sinks))
+        order += [seen[sink] * _LOOKUP + at for sink, at in zip(record.sinks, own_order, strict=True)]
+        seen.update(set(record.sinks))
+        ids_before += record.ids.numel()
+        bags_before += record.ids.numel() + 1 if record.offsets is None else record.offsets.numel()
+    return replace(
+        first,
+        grad=torch.cat(grads),
+        ids=torch.cat([record.ids for record in records]),
+        offsets=_offsets(records, ids_before) if has_offsets else None,
+        sample_weights=None if weighted is None else torch.cat([_weights(r, weighted) for r in records]),
+        sinks=_together(record.sinks for record in records),
+        dims=_together(record.dims for record in records),
+        starts=tuple(starts),
+        bags=_together(record.bags for record in records),
+        grad_starts=tuple(places),
+        grad_strides=tuple(strides),
+        means=_together(record.means for record in records),
+        order=tuple(order) if any(record.order for record in records) else (),
+        agreed=all(record.agreed for record in records),
+    )
+
+
+def _together(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple([number for part in parts for number in part])
+
+
+def _blocks(record: GradientRecord) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+    """The record's gradients as flat blocks, each with the places and strides of the features that lie in it.
+
+    As they are; or feature by feature, where these are less than half of them (one table of many is shared).
+    """
+    flat = record.grad.contiguous().view(-1)  # `reshape` may keep a stride
+    read = sum(dim * count for dim, count in zip(record.dims, record.bags, strict=True))
+    if 2 * read >= flat.numel():
+        yield flat, list(record.grad_starts), list(record.grad_strides)
+        return
+    per_feature = zip(record.dims, record.bags, record.grad_starts, record.grad_strides, strict=True)
+    for dim, count, place, stride in per_feature:
+        if count == 0:  # its place may lie anywhere
+            yield flat[:0], [0], [dim]
+        else:
+            rows = flat.as_strided((count, dim), (stride, 1), flat.storage_offset() + place)
+            yield rows.reshape(-1), [0], [dim]
+
+
+def _offsets(records: Sequence[GradientRecord], ids_count: int) -> Tensor:
+    """Offsets of all, counted through; int64 where ids are too many for what they are."""
+    parts: list[Tensor] = []
+    before = 0
+    for record in records:
+        count = record.ids.numel()
+        if record.offsets is None:
+            parts.append(torch.arange(before, before + count + 1, device=record.ids.device))
+        else:
+            own = record.offsets if ids_count < 1 << 31 else record.offsets.to(torch.int64)
+            parts.append(own + before if before else own)
+        before += count
+    return torch.cat(parts)
+
+
+def _weights(record: GradientRecord, like: Tensor) -> Tensor:
+    if record.sample_weights is not None:
+        return record.sample_weights
+    return like.new_ones(record.ids.numel())

@@ -1,0 +1,239 @@
+"""Giving ids rows, one after the other: `zch_assign_`, `zch_assign_each_`. Nouns as in `definition.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
+from tilerec.ops.hash.policy import Outcome, Policy, Score, score_of
+from tilerec.ops.runtime.library import LIBRARY
+
+_ARGUMENTS = (
+    "(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, Tensor(b!) used_E, "
+    "Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, Tensor(g!) counters_BC, "
+    "int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, float exponent, "
+    "SymInt ttl, int evict, int threshold, Tensor? step_there=None, Tensor? now_there=None)"
+)
+LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
+
+
+class Bucket(NamedTuple):
+    """One bucket as lists, for loops in Python."""
+
+    ids: list[int]
+    used: list[bool]
+    since: list[int]
+    last: list[int]
+    hits: list[int]
+    expires: list[int]
+    counters: list[int]
+
+    def search(self, id_: int, window: Iterable[int]) -> tuple[int | None, bool, int]:
+        """The slot of the id or the first empty one (None: neither), whether the id is there, slots looked at."""
+        probes = 0
+        for probes, slot in enumerate(window, 1):
+            if not self.used[slot]:
+                return slot, False, probes
+            if self.ids[slot] == id_:
+                return slot, True, probes
+        return None, False, probes
+
+    def admits(self, places: tuple[int, int], count: int, threshold: int) -> bool:
+        if threshold <= 1:
+            return True
+        seen = min(min(self.counters[place] for place in places) + count, COUNTER_LIMIT)
+        for place in places:
+            self.counters[place] = max(self.counters[place], seen)
+        return seen >= threshold
+
+    def victim(self, window: Iterable[int], policy: int, exponent: float, step: int, now: int) -> int | None:
+        may_go = (
+            slot
+            for slot in window
+            if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
+        )
+        return min(may_go, key=lambda slot: self.score(slot, policy, exponent, step), default=None)
+
+    def score(self, slot: int, policy: int, exponent: float, step: int) -> Score:
+        return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+
+    def hit(self, slot: int, step: int, count: int, until: int) -> None:
+        self.last[slot] = step
+        self.hits[slot] += count
+        self.expires[slot] = max(self.expires[slot], until)
+
+    def put(self, slot: int, id_: int, step: int, count: int, until: int) -> None:
+        self.ids[slot], self.used[slot], self.hits[slot], self.expires[slot] = id_, True, count, until
+        self.since[slot] = self.last[slot] = step
+
+
+def numbers_of(
+    step: int, now: int, evict: int, step_there: Tensor | None, now_there: Tensor | None
+) -> tuple[int, int, bool]:
+    """The step and the time of a batch, for a host that may look at them, and whether somebody may be evicted.
+
+    step 6, evict 4 -> no; step 8 -> yes
+    """
+    step = step if step_there is None else int(step_there)
+    now = now if now_there is None else int(now_there)
+    return step, now, evict > 0 and step % evict == 0
+
+
+def zch_assign_reference(
+    ids_N: Tensor,
+    counts_N: Tensor | None,
+    may_insert_N: Tensor | None,
+    ttl_N: Tensor | None,
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    counters_BC: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    max_probe: int,
+    step: int,
+    now: int,
+    policy: int,
+    exponent: float,
+    ttl: int,
+    evict: int,
+    threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Give every id a row, one after the other.
+
+    Entry n stands for `counts_N[n]` occurrences (1 without). In its window, up to the first empty slot:
+    1. found: a hit. `last` becomes `step`, `hits` grows, `expires` becomes the later of itself and now + ttl.
+    2. otherwise, if `may_insert_N[n]` is false: missing. Nothing changes.
+    3. otherwise, if `threshold` > 1: the lesser of the id's two counters, plus its occurrences (at most 2**31 - 1), is
+       written to those of the two that are less; below the threshold the id is not admitted.
+    4. otherwise, an empty slot: inserted there.
+    5. otherwise, if `evict` divides the step (0: never): of the slots that this step has not touched (and with TTL:
+       that have expired), the least by `policy` is evicted and the id inserted in its place.
+    6. otherwise rejected.
+    An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
+
+    `step_there` and `now_there` (int64 of no dimension, on the ids' device) are read in place of `step` and `now`: a
+    CUDA graph keeps the numbers of its capture, and reads tensors as they are at each replay. Nothing is written there.
+
+    Returns rows_N (int64, of the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32, slots looked at
+    to find the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of their evictors; a row is
+    there at most once).
+
+    1 bucket of 2 slots, LRU, step 9, both used: ids [5, 6], last [3, 9]. Assigning [7, 8]: 7 evicts 5 (6 is touched)
+    and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
+    """
+    op = "zch_assign_"
+    step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
+    mixed_N = mixed(ids_N)
+    bucket_N = local_buckets(op, ids_N, mixed_N, first, ids_E.shape[0] // slots, buckets)
+    ids, starts = ids_N.tolist(), low(mixed_N, slots).tolist()
+    counts = [1] * len(ids) if counts_N is None else counts_N.tolist()
+    inserts = [True] * len(ids) if may_insert_N is None else may_insert_N.tolist()
+    ttls = [ttl] * len(ids) if ttl_N is None else ttl_N.tolist()
+    for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
+        if not 1 <= count <= COUNTER_LIMIT:
+            raise_bad_count(op, n, count)
+        if not 0 <= time <= 2**61:
+            raise_bad_ttl(op, n, time)
+    expiring = expires_E.shape[0] > 0
+    second_N = mixed(mixed_N ^ SECOND)
+    places = list(
+        zip(
+            high(second_N, counters_BC.shape[1]).tolist(),
+            low(second_N, counters_BC.shape[1]).tolist(),
+            strict=True,
+        )
+    )
+
+    rows, outcomes, probes = [-1] * len(ids), [0] * len(ids), [0] * len(ids)
+    evictions: dict[int, tuple[int, int]] = {}
+    for bucket, positions in by_bucket(bucket_N):
+        here = slice(bucket * slots, (bucket + 1) * slots)
+        state_E = [ids_E, used_E, since_E, last_E, hits_E, *([expires_E] if expiring else [])]
+        state = [values_E[here].tolist() for values_E in state_E]
+        bucket_ids, used, since, last, hits = state[:5]
+        expires = state[5] if expiring else [0] * slots
+        content = Bucket(bucket_ids, used, since, last, hits, expires, counters_BC[bucket].tolist())
+        for n in positions:
+            window = window_of(starts[n], slots, max_probe)
+            until = now + ttls[n]
+            slot, found, probes[n] = content.search(ids[n], window)
+            if found and slot is not None:
+                content.hit(slot, step, counts[n], until)
+                outcome = Outcome.HIT
+            elif not inserts[n]:
+                outcome = Outcome.MISSING
+            elif not content.admits(places[n], counts[n], threshold):
+                outcome = Outcome.NOT_ADMITTED
+            else:
+                outcome = Outcome.INSERTED
+                if slot is None:
+                    slot = content.victim(window, policy, exponent, step, now) if evicts else None
+                    outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
+                if slot is not None:
+                    if outcome == Outcome.EVICTED:
+                        evictions[n] = ((first + bucket) * slots + slot, content.ids[slot])
+                    content.put(slot, ids[n], step, counts[n], until)
+            outcomes[n] = outcome
+            if slot is not None and outcome <= Outcome.EVICTED:
+                rows[n] = (first + bucket) * slots + slot
+        for values_E, values in zip(state_E, state, strict=True):
+            values_E[here] = tensor_like(values, values_E.dtype, values_E)
+        counters_BC[bucket] = tensor_like(content.counters, counters_BC.dtype, counters_BC)
+
+    ordered = [evictions[n] for n in sorted(evictions)]
+    return (
+        tensor_like(rows, torch.int64, ids_N),
+        tensor_like(outcomes, torch.uint8, ids_N),
+        tensor_like(probes, torch.int32, ids_N),
+        tensor_like([row for row, _ in ordered], torch.int64, ids_N),
+        tensor_like([old for _, old in ordered], torch.int64, ids_N),
+    )
+
+
+def zch_assign_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    evictions = torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty_like(ids_N),
+        torch.empty_like(ids_N, dtype=torch.uint8),
+        torch.empty_like(ids_N, dtype=torch.int32),
+        ids_N.new_empty(evictions),
+        ids_N.new_empty(evictions),
+    )
+
+
+Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]"
+
+
+def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`zch_assign_each_` by way of `zch_assign_`, which lists the same evictions in the same order."""
+
+    def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`zch_assign_` whose results have the batch's length, so that no device must be waited for.
+
+        Returns rows_N, outcomes_N, probes_N as there, and evicted_ids_N: whom entry n evicted from its row, where its
+        outcome is EVICTED; 0 elsewhere.
+        """
+        rows_N, outcomes_N, probes_N, _, evicted_ids_M = assign(*arguments)
+        evicted_ids_N = torch.zeros_like(rows_N)
+        evicted_ids_N[outcomes_N == Outcome.EVICTED] = evicted_ids_M
+        return rows_N, outcomes_N, probes_N, evicted_ids_N
+
+    return zch_assign_each_
+
+
+def zch_assign_each_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    uint8, int32 = (torch.empty_like(ids_N, dtype=kind) for kind in (torch.uint8, torch.int32))
+    return torch.empty_like(ids_N), uint8, int32, torch.empty_like(ids_N)

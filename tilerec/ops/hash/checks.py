@@ -1,0 +1,261 @@
+"""What the hash ops refuse, whichever backend runs: states that do not fit their buckets, numbers out of range.
+
+Shapes, types and numbers only, so that no device is waited for; ids of other buckets are found by who reads the ids.
+
+Legend: as in `definition.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError, InputError
+
+COUNTER_LIMIT = 2**31 - 1  # of what admission counts, and of an entry's occurrences
+MOST = 2**31  # of buckets, and of slots: their product with 32 bits of hash fits int64
+LONGEST = 2**61  # of clocks and times to live: their sum fits int64
+_POLICIES = 4
+
+
+def raise_wrong_bucket(
+    op: str, position: int, id_: int, bucket: int, first: int, held: int, buckets: int
+) -> NoReturn:
+    """An id that belongs to other ranks."""
+    raise InputError(
+        f"{op}: id {id_} (position {position}) belongs to bucket {bucket} of {buckets}, this state holds buckets "
+        f"[{first}, {first + held}); send ids to the rank that zch_buckets() names."
+    )
+
+
+def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: int) -> NoReturn:
+    """A state that was not made by these ops, or for another number of buckets."""
+    raise InputError(
+        f"{op}: row {row} (bucket {held}) holds id {id_}, which belongs to bucket {bucket} of {buckets}; the state was "
+        f"made for another number of buckets or slots, or its slice begins elsewhere."
+    )
+
+
+def raise_bad_count(op: str, position: int, count: int) -> NoReturn:
+    """An entry that stands for no occurrence, or too many."""
+    raise InputError(
+        f"{op}: counts[{position}] is {count}, wanted 1 to 2**31 - 1; leave out ids that do not occur."
+    )
+
+
+def raise_bad_ttl(op: str, position: int, ttl: int) -> NoReturn:
+    """A time to live that ended before it began."""
+    raise InputError(f"{op}: the time to live of ids[{position}] is {ttl}, wanted 0 to 2**61.")
+
+
+def _flat(op: str, name: str, values: Tensor, dtype: torch.dtype, length: int, why: str) -> None:
+    if values.dtype != dtype:
+        raise InputError(f"{op}: {name} is {values.dtype}, wanted {dtype}; convert it before.")
+    if values.dim() != 1 or values.shape[0] != length:
+        raise InputError(f"{op}: {name} has shape {list(values.shape)}, wanted [{length}] ({why}).")
+
+
+def _ids(op: str, ids_N: Tensor) -> None:
+    if ids_N.dtype != torch.int64 or ids_N.dim() != 1:
+        raise InputError(
+            f"{op}: ids are {ids_N.dtype} of shape {list(ids_N.shape)}, wanted a flat list of int64; "
+            f"use .long() and .flatten()."
+        )
+
+
+def _number(op: str, name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{op}: {name} is {value}, wanted {least} to {most}.")
+
+
+def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: int) -> int:
+    """Check tensors of one length, whole buckets of it; returns how many."""
+    _number(op, "the number of buckets", buckets, 1, MOST)
+    _number(op, "the number of slots per bucket", slots, 1, MOST)
+    rows = state["ids"].numel()
+    if rows % slots:
+        raise InputError(
+            f"{op}: the state has {rows} rows, which are not whole buckets of {slots} slots; "
+            "give the slices of whole buckets."
+        )
+    held = rows // slots
+    if first < 0 or first + held > buckets:
+        raise ConfigError(
+            f"{op}: the state holds buckets [{first}, {first + held}) ({rows} rows of {slots} a bucket), wanted them "
+            f"within [0, {buckets}); first is the number of its first bucket."
+        )
+    for name, values in state.items():
+        dtype = torch.bool if name == "used" else torch.int64
+        if name != "expires" or values.numel():
+            _flat(op, name, values, dtype, rows, "one per row, as ids has")
+        elif values.dtype != dtype:
+            raise InputError(f"{op}: {name} is {values.dtype}, wanted {dtype}; convert it before.")
+        if not values.is_contiguous():
+            raise InputError(
+                f"{op}: {name} is not contiguous; give it as one slice of memory (a clone would lose writes)."
+            )
+    return held
+
+
+def _policy(op: str, policy: int, exponent: float, expires_E: Tensor) -> None:
+    if policy not in range(_POLICIES):
+        raise ConfigError(
+            f"{op}: policy {policy} is none of tilerec.ops.hash.definition.Policy (0 to {_POLICIES - 1})."
+        )
+    if not (math.isfinite(exponent) and 0 <= exponent <= 16):
+        raise ConfigError(f"{op}: the exponent is {exponent}, wanted 0 to 16.")
+    if policy == _POLICIES - 1 and expires_E.numel() == 0 and expires_E.dim() == 1:
+        raise ConfigError(f"{op}: policy TTL needs `expires`, one per row; make the state with expires=True.")
+
+
+def _zch_buckets(ids_N: Tensor, buckets: int) -> None:
+    _ids("zch_buckets", ids_N)
+    _number("zch_buckets", "the number of buckets", buckets, 1, MOST)
+
+
+def _zch_find(
+    ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
+) -> None:
+    op = "zch_find"
+    _ids(op, ids_N)
+    _state(op, {"ids": ids_E, "used": used_E}, first, buckets, slots)
+    _number(op, "max_probe", max_probe, 1, MOST)
+
+
+def _zch_assign_(
+    ids_N: Tensor,
+    counts_N: Tensor | None,
+    may_insert_N: Tensor | None,
+    ttl_N: Tensor | None,
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    counters_BC: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    max_probe: int,
+    step: int,
+    now: int,
+    policy: int,
+    exponent: float,
+    ttl: int,
+    evict: int,
+    threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
+) -> None:
+    op = "zch_assign_"
+    _ids(op, ids_N)
+    for name, values, dtype in (
+        ("counts", counts_N, torch.int64), ("may_insert", may_insert_N, torch.bool), ("ttl", ttl_N, torch.int64),
+    ):  # fmt: skip
+        if values is not None:
+            _flat(op, name, values, dtype, ids_N.shape[0], "one per id")
+    state = {
+        "ids": ids_E,
+        "used": used_E,
+        "since": since_E,
+        "last": last_E,
+        "hits": hits_E,
+        "expires": expires_E,
+    }
+    held = _state(op, state, first, buckets, slots)
+    if counters_BC.dtype != torch.int32 or counters_BC.dim() != 2 or counters_BC.shape[0] != held:
+        raise InputError(
+            f"{op}: counters are {counters_BC.dtype} of shape {list(counters_BC.shape)}, wanted int32 of shape "
+            f"[{held}, counters per bucket]; without admission [{held}, 0]."
+        )
+    if not counters_BC.is_contiguous():
+        raise InputError(f"{op}: counters are not contiguous; give them as one slice of memory.")
+    _number(op, "the number of counters per bucket", counters_BC.shape[1], 0, MOST)
+    _number(op, "max_probe", max_probe, 1, MOST)
+    _number(op, "step", step, 0, LONGEST)
+    _number(op, "now", now, -LONGEST, LONGEST)
+    _number(op, "ttl", ttl, 0, LONGEST)
+    _number(op, "evict", evict, 0, MOST - 1)
+    for name, value in (("step", step_there), ("now", now_there)):
+        if value is not None and (value.dtype != torch.int64 or value.dim() or value.device != ids_N.device):
+            raise InputError(
+                f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}, wanted int64 of no "
+                f"dimension on {ids_N.device}, where the ids are; or give a number."
+            )
+    _number(op, "threshold", threshold, 1, 2**31 - 1)
+    if threshold > 1 and counters_BC.shape[1] == 0 and ids_N.shape[0]:
+        raise ConfigError(
+            f"{op}: threshold {threshold} needs counters, the state has none; make it with empty_state(counters=...)."
+        )
+    _policy(op, policy, exponent, expires_E if ids_E.numel() else ids_E.new_empty(1))
+
+
+def _zch_resize(
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    new_buckets: int,
+    new_slots: int,
+    max_probe: int,
+    step: int,
+    policy: int,
+    exponent: float,
+) -> None:
+    op = "zch_resize"
+    state = {
+        "ids": ids_E,
+        "used": used_E,
+        "since": since_E,
+        "last": last_E,
+        "hits": hits_E,
+        "expires": expires_E,
+    }
+    held = _state(op, state, first, buckets, slots)
+    _number(op, "the new number of buckets", new_buckets, 1, MOST)
+    _number(op, "the new number of slots per bucket", new_slots, 1, MOST)
+    _number(op, "max_probe", max_probe, 1, MOST)
+    _number(op, "step", step, 0, LONGEST)
+    _policy(op, policy, exponent, expires_E if ids_E.numel() else ids_E.new_empty(1))
+    if new_buckets % buckets and buckets % new_buckets:
+        raise ConfigError(
+            f"{op}: {buckets} buckets cannot become {new_buckets}; wanted a multiple or a divisor, "
+            "so that buckets split or merge."
+        )
+    merged = max(buckets // new_buckets, 1)
+    if first % merged or held % merged:
+        raise ConfigError(
+            f"{op}: buckets [{first}, {first + held}) do not merge {merged} by {merged} into whole ones; "
+            f"give a range whose ends are multiples of {merged}."
+        )
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "zch_buckets": _zch_buckets,
+    "zch_find": _zch_find,
+    "zch_assign_": _zch_assign_,
+    "zch_assign_each_": _zch_assign_,
+    "zch_resize": _zch_resize,
+}
+"""By op name: raises for arguments that do not fit, as the op takes them."""
+
+
+def checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel behind its op's checks."""
+    check = CHECKS[op]
+
+    def run(*arguments: Any) -> Any:
+        check(*arguments)
+        return kernel(*arguments)
+
+    return run

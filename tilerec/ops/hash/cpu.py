@@ -1,0 +1,208 @@
+"""The hash ops by the native library (native/hash.cpp): `zch_buckets`, `zch_find`, `zch_assign_`, `zch_resize` on CPU.
+
+`definition.py` says what they mean; here only arguments change form. Results are those of the reference, bit for
+bit, for any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.hash.assign import numbers_of
+from tilerec.ops.hash.checks import checked, raise_bad_count, raise_bad_ttl, raise_lost_id, raise_wrong_bucket
+from tilerec.ops.hash.place import high, mixed
+from tilerec.ops.hash.resize import new_held_of
+from tilerec.ops.runtime.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
+from tilerec.ops.runtime.cpu.memory import reused_empty
+from tilerec.ops.runtime.cpu.records import Zch, ZchResizing
+from tilerec.ops.runtime.library import LIBRARY
+
+_BAD_COUNT = 1  # TR_ZCH_BAD_COUNT of native/hash.h; the other one is TR_ZCH_BAD_TTL
+
+
+def _bucket(id_: int, buckets: int) -> int:
+    return int(high(mixed(torch.tensor([id_])), buckets))
+
+
+def _address(values: Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()
+
+
+def _raise(op: str, call: Zch) -> NoReturn:
+    report = call.report
+    if report.status == NO_MEMORY:
+        raise MemoryError(f"{op}: no memory for its working space.")
+    if report.status == BAD_ID:
+        bucket = _bucket(report.value, call.buckets)
+        raise_wrong_bucket(op, report.position, report.value, bucket, call.first, call.held, call.buckets)
+    if report.feature == _BAD_COUNT:
+        raise_bad_count(op, report.position, report.value)
+    raise_bad_ttl(op, report.position, report.value)
+
+
+def _zch_buckets(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    function = library.tr_zch_buckets
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+
+    def zch_buckets(ids_N: Tensor, buckets: int) -> Tensor:
+        ids_N = ids_N.contiguous()
+        buckets_N = torch.empty_like(ids_N)
+        function(ids_N.data_ptr(), ids_N.shape[0], buckets, buckets_N.data_ptr(), torch.get_num_threads())
+        return buckets_N
+
+    return zch_buckets
+
+
+def _zch_find(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
+    function = library.tr_zch_find
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+
+    def zch_find(
+        ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
+    ) -> tuple[Tensor, Tensor]:
+        ids_N = ids_N.contiguous()
+        rows_N = reused_empty(ids_N.shape[0], torch.int64)
+        probes_N = reused_empty(ids_N.shape[0], torch.int32)
+        call = Zch(
+            ids=ids_N.data_ptr(), count=ids_N.shape[0], slot_ids=ids_E.data_ptr(), used=used_E.data_ptr(), first=first,
+            held=ids_E.shape[0] // slots, buckets=buckets, slots=slots, max_probe=max_probe, rows=rows_N.data_ptr(),
+            probes=probes_N.data_ptr(), threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            _raise("zch_find", call)
+        return rows_N, probes_N
+
+    return zch_find
+
+
+def _zch_assign_(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    function = library.tr_zch_assign
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+
+    def zch_assign_(
+        ids_N: Tensor,
+        counts_N: Tensor | None,
+        may_insert_N: Tensor | None,
+        ttl_N: Tensor | None,
+        ids_E: Tensor,
+        used_E: Tensor,
+        since_E: Tensor,
+        last_E: Tensor,
+        hits_E: Tensor,
+        expires_E: Tensor,
+        counters_BC: Tensor,
+        first: int,
+        buckets: int,
+        slots: int,
+        max_probe: int,
+        step: int,
+        now: int,
+        policy: int,
+        exponent: float,
+        ttl: int,
+        evict: int,
+        threshold: int,
+        step_there: Tensor | None = None,
+        now_there: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
+        ids_N, counts_N, may_insert_N, ttl_N = (
+            ids_N.contiguous(), _dense(counts_N), _dense(may_insert_N), _dense(ttl_N),
+        )  # fmt: skip
+        count = ids_N.shape[0]
+        rows_N, probes_N = reused_empty(count, torch.int64), reused_empty(count, torch.int32)
+        outcomes_N = reused_empty(count, torch.uint8)
+        evicted_rows_N, evicted_ids_N = reused_empty(count, torch.int64), reused_empty(count, torch.int64)
+        call = Zch(
+            ids_N.data_ptr(), count, _address(counts_N), _address(may_insert_N), _address(ttl_N), ids_E.data_ptr(),
+            used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),
+            expires_E.data_ptr() if expires_E.shape[0] else None, counters_BC.data_ptr(), counters_BC.shape[1], first,
+            ids_E.shape[0] // slots, buckets, slots, max_probe, step, now, ttl, policy, evicts, threshold, exponent,
+            rows_N.data_ptr(), outcomes_N.data_ptr(), probes_N.data_ptr(), evicted_rows_N.data_ptr(),
+            evicted_ids_N.data_ptr(), 0, torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            _raise("zch_assign_", call)
+        return (
+            rows_N,
+            outcomes_N,
+            probes_N,
+            evicted_rows_N[: call.evicted].clone(),
+            evicted_ids_N[: call.evicted].clone(),
+        )
+
+    return zch_assign_
+
+
+def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
+    function = library.tr_zch_resize
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+
+    def zch_resize(
+        ids_E: Tensor,
+        used_E: Tensor,
+        since_E: Tensor,
+        last_E: Tensor,
+        hits_E: Tensor,
+        expires_E: Tensor,
+        first: int,
+        buckets: int,
+        slots: int,
+        new_buckets: int,
+        new_slots: int,
+        max_probe: int,
+        step: int,
+        policy: int,
+        exponent: float,
+    ) -> tuple[Tensor, ...]:
+        held = ids_E.shape[0] // slots
+        rows = new_held_of(held, buckets, new_buckets) * new_slots
+        expiring = expires_E.shape[0] > 0
+        new = [values.new_zeros(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
+        new.append(expires_E.new_zeros(rows if expiring else 0))
+        for values in new:
+            advise_huge_pages(values)
+        moved_E = torch.empty_like(ids_E)
+        call = ZchResizing(
+            ids_E.data_ptr(), used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),
+            expires_E.data_ptr() if expiring else None, *(values.data_ptr() for values in new), moved_E.data_ptr(),
+            first, held, buckets, slots, new_buckets, new_slots, max_probe, step, policy, exponent,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            if call.report.status == NO_MEMORY:
+                raise MemoryError("zch_resize: no memory for its working space.")
+            row, id_ = call.report.position, call.report.value
+            raise_lost_id(
+                "zch_resize", row + first * slots, id_, _bucket(id_, buckets), row // slots + first, buckets
+            )
+        return (*new, moved_E)
+
+    return zch_resize
+
+
+def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """The kernels by op name, behind their ops' checks."""
+    made: dict[str, Callable[..., Any]] = {
+        "zch_buckets": _zch_buckets(library),
+        "zch_find": _zch_find(library),
+        "zch_assign_": _zch_assign_(library),
+        "zch_resize": _zch_resize(library),
+    }
+    return {name: checked(name, kernel) for name, kernel in made.items()}
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Let the native library serve the ops on CPU."""
+    for name, kernel in kernels(library).items():
+        LIBRARY.impl(name, kernel, "CPU", allow_override=True)

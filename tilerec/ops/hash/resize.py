@@ -1,0 +1,155 @@
+"""Other numbers of buckets and slots: `zch_resize`. Nouns as in `definition.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_lost_id
+from tilerec.ops.hash.place import by_bucket, high, low, mixed, tensor_like, window_of
+from tilerec.ops.hash.policy import score_of
+from tilerec.ops.runtime.library import LIBRARY
+
+LIBRARY.define(
+    "zch_resize(Tensor ids_E, Tensor used_E, Tensor since_E, Tensor last_E, Tensor hits_E, Tensor expires_E, "
+    "int first, int buckets, int slots, int new_buckets, int new_slots, int max_probe, SymInt step, int policy, "
+    "float exponent) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _placed(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
+    """The first empty slot of each one's window, for those that find one. 4 slots, starts [3, 3, 0] -> [3, 0, 1]"""
+    empty = [True] * slots
+    placed: dict[int, int] = {}
+    for one in order:
+        for slot in window_of(starts[one], slots, max_probe):
+            if empty[slot]:
+                empty[slot] = False
+                placed[one] = slot
+                break
+    return placed
+
+
+def _cut(starts: Sequence[int], slots: int) -> int:
+    """The slot from which to count starts, so that nobody who is placed in their order passes the end.
+
+    That is the slot after the one where (ids that start up to here) - (slots up to here) is least. Windows are equally
+    long, so who starts first must be placed first: in this order nobody is further from its start than the worst off in
+    any other arrangement. 4 slots, starts [3, 3, 0]: 1 - 1, 1 - 2, 1 - 3 and 3 - 4 up to slots 0 to 3 -> 3
+    """
+    balance, least, cut = 0, 1, 0
+    per_slot = [0] * slots
+    for start in starts:
+        per_slot[start] += 1
+    for slot, count in enumerate(per_slot):
+        balance += count - 1
+        if balance < least:
+            least, cut = balance, (slot + 1) % slots
+    return cut
+
+
+def new_held_of(held: int, buckets: int, new_buckets: int) -> int:
+    return held * new_buckets // buckets
+
+
+def zch_resize_reference(
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    new_buckets: int,
+    new_slots: int,
+    max_probe: int,
+    step: int,
+    policy: int,
+    exponent: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The state of another number of slots, or of k times (or a k-th of) the buckets; the old one is left as it is.
+
+    In every new bucket the ids that `policy` would evict last are placed first, equals in the order of their old rows,
+    each in the first empty slot of its window. If somebody finds none, they are placed in the order of their starts
+    instead, provided that this keeps everybody; it does wherever some arrangement would (`_cut`), so splitting buckets,
+    or a resize to the same numbers, drops nobody. Otherwise whoever found none is dropped.
+
+    Returns the new state (ids, used, since, last, hits, expires) and moved_E (int64): the new row of every old one, of
+    the whole table; -1: not used, -2: its id was dropped.
+
+    1 bucket of 2 slots to 1 slot, LRU, ids [5, 6], last [3, 9] -> ids [6], moved [-2, 0].
+    """
+    held = ids_E.shape[0] // slots
+    new_first, new_held = first * new_buckets // buckets, new_held_of(held, buckets, new_buckets)
+    old = used_E.nonzero().squeeze(1)
+    mixed_U = mixed(ids_E[old])
+    own_U = high(mixed_U, buckets)
+    lost = (own_U != old // slots + first).nonzero()
+    if lost.shape[0]:
+        at = int(lost[0, 0])
+        raise_lost_id(
+            "zch_resize", int(old[at]) + first * slots, int(ids_E[old[at]]), int(own_U[at]),
+            int(old[at]) // slots + first, buckets,
+        )  # fmt: skip
+    expiring = expires_E.shape[0] > 0
+    state_E = [ids_E, used_E, since_E, last_E, hits_E, *([expires_E] if expiring else [])]
+    new_E = [values_E.new_zeros(new_held * new_slots) for values_E in state_E]
+    moved_E = torch.full_like(ids_E, -1)
+    moved_E[old] = -2
+
+    starts = low(mixed_U, new_slots).tolist()
+    sources = old.tolist()
+    last, hits = last_E[old].tolist(), hits_E[old].tolist()
+    expires = expires_E[old].tolist() if expiring else [0] * len(last)
+    kept_old, kept_new = [], []
+    for bucket, positions in by_bucket(high(mixed_U, new_buckets) - new_first):
+        positions.sort(
+            key=lambda u: score_of(policy, exponent, step, last[u], hits[u], expires[u]), reverse=True
+        )
+        placed = _placed(positions, starts, new_slots, max_probe)
+        if len(placed) < len(positions) <= new_slots:
+            cut = _cut([starts[u] for u in positions], new_slots)
+            in_turn = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
+            everybody = _placed(in_turn, starts, new_slots, max_probe)
+            placed = everybody if len(everybody) == len(positions) else placed
+        kept_old += [sources[u] for u in placed]
+        kept_new += [bucket * new_slots + slot for slot in placed.values()]
+    source, target = tensor_like(kept_old, torch.int64, ids_E), tensor_like(kept_new, torch.int64, ids_E)
+    for values_E, values in zip(state_E, new_E, strict=True):
+        values[target] = values_E[source]
+    moved_E[source] = target + new_first * new_slots
+    new_E += [] if expiring else [expires_E.new_zeros(0)]
+    return (*new_E, moved_E)  # type: ignore[return-value]
+
+
+def zch_resize_fake(
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    new_buckets: int,
+    new_slots: int,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    rows = new_held_of(ids_E.shape[0] // slots, buckets, new_buckets) * new_slots
+    state = [values.new_empty(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
+    expires = expires_E.new_empty(rows if expires_E.shape[0] else 0)
+    return (*state, expires, torch.empty_like(ids_E))
+
+
+def resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Tensor:
+    """Still at least what was counted of every id: a counter's place in its bucket does not depend on the bucket."""
+    if new_buckets >= buckets:
+        return counters_BC.repeat_interleave(new_buckets // buckets, 0)
+    merged = counters_BC.unflatten(0, (-1, buckets // new_buckets)).sum(1)
+    return merged.clamp(max=COUNTER_LIMIT).to(counters_BC.dtype)

@@ -1,0 +1,90 @@
+"""Whom a full window evicts, on a GPU: the scores of `tilerec/ops/hash/policy.py`, bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilerec.ops.hash.policy import Policy
+from tilerec.ops.hash.triton.place import FAR, wrapped
+
+MOST = tl.constexpr(2**63 - 1)
+LRU, LFU, DISTANCE_LFU, TTL = (tl.constexpr(int(policy)) for policy in Policy)
+
+
+@triton.jit
+def power(age, EXPONENT: tl.constexpr):
+    """age ** (EXPONENT / 256) in float64 by the reference's products and square roots. 9, 384 -> 9 * sqrt(9) = 27"""
+    base = age.to(tl.float64)
+    root = base
+    result = base * 0 + 1
+    for bit in tl.static_range(5):
+        if (EXPONENT >> (8 + bit)) & 1:
+            result *= base
+        base *= base
+    for bit in tl.static_range(8):
+        if EXPONENT & (255 >> bit):
+            root = tl.sqrt(root)
+            if EXPONENT & (128 >> bit):
+                result *= root
+    return result
+
+
+@triton.jit
+def score_of(hits, last, step, EXPONENT: tl.constexpr):
+    """hits / age ** exponent."""
+    return hits.to(tl.float64) / power(tl.maximum(step - last, 1), EXPONENT)
+
+
+@triton.jit
+def victim(
+    last_E, hits_E, expires_E, base, start, slots, window, step, now,
+    POLICY: tl.constexpr, EXPONENT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """How far from the start the one is whom the policy lets go; FAR: nobody may. Of equals the nearest.
+
+    LFU, hits [7, 2, 2], last [4, 6, 5], step 6: the second slot is touched; the third goes -> 2.
+    """
+    lane = tl.arange(0, WIDTH)
+    done = start * 0
+    found = done + FAR
+    least, least_last = found * 0, found * 0
+    if POLICY == DISTANCE_LFU:
+        least = least.to(tl.float64)
+    while done < window:
+        distance = done + lane
+        row = base + wrapped(start + distance, slots)
+        inside = distance < window
+        last = tl.load(last_E + row, mask=inside, other=MOST)
+        free = inside & (last < step)
+        worst = MOST
+        key = last
+        if POLICY == LFU:
+            key = tl.load(hits_E + row, mask=inside, other=0)
+        elif POLICY == DISTANCE_LFU:
+            key = score_of(tl.load(hits_E + row, mask=inside, other=0), last, step, EXPONENT)
+            worst = float("inf")
+        elif POLICY == TTL:
+            key = tl.load(expires_E + row, mask=inside, other=MOST)
+            free = free & (key <= now)
+        here = tl.min(tl.where(free, key, worst), axis=0)
+        free = free & (key == here)
+        here_last = least_last
+        if POLICY == LFU:
+            here_last = tl.min(tl.where(free, last, MOST), axis=0)
+            free = free & (last == here_last)
+        nearest = tl.min(tl.where(free, distance, FAR), axis=0)
+        better = (found == FAR) | (here < least)
+        if POLICY == LFU:
+            better = better | ((here == least) & (here_last < least_last))
+        better = better & (nearest < FAR)
+        found = tl.where(better, nearest, found)
+        least = tl.where(better, here, least)
+        least_last = tl.where(better, here_last, least_last)
+        done += WIDTH
+    return found
+
+
+def exponent_of(policy: int, exponent: float) -> int:
+    """In steps of 1/256, as `power` counts; 0 where nobody asks, so that no kernel is compiled for it."""
+    return int(exponent * 256 + 0.5) if policy == Policy.DISTANCE_LFU else 0

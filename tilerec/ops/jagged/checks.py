@@ -1,0 +1,147 @@
+"""What the jagged ops refuse, whichever backend runs: tensors of the wrong number of dimensions, lists too short.
+
+Shapes and types only, so that no device is waited for. What offsets hold is checked by whoever reads them on the CPU.
+
+Legend: as in `definition.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+
+_INDEX_TYPES = (torch.int64, torch.int32)
+
+
+def _flat(op: str, name: str, values: Tensor, least: int = 0) -> None:
+    if values.dim() == 1 and values.dtype in _INDEX_TYPES and values.shape[0] >= least:
+        return
+    dtype = values.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise InputError(f"{op}: {name} are {dtype}, wanted integers; convert them with .long().")
+    if values.dim() != 1 or values.shape[0] < least:
+        raise InputError(
+            f"{op}: {name} have shape {list(values.shape)}, wanted a flat list of {least} or more; "
+            f"{'offsets begin with 0, also those of no segment' if least == 1 else 'flatten them'}."
+        )
+
+
+def _items(op: str, name: str, values: Tensor, leading: int = 1) -> None:
+    if values.dim() < leading:
+        raise InputError(
+            f"{op}: {name} have shape {list(values.shape)}, wanted {leading} or more dimensions; "
+            f"{'[bags, length, ...]' if leading == 2 else '[items, ...]'}."
+        )
+
+
+def _count(op: str, name: str, count: int) -> None:
+    if count < 0:
+        raise InputError(f"{op}: {name} is {count}, wanted 0 or more; take it from the last offset.")
+
+
+def _segments(op: str, name: str, segments: int, offsets: Tensor) -> None:
+    if offsets.shape[0] != segments + 1:
+        raise InputError(
+            f"{op}: {offsets.shape[0]} offsets for {segments} {name}, wanted {segments + 1}; make them with "
+            "offsets_from_lengths()."
+        )
+
+
+def _offsets_from_lengths(lengths_S: Tensor) -> None:
+    _flat("offsets_from_lengths", "lengths", lengths_S)
+
+
+def _segment_ids(offsets_S1: Tensor, total: int) -> None:
+    _flat("segment_ids", "offsets", offsets_S1, 1)
+    _count("segment_ids", "total", total)
+
+
+def _select(op: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], None]:
+    def check(
+        values: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+    ) -> None:
+        _items(op, "values", values)
+        _flat(op, "offsets", offsets_S1, 1)
+        _flat(op, "order", order_P)
+        _flat(op, "out offsets", out_offsets_P1, 1)
+        _segments(op, "selected segments", order_P.shape[0], out_offsets_P1)
+        _count(op, "total", total)
+
+    return check
+
+
+def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> None:
+    _flat("bucketize_by_cuts", "ids", ids_N)
+    _flat("bucketize_by_cuts", "lengths", lengths_S)
+    _flat("bucketize_by_cuts", "cuts", cuts_C1, 2)
+
+
+def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> None:
+    _items("jagged_to_padded", "values", values_N)
+    _flat("jagged_to_padded", "offsets", offsets_B1, 1)
+    _count("jagged_to_padded", "length", length)
+
+
+def _padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> None:
+    _items("padded_to_jagged", "padded bags", padded_BL, 2)
+    _flat("padded_to_jagged", "offsets", offsets_B1, 1)
+    _segments("padded_to_jagged", "bags", padded_BL.shape[0], offsets_B1)
+    _count("padded_to_jagged", "total", total)
+
+
+def _segment_sum(values_N: Tensor, offsets_S1: Tensor) -> None:
+    _items("segment_sum", "values", values_N)
+    _flat("segment_sum", "offsets", offsets_S1, 1)
+
+
+def _repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> None:
+    _items("repeat_segments", "rows", rows_S)
+    _flat("repeat_segments", "offsets", offsets_S1, 1)
+    _segments("repeat_segments", "rows", rows_S.shape[0], offsets_S1)
+    _count("repeat_segments", "total", total)
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "offsets_from_lengths": _offsets_from_lengths,
+    "segment_ids": _segment_ids,
+    "select_segments": _select("select_segments"),
+    "select_segments_backward": _select("select_segments_backward"),
+    "bucketize_by_cuts": _bucketize_by_cuts,
+    "jagged_to_padded": _jagged_to_padded,
+    "padded_to_jagged": _padded_to_jagged,
+    "segment_sum": _segment_sum,
+    "repeat_segments": _repeat_segments,
+}
+"""By op name: raises an `InputError` for arguments that do not fit, as the op takes them."""
+
+
+def raise_bad_offsets(op: str, segment: int, offset: int) -> NoReturn:
+    """Raise the `InputError` for the offset after a segment, which descends or does not fit the number of items."""
+    raise InputError(
+        f"{op}: offset {offset} after segment {segment} descends or does not fit the number of items; wanted "
+        f"non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
+    )
+
+
+def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
+    """Raise the `InputError` for a selected segment that is not there, or is shorter than its copy."""
+    raise InputError(
+        f"{op}: order[{position}] is segment {segment}, which is not there or holds fewer items than the output's "
+        f"offsets say."
+    )
+
+
+def checked(op: str, kernel: Callable[..., object]) -> Callable[..., object]:
+    """The kernel behind its op's checks."""
+    check = CHECKS[op]
+
+    def run(*arguments: object) -> object:
+        check(*arguments)
+        return kernel(*arguments)
+
+    return run

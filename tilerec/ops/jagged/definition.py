@@ -1,0 +1,511 @@
+"""Jagged algebra: the ops under `KeyedJaggedTensor`.
+
+Glossary
+    item      one row of a jagged tensor's values: a scalar id, or a vector
+    segment   a run of neighbouring items: a bag, or all bags of one key
+    lengths   items per segment, int32 or int64
+    offsets   where segments begin, int64:  offsets[s + 1] = offsets[s] + lengths[s],  offsets[0] = 0
+    order     which segments to take, in the order wanted; repeats and gaps are allowed
+    cut       a row number where one bucket ends and the next begins
+
+One idea carries most of this file: keys, samples of one key and bags are all *segments*, so "permute keys", "select
+samples" and "drop bags" are the same op, `select_segments`, with offsets of a different grain. The size of
+every output is an argument or follows from shapes: no op asks the device how much it produced, so none of them
+waits for it.
+
+Shapes
+    S segments, N items going in, P selected segments, M items coming out, B bags, L padded length, C buckets
+    `values_N` may carry trailing dimensions; they travel with their item.
+
+Here stand the schema, the plain-PyTorch reference (any device), the fake kernel and the autograd formula of each op.
+The functions at the end are the typed way to call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.jagged.checks import checked
+from tilerec.ops.runtime.library import LIBRARY
+
+_OPS = torch.ops.tilerec
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# offsets_from_lengths
+
+LIBRARY.define("offsets_from_lengths(Tensor lengths_S) -> Tensor")
+
+
+def _offsets_from_lengths(lengths_S: Tensor) -> Tensor:
+    """Where segments begin, with the end of the last one: always int64, so a sum past 2**31 is safe.
+
+    lengths [2, 0, 1] -> offsets [0, 2, 2, 3]
+    """
+    offsets_S1 = torch.zeros(lengths_S.shape[0] + 1, dtype=torch.int64, device=lengths_S.device)
+    torch.cumsum(lengths_S, 0, dtype=torch.int64, out=offsets_S1[1:])
+    return offsets_S1
+
+
+def _offsets_from_lengths_fake(lengths_S: Tensor) -> Tensor:
+    return lengths_S.new_empty(lengths_S.shape[0] + 1, dtype=torch.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# segment_ids
+
+LIBRARY.define("segment_ids(Tensor offsets_S1, SymInt total) -> Tensor")
+
+
+def _segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
+    """The segment of every item, int64.
+
+    offsets [0, 2, 2, 3], total 3 -> [0, 0, 2]
+    """
+    segments_S = torch.arange(offsets_S1.shape[0] - 1, device=offsets_S1.device)
+    return torch.repeat_interleave(segments_S, offsets_S1.diff(), output_size=total)
+
+
+def _segment_ids_fake(offsets_S1: Tensor, total: int) -> Tensor:
+    return offsets_S1.new_empty(total, dtype=torch.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# select_segments and its transpose
+
+LIBRARY.define(
+    "select_segments(Tensor values_N, Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total) -> Tensor"
+)
+LIBRARY.define(
+    "select_segments_backward(Tensor grad_M, Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total)"
+    " -> Tensor"
+)
+
+
+def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int) -> Tensor:
+    """For every item of the output, which item of the input it is."""
+    segment_M = _segment_ids(out_offsets_P1, total)
+    shift_P = offsets_S1.index_select(0, order_P) - out_offsets_P1[:-1]
+    return torch.arange(total, device=order_P.device) + shift_P.index_select(0, segment_M)
+
+
+def _select_segments(
+    values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+) -> Tensor:
+    """Items of the segments `order_P`, one after the other.
+
+    values [a, b, c], offsets [0, 2, 2, 3] (segments [a b] [] [c]), order [2, 0, 2], out offsets [0, 1, 3, 4], total 4
+    -> [c, a, b, c]
+
+    `out_offsets_P1` are the offsets of the chosen lengths and `total` is their last: they are arguments because ids and
+    weights of one batch share them.
+    """
+    return values_N.index_select(0, _source_positions(offsets_S1, order_P, out_offsets_P1, total))
+
+
+def _select_segments_fake(
+    values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+) -> Tensor:
+    return values_N.new_empty((total, *values_N.shape[1:]))
+
+
+def _select_segments_backward(
+    grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+) -> Tensor:
+    """The transpose: each input item receives the sum over its copies, zero where it was not selected.
+
+    grad [1, 2, 4, 8] for the example above -> [2, 4, 1 + 8]
+
+    Copies are added in output order, halves in fp32 with one rounding at the end. They are sorted by their
+    item and summed as segments: torch's accumulating writes add in whatever order its threads arrive.
+    """
+    position_M = _source_positions(offsets_S1, order_P, out_offsets_P1, grad_M.shape[0])
+    copies_N = torch.zeros(total, dtype=torch.int64, device=grad_M.device)
+    copies_N.scatter_add_(0, position_M, torch.ones_like(position_M))
+    by_item_M = torch.sort(position_M, stable=True).indices
+    return _segment_sum(grad_M.index_select(0, by_item_M), _offsets_from_lengths(copies_N))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# bucketize_by_cuts
+
+LIBRARY.define(
+    "bucketize_by_cuts(Tensor ids_N, Tensor lengths_S, Tensor cuts_C1) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Deal ids to buckets of rows: bucket c owns rows [cuts[c], cuts[c + 1]).
+
+    Returns `lengths_CS` (ids of each segment in each bucket, the dtype of `lengths_S`, flat and bucket-major),
+    `local_ids_N` (id minus the first row of its bucket, the dtype of `ids_N`) and `positions_N` (which input item each
+    output item is, int64). Output items stand bucket by bucket, in a bucket segment by segment, in a segment in their
+    original order.
+
+    ids [7, 1, 4], lengths [2, 1] (segments [7 1] [4]), cuts [0, 4, 10]
+    -> lengths [1, 0, 1, 1], local ids [1, 3, 0], positions [1, 0, 2]
+
+    Cuts ascend; equal neighbours make an empty bucket. An id outside of [cuts[0], cuts[-1]) is not lost: it goes to
+    the first or the last bucket with a local id outside of that bucket's rows, where the owner's range check names it.
+    """
+    buckets = cuts_C1.shape[0] - 1
+    segments = lengths_S.shape[0]
+    ids_long_N = ids_N.long()
+    bucket_N = torch.searchsorted(cuts_C1[1:-1].long().contiguous(), ids_long_N, right=True)
+    position_N = torch.sort(bucket_N, stable=True).indices
+    segment_N = _segment_ids(_offsets_from_lengths(lengths_S), ids_N.shape[0])
+    lengths_CS = torch.zeros(buckets * segments, dtype=torch.int64, device=ids_N.device)
+    lengths_CS.scatter_add_(0, bucket_N * segments + segment_N, torch.ones_like(bucket_N))
+    local_N = ids_long_N - cuts_C1.long().index_select(0, bucket_N)
+    return lengths_CS.to(lengths_S.dtype), local_N.index_select(0, position_N).to(ids_N.dtype), position_N
+
+
+def _bucketize_by_cuts_fake(
+    ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    buckets = cuts_C1.shape[0] - 1
+    lengths_CS = lengths_S.new_empty(buckets * lengths_S.shape[0])
+    return lengths_CS, ids_N.new_empty(ids_N.shape[0]), ids_N.new_empty(ids_N.shape[0], dtype=torch.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# jagged_to_padded and padded_to_jagged
+
+LIBRARY.define("jagged_to_padded(Tensor values_N, Tensor offsets_B1, SymInt length, float padding) -> Tensor")
+LIBRARY.define("padded_to_jagged(Tensor padded_BL, Tensor offsets_B1, SymInt total) -> Tensor")
+
+
+def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
+    """Bags as rows of one width: the first `length` items of each, `padding` after its end.
+
+    values [a, b, c, d], offsets [0, 1, 4], length 2, padding p -> [[a, p], [b, c]]
+    """
+    bags = offsets_B1.shape[0] - 1
+    column_L = torch.arange(length, device=values_N.device)
+    position_BL = offsets_B1[:-1, None] + column_L
+    present_BL = position_BL < offsets_B1[1:, None]
+    if values_N.shape[0] == 0:
+        return values_N.new_full((bags, length, *values_N.shape[1:]), padding)
+    rows_BL = values_N.index_select(0, position_BL.masked_fill(~present_BL, 0).flatten())
+    present = present_BL.flatten().view(-1, *([1] * (values_N.dim() - 1)))
+    padded = torch.where(
+        present, rows_BL, torch.full((), padding, dtype=values_N.dtype, device=values_N.device)
+    )
+    return padded.view(bags, length, *values_N.shape[1:])
+
+
+def _jagged_to_padded_fake(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
+    return values_N.new_empty((offsets_B1.shape[0] - 1, length, *values_N.shape[1:]))
+
+
+def _padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
+    """The items of each row, one bag after the other; zero where a bag is longer than the row.
+
+    padded [[a, x], [b, c]], offsets [0, 1, 4], total 4 -> [a, b, c, 0]
+    """
+    bags, length = padded_BL.shape[:2]
+    if total == 0 or bags * length == 0:
+        return padded_BL.new_zeros((total, *padded_BL.shape[2:]))
+    bag_N = _segment_ids(offsets_B1, total)
+    column_N = torch.arange(total, device=padded_BL.device) - offsets_B1.index_select(0, bag_N)
+    present_N = (column_N < length).view(-1, *([1] * (padded_BL.dim() - 2)))
+    position_N = bag_N * length + column_N.clamp(max=length - 1)
+    items_N = padded_BL.reshape(bags * length, *padded_BL.shape[2:]).index_select(0, position_N)
+    return torch.where(present_N, items_N, torch.zeros((), dtype=items_N.dtype, device=items_N.device))
+
+
+def _padded_to_jagged_fake(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
+    return padded_BL.new_empty((total, *padded_BL.shape[2:]))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# segment_sum and its transpose
+
+LIBRARY.define("segment_sum(Tensor values_N, Tensor offsets_S1) -> Tensor")
+LIBRARY.define("repeat_segments(Tensor rows_S, Tensor offsets_S1, SymInt total) -> Tensor")
+
+
+def _segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
+    """The sum over each segment's items, in the dtype of the values; zero for an empty segment.
+
+    values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]
+
+    Floating items are added first to last, halves in fp32 with one rounding at the end; integers are added in int64
+    and wrap like torch's.
+    """
+    item_shape = values_N.shape[1:]
+    segments = offsets_S1.shape[0] - 1
+    if values_N.shape[0] == 0 or item_shape.numel() == 0:
+        return values_N.new_zeros((segments, *item_shape))
+    if values_N.is_floating_point():
+        sum_dtype = torch.float64 if values_N.dtype == torch.float64 else torch.float32
+        items_N = values_N.to(sum_dtype).contiguous()
+        sums_S = torch.segment_reduce(items_N, "sum", offsets=offsets_S1, axis=0, initial=0, unsafe=True)
+        return sums_S.to(values_N.dtype)
+    running_N1 = torch.zeros((values_N.shape[0] + 1, *item_shape), dtype=torch.int64, device=values_N.device)
+    torch.cumsum(values_N, 0, dtype=torch.int64, out=running_N1[1:])
+    return running_N1.index_select(0, offsets_S1).diff(dim=0).to(values_N.dtype)
+
+
+def _segment_sum_fake(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
+    return values_N.new_empty((offsets_S1.shape[0] - 1, *values_N.shape[1:]))
+
+
+def _repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
+    """One row per segment, copied to each of its items: the transpose of `segment_sum`.
+
+    rows [a, b, c], offsets [0, 2, 2, 3], total 3 -> [a, a, c]
+    """
+    return rows_S.index_select(0, _segment_ids(offsets_S1, total))
+
+
+def _repeat_segments_fake(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
+    return rows_S.new_empty((total, *rows_S.shape[1:]))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# registration: reference and fake kernels
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "offsets_from_lengths": (_offsets_from_lengths, _offsets_from_lengths_fake),
+    "segment_ids": (_segment_ids, _segment_ids_fake),
+    "select_segments": (_select_segments, _select_segments_fake),
+    "select_segments_backward": (_select_segments_backward, _select_segments_fake),
+    "bucketize_by_cuts": (_bucketize_by_cuts, _bucketize_by_cuts_fake),
+    "jagged_to_padded": (_jagged_to_padded, _jagged_to_padded_fake),
+    "padded_to_jagged": (_padded_to_jagged, _padded_to_jagged_fake),
+    "segment_sum": (_segment_sum, _segment_sum_fake),
+    "repeat_segments": (_repeat_segments, _repeat_segments_fake),
+}
+
+REFERENCE: dict[str, Callable[..., Any]] = {name: kernels[0] for name, kernels in _KERNELS.items()}
+"""The plain-PyTorch kernels by op name: what every backend is tested against. They stand behind `CHECKS`."""
+
+for _name, (_reference, _fake) in _KERNELS.items():
+    LIBRARY.impl(_name, checked(_name, _reference), "CompositeExplicitAutograd")
+    LIBRARY.fake(_name)(_fake)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# autograd
+#
+# Each floating op is linear, so its backward is its transpose and the pair closes under differentiation. The formulas
+# are written as `autograd.Function`s under the Autograd key: `torch.library.register_autograd` costs about five times
+# as much per call.
+
+
+class _SelectSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+    ) -> Tensor:
+        ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
+        ctx.items = values_N.shape[0]
+        return _below(_OPS.select_segments.default, values_N, offsets_S1, order_P, out_offsets_P1, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _OPS.select_segments_backward(grad_M, *ctx.saved_tensors, ctx.items), None, None, None, None
+
+
+class _SelectSegmentsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+    ) -> Tensor:
+        ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
+        ctx.items = grad_M.shape[0]
+        return _below(
+            _OPS.select_segments_backward.default, grad_M, offsets_S1, order_P, out_offsets_P1, total
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _OPS.select_segments(grad_N, *ctx.saved_tensors, ctx.items), None, None, None, None
+
+
+class _JaggedToPadded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
+        ctx.save_for_backward(offsets_B1)
+        ctx.items = values_N.shape[0]
+        return _below(_OPS.jagged_to_padded.default, values_N, offsets_B1, length, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BL: Tensor) -> tuple[Tensor, None, None, None]:
+        return _OPS.padded_to_jagged(grad_BL, *ctx.saved_tensors, ctx.items), None, None, None
+
+
+class _PaddedToJagged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(offsets_B1)
+        ctx.length = padded_BL.shape[1]
+        return _below(_OPS.padded_to_jagged.default, padded_BL, offsets_B1, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        return _OPS.jagged_to_padded(grad_N, *ctx.saved_tensors, ctx.length, 0.0), None, None
+
+
+class _SegmentSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, offsets_S1: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets_S1)
+        ctx.items = values_N.shape[0]
+        return _below(_OPS.segment_sum.default, values_N, offsets_S1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
+        return _OPS.repeat_segments(grad_S, *ctx.saved_tensors, ctx.items), None
+
+
+class _RepeatSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(offsets_S1)
+        return _below(_OPS.repeat_segments.default, rows_S, offsets_S1, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        return _OPS.segment_sum(grad_N, *ctx.saved_tensors), None, None
+
+
+def _below(op: Callable[..., Any], *args: Any) -> Any:
+    """Call `op` past the Autograd key, where the formula already stands."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _differentiable(name: str, formula: type[torch.autograd.Function]) -> None:
+    op = getattr(_OPS, name).default
+
+    def kernel(values: Tensor, *args: Any) -> Tensor:
+        # Ids are the common payload and need no graph node.
+        if values.requires_grad and torch.is_grad_enabled():
+            return formula.apply(values, *args)
+        return _below(op, values, *args)
+
+    LIBRARY.impl(name, kernel, "Autograd")
+
+
+_differentiable("select_segments", _SelectSegments)
+_differentiable("select_segments_backward", _SelectSegmentsBackward)
+_differentiable("jagged_to_padded", _JaggedToPadded)
+_differentiable("padded_to_jagged", _PaddedToJagged)
+_differentiable("segment_sum", _SegmentSum)
+_differentiable("repeat_segments", _RepeatSegments)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the typed way to call them
+
+
+class Bucketized(NamedTuple):
+    """Ids dealt to buckets of rows; see `bucketize_by_cuts`."""
+
+    lengths_CS: Tensor
+    local_ids_N: Tensor
+    weights_N: Tensor | None
+    positions_N: Tensor
+
+
+class Selected(NamedTuple):
+    """Segments chosen from a jagged tensor; see `select_jagged`."""
+
+    lengths_P: Tensor
+    values_M: Tensor
+    weights_M: Tensor | None
+    offsets_P1: Tensor
+
+
+def offsets_from_lengths(lengths_S: Tensor) -> Tensor:
+    """int64 [S + 1]: where segments begin. lengths [2, 0, 1] -> [0, 2, 2, 3]."""
+    return _OPS.offsets_from_lengths.default(lengths_S)
+
+
+def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
+    """int64 [total]: the segment of every item. offsets [0, 2, 2, 3] -> [0, 0, 2]."""
+    return _OPS.segment_ids.default(offsets_S1, total)
+
+
+def select_segments(
+    values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
+) -> Tensor:
+    """Items of the segments `order_P`, one after the other; differentiable in `values_N`."""
+    return _OPS.select_segments.default(values_N, offsets_S1, order_P, out_offsets_P1, total)
+
+
+def select_jagged(
+    order_P: Tensor,
+    lengths_S: Tensor,
+    values_N: Tensor,
+    weights_N: Tensor | None = None,
+    offsets_S1: Tensor | None = None,
+    total: int | None = None,
+) -> Selected:
+    """Lengths, values and weights of the segments `order_P` (keys, samples or bags; repeats allowed).
+
+    `offsets_S1` spares a cumulative sum. `total`, the items selected, spares a wait for the device: without it, it is
+    read from the result's offsets.
+    """
+    if offsets_S1 is None:
+        offsets_S1 = offsets_from_lengths(lengths_S)
+    lengths_P = lengths_S.index_select(0, order_P)
+    out_offsets_P1 = offsets_from_lengths(lengths_P)
+    if total is None:
+        total = int(out_offsets_P1[-1].item())
+    values_M = select_segments(values_N, offsets_S1, order_P, out_offsets_P1, total)
+    weights_M = None
+    if weights_N is not None:
+        weights_M = select_segments(weights_N, offsets_S1, order_P, out_offsets_P1, total)
+    return Selected(lengths_P, values_M, weights_M, out_offsets_P1)
+
+
+def bucketize_by_cuts(
+    ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor, weights_N: Tensor | None = None
+) -> Bucketized:
+    """Deal ids, and weights along with them, to buckets of rows [cuts[c], cuts[c + 1]).
+
+    ids [7, 1, 4], lengths [2, 1], cuts [0, 4, 10]
+    -> lengths [1, 0, 1, 1], local ids [1, 3, 0], positions [1, 0, 2]
+    """
+    if cuts_C1.dim() != 1 or cuts_C1.shape[0] < 2:
+        raise InputError(
+            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; give one ascending list with at "
+            f"least 2 entries, "
+            f"the first row of each bucket and the end of the last."
+        )
+    lengths_CS, local_ids_N, positions_N = _OPS.bucketize_by_cuts.default(ids_N, lengths_S, cuts_C1)
+    bucketized_weights_N = None if weights_N is None else weights_N.index_select(0, positions_N)
+    return Bucketized(lengths_CS, local_ids_N, bucketized_weights_N, positions_N)
+
+
+def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float = 0.0) -> Tensor:
+    """[B, length, ...]: bags as rows of one width, cut or padded at the end; differentiable in `values_N`."""
+    return _OPS.jagged_to_padded.default(values_N, offsets_B1, length, padding)
+
+
+def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int | None = None) -> Tensor:
+    """[total, ...]: the items of each row, one bag after the other; zero where a bag is longer than its row.
+
+    `total` is the last offset; without it, it is read from the device.
+    """
+    if total is None:
+        total = int(offsets_B1[-1].item())
+    return _OPS.padded_to_jagged.default(padded_BL, offsets_B1, total)
+
+
+def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
+    """[S, ...]: the sum over each segment's items. values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]."""
+    return _OPS.segment_sum.default(values_N, offsets_S1)
+
+
+def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
+    """[total, ...]: one row per segment, copied to each of its items."""
+    return _OPS.repeat_segments.default(rows_S, offsets_S1, total)

@@ -1,0 +1,239 @@
+"""Lookups by the native library: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on CPU.
+
+`definition.py` says what they mean; here only arguments change form. What a layout (tables, keys, means, shapes
+and dtypes) needs as C arrays is made once and kept: a call with 26 tables must cost microseconds. Tables in fp64 go to
+the reference.
+
+Legend: T tables, F features, N ids, B samples, C sum of the features' dims.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.gradient.definition import new_ticket
+from tilerec.ops.lookup.checks import (
+    check_batch,
+    check_contiguous,
+    check_gradient,
+    check_layout,
+    check_starts,
+    pooled_shape,
+    raise_bad_offsets,
+    raise_no_rows,
+    raise_other_dim,
+)
+from tilerec.ops.lookup.definition import (
+    _pooled_lookup_reference,
+    _sample_weight_grad_reference,
+    _sequence_lookup_reference,
+    raise_bad_id,
+)
+from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
+from tilerec.ops.runtime.cpu.memory import reused_empty
+from tilerec.ops.runtime.cpu.records import Lookup, Report
+from tilerec.ops.runtime.devices import check_devices
+from tilerec.ops.runtime.library import LIBRARY
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What stays the same from call to call; `head` are the first fields of `Lookup`, addresses of `arrays`."""
+
+    head: tuple[int, ...]
+    dims: tuple[int, ...]  # per feature
+    last_key: int  # -1: no features
+    pointers: type[ctypes.Array[ctypes.c_void_p]]
+    arrays: tuple[ctypes.Array[ctypes.c_int64], ...]
+
+
+@functools.lru_cache(maxsize=128)
+def _layout(
+    tables: tuple[int, ...],
+    keys: tuple[int, ...],
+    means: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    pooled: bool,
+) -> _Layout | None:
+    if any(dtype not in DTYPES for dtype in dtypes):
+        return None
+    check_layout(shapes, tables, keys, means, pooled)
+    rows, columns = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
+    arrays = tuple(int64_array(v) for v in (tables, keys, means, rows, columns, [DTYPES[d] for d in dtypes]))
+    places = [ctypes.addressof(array) for array in arrays]
+    dims = tuple(columns[t] for t in tables)
+    head = (len(tables), *places[:3], len(shapes), *places[3:])
+    return _Layout(head, dims, max(keys, default=-1), ctypes.c_void_p * len(shapes), arrays)
+
+
+def _layout_of(
+    weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], pooled: bool
+) -> _Layout | None:
+    check_contiguous(weights)
+    return _layout(
+        tuple(tables),
+        tuple(keys),
+        tuple(means),
+        tuple([w.shape for w in weights]),
+        tuple([w.dtype for w in weights]),
+        pooled,
+    )
+
+
+# `value` of a TR_BAD_ARGUMENT (native/lookup.h).
+_NO_ROWS, _BAD_DIM = 4, 5
+
+
+def _raise(
+    report: Report,
+    names: str,
+    weights: Sequence[Tensor],
+    tables: Sequence[int],
+    ids: Tensor,
+    pooled: bool = True,
+) -> None:
+    """Turn a report into the error its caller sees."""
+    if report.status == NO_MEMORY:
+        raise MemoryError("A lookup found no memory for its working space.")
+    if report.status == BAD_ID:
+        rows = weights[tables[report.feature]].shape[0]
+        raise_bad_id(names, report.feature, report.position, report.value, rows)
+    if report.status == BAD_OFFSETS:
+        raise_bad_offsets(names, tables, report.feature, report.position, report.value, ids.numel(), pooled)
+    if report.value == _NO_ROWS:
+        check_devices(weights, ids, tables, names)
+        raise_no_rows(names, tables, report.feature)
+    if report.value == _BAD_DIM:
+        raise_other_dim(names, tables, report.feature, report.position, weights[tables[0]].shape[1])
+    raise AssertionError(f"A lookup contradicts itself (feature {report.feature}, check {report.value})")
+
+
+def _ids(ids: Tensor) -> Tensor:
+    return (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
+
+
+def _int64(offsets: Tensor) -> Tensor:
+    return (offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)).contiguous()
+
+
+def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def pooled_lookup(
+        weights: Sequence[Tensor],
+        sinks: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        tables: Sequence[int],
+        keys: Sequence[int],
+        means: Sequence[int],
+        batches: Sequence[int],
+        dtype: torch.dtype,
+        names: str,
+    ) -> tuple[Tensor, Tensor]:
+        check_batch(ids, offsets, sample_weights)
+        layout = _layout_of(weights, tables, keys, means, True)
+        if layout is None or dtype not in DTYPES:
+            return _pooled_lookup_reference(
+                weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
+            )
+        out = reused_empty(pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names), dtype)
+        ids, offsets = _ids(ids), _int64(offsets)
+        if sample_weights is not None:
+            sample_weights = sample_weights.to(torch.float32).contiguous()
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
+        sizes = int64_array(batches)
+        call = Lookup(
+            *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
+            INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(),
+            None if sample_weights is None else sample_weights.data_ptr(), out.data_ptr(), DTYPES[dtype], None,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            _raise(call.report, names, weights, tables, ids)
+        return out, new_ticket()
+
+    return pooled_lookup
+
+
+def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def sequence_lookup(
+        weights: Sequence[Tensor],
+        sinks: Tensor,
+        ids: Tensor,
+        starts: Tensor,
+        tables: Sequence[int],
+        dtype: torch.dtype,
+        names: str,
+    ) -> tuple[Tensor, Tensor]:
+        check_batch(ids, starts, None)
+        check_starts(starts, len(tables))
+        layout = _layout_of(weights, tables, (), (), False)
+        if layout is None or not tables or dtype not in DTYPES:
+            return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+        out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
+        ids, starts = _ids(ids), _int64(starts)
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
+        call = Lookup(
+            *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
+            starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            _raise(call.report, names, weights, tables, ids, pooled=False)
+        return out, new_ticket()
+
+    return sequence_lookup
+
+
+def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
+    def sample_weight_grad(
+        weights: Sequence[Tensor],
+        ids: Tensor,
+        offsets: Tensor,
+        grad: Tensor,
+        tables: Sequence[int],
+        keys: Sequence[int],
+        means: Sequence[int],
+        batches: Sequence[int],
+    ) -> Tensor:
+        check_batch(ids, offsets, None)
+        layout = _layout_of(weights, tables, keys, means, True)
+        if layout is None or grad.dtype not in DTYPES:
+            return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
+        wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
+        check_gradient(grad, wanted, math.prod(wanted))
+        out_N = torch.zeros(ids.numel(), dtype=torch.float32)
+        ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
+        data = layout.pointers(*map(Tensor.data_ptr, weights))
+        sizes = int64_array(batches)
+        call = Lookup(
+            *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
+            INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), None, grad.data_ptr(),
+            DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        if function(ctypes.byref(call)):
+            names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
+            _raise(call.report, names, weights, tables, ids)
+        return out_N
+
+    return sample_weight_grad
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Let the native library serve the three ops on CPU."""
+    kernels = {
+        "pooled_lookup": _pooled_lookup(library.tr_pooled_lookup),
+        "sequence_lookup": _sequence_lookup(library.tr_sequence_lookup),
+        "sample_weight_grad": _sample_weight_grad(library.tr_sample_weight_grad),
+    }
+    for name, kernel in kernels.items():
+        function = getattr(library, f"tr_{name}")
+        function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+        LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -1,0 +1,501 @@
+"""Looking rows up: pooled per bag, or one by one.
+
+Nouns
+  table    `weights[t]`, a leaf `[rows, dim]`; dims and dtypes may differ
+  feature  f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
+  bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample; every id is in
+           a bag: offsets begin at 0 and end at N
+  sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient`), -1 for nobody;
+           or int64 [0]: gradients become ordinary `.grad`s
+  ticket   one pair of numbers per lookup; spent by its backward, so that a second backward cannot update twice
+
+  out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of the bag; an empty
+  bag gives 0
+
+Legend: T tables, F features, K keys, N ids, B samples, D columns of a table, C = sum of D over features.
+
+Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on their device;
+the autograd formulas below serve all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import once_differentiable
+
+from tilerec.errors import InputError
+from tilerec.ops.gradient.definition import (
+    bag_starts,
+    expect_reads,
+    new_ticket,
+    pooled_blocks,
+    submit_pooled,
+    submit_sequence,
+)
+from tilerec.ops.lookup.checks import check_covered
+from tilerec.ops.lookup.saved_rows import Reader, copied, id_segments, let_go, places_in_copies
+from tilerec.ops.runtime.dispatch import unwatched
+from tilerec.ops.runtime.library import LIBRARY
+
+_LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
+LIBRARY.define(
+    "pooled_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+    f"{_LAYOUT}, ScalarType dtype, str names) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType "
+    "dtype, str names) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"sample_weight_grad(Tensor[] weights, Tensor ids, Tensor offsets, Tensor grad, {_LAYOUT}) -> Tensor"
+)
+
+
+def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -> None:
+    """Raise the `InputError` for an id outside its table; `names` lists "feature@table" per feature, "," between."""
+    name, _, table = names.split(",")[feature].rpartition("@")
+    raise InputError(
+        f"Table '{table}': id {id_} of feature '{name}' (position {position} of the batch's values) is outside "
+        f"[0, {rows}); remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
+    )
+
+
+def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
+    bad = (ids < 0) | (ids >= rows)
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        raise_bad_id(names, feature, begin + position, int(ids[position]), rows)
+
+
+def _pooled_lookup_reference(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    starts, bags = bag_starts(keys, batches)
+    pooled = []
+    for feature, table in enumerate(tables):
+        weight = weights[table]
+        bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        ids_n = ids[begin:end].to(torch.int64)
+        _check_ids(ids_n, begin, weight.shape[0], names, feature)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows_nD = weight[ids_n].to(wide)
+        if sample_weights is not None:
+            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+        lengths_B = bounds[1:] - bounds[:-1]
+        bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
+        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(
+            0, bag_n, rows_nD
+        )
+        if means[feature]:
+            sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+        pooled.append(sums_BD.to(dtype))
+    if tables:
+        check_covered(offsets, ids)
+    if len(batches) == 1:
+        out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
+    else:
+        out = (
+            torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
+        )
+    return out, new_ticket()
+
+
+def _sequence_lookup_reference(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    starts: Tensor,
+    tables: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    bounds = starts.tolist()
+    rows = []
+    for feature, table in enumerate(tables):
+        ids_n = ids[bounds[feature] : bounds[feature + 1]].to(torch.int64)
+        _check_ids(ids_n, bounds[feature], weights[table].shape[0], names, feature)
+        rows.append(weights[table][ids_n].to(dtype))
+    return torch.cat(rows), new_ticket()
+
+
+def _sum_dtype(weights: Sequence[Tensor]) -> torch.dtype:
+    """In which sums over several tables are given: fp64 as soon as one of them is."""
+    return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
+
+
+def _sample_weight_grad_reference(
+    weights: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    grad: Tensor,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> Tensor:
+    starts, bags = bag_starts(keys, batches)
+    blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, len(batches) == 1)
+    out_N = torch.zeros(ids.numel(), dtype=_sum_dtype(weights), device=ids.device)
+    flat = grad.contiguous().view(-1)
+    for feature, table in enumerate(tables):
+        weight = weights[table]
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        lengths_B = bounds[1:] - bounds[:-1]
+        grad_BD = flat.as_strided(
+            (bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()
+        ).to(wide)
+        if means[feature]:
+            grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+        bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
+        rows_nD = weight[ids[begin:end].to(torch.int64)].to(wide)
+        out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(out_N.dtype)
+    return out_N
+
+
+LIBRARY.impl("pooled_lookup", _pooled_lookup_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("sequence_lookup", _sequence_lookup_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("sample_weight_grad", _sample_weight_grad_reference, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("pooled_lookup")
+def _fake_pooled_lookup(
+    weights: Any, sinks: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, keys: Any, means: Any,
+    batches: Any, dtype: Any, names: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dims = [weights[t].shape[1] for t in tables]
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
+    if len(batches) == 1:
+        return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
+    return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
+
+
+@LIBRARY.fake("sequence_lookup")
+def _fake_sequence_lookup(
+    weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
+) -> tuple[Tensor, Tensor]:
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
+    return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
+
+
+@LIBRARY.fake("sample_weight_grad")
+def _fake_sample_weight_grad(
+    weights: Any, ids: Any, offsets: Any, grad: Any, tables: Any, keys: Any, means: Any, batches: Any
+) -> Tensor:
+    return ids.new_empty((ids.shape[0],), dtype=_sum_dtype(weights))
+
+
+# Autograd. The leaves are plain attributes: an update between this forward and its backward is legal (two forwards,
+# then two backwards), and leaves outlive the graph anyway. The batch goes through save_for_backward, so it is freed
+# with the graph, and writing into it between forward and backward is an error.
+
+
+class _Reach(NamedTuple):
+    """Which tables a backward pass reaches, and how."""
+
+    sinks: Tensor  # -1 where the pass does not accumulate into the leaf
+    submits: bool  # whether any sink is left
+    captured: list[bool]  # autograd.grad(loss, [leaf]): the caller wants the gradient itself
+
+
+def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
+    """What the running pass asks of each wanted table.
+
+    `loss.backward()` reaches every leaf. `torch.autograd.grad` and `backward(inputs=...)` reach some: a table that was
+    not asked for must not be updated.
+    """
+    nowhere = [False] * len(wanted)
+    if torch._C._current_graph_task_id() == -1 or isinstance(grad, (FakeTensor, FunctionalTensor)):
+        return _Reach(sinks, True, nowhere)  # a compiled graph is asked for all of its leaves or none
+    nodes = ctx.next_functions[-len(wanted) :]
+    reached, captured = list(wanted), nowhere
+    for t, want in enumerate(wanted):
+        if not want:
+            continue
+        try:
+            reached[t] = torch._C._will_engine_execute_node(nodes[t][0])
+        except RuntimeError:  # how torch says that the pass returns this leaf's gradient to its caller
+            reached[t], captured[t] = False, True
+    if reached == wanted:
+        return _Reach(sinks, True, captured)
+    masked = sinks.clone()
+    masked[[t for t, want in enumerate(wanted) if want and not reached[t]]] = -1
+    return _Reach(masked, any(reached), captured)
+
+
+def _dense_grads(
+    weights: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, ids: Tensor, offsets: Tensor | None,
+    sample_weights: Tensor | None, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
+    batches: Sequence[int],
+) -> list[Tensor | None]:  # fmt: skip
+    """Dense gradients of the wanted tables, None for the others."""
+    chosen = [t for t, want in enumerate(wanted) if want]
+    dense = torch.ops.tilerec.dense_weight_grads(
+        [weights[t] for t in chosen], [w.shape[1] for w in weights], chosen, grad, ids, offsets, sample_weights, tables,
+        keys, means, batches,
+    )  # fmt: skip
+    out: list[Tensor | None] = [None] * len(weights)
+    for t, value in zip(chosen, dense, strict=True):
+        out[t] = value
+    return out
+
+
+def _reader(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: Sequence[Any], names: str
+) -> Reader | None:
+    """The rows that the gradient of sample weights is to read. None while torch traces: compiled programs save the
+    tables as torch's own ops do, and refuse to read what was written since."""
+    if isinstance(ids, (FakeTensor, FunctionalTensor)):
+        return None
+    tables, keys, _, batches = layout
+    used = list(dict.fromkeys(tables))
+
+    def name(t: int) -> str:
+        return names.split(",")[tables.index(t)].rpartition("@")[2] or str(t)
+
+    def copy(features: Sequence[int]) -> list[Tensor]:
+        segments = id_segments(offsets, *bag_starts([keys[f] for f in features], batches))
+        return [
+            copied(weights[tables[f]], ids[begin:end])
+            for f, (begin, end) in zip(features, segments, strict=True)
+        ]
+
+    reader = Reader(tables, {t: weights[t] for t in used}, name, copy)
+    # Rows without an attached optimizer are reset, loaded and moved, too: their leaf knows its sink.
+    handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
+    expect_reads({t: handles[t] for t in used}, reader)
+    return reader
+
+
+def _sample_weight_grad(
+    reader: Reader | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
+    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """The op, of the rows as the forward read them."""
+    rows = None if reader is None else reader.rows()
+    if rows is not None:
+        ids = places_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
+        weights, tables = rows, range(len(rows))
+    out: Tensor = torch.ops.tilerec.sample_weight_grad(
+        weights, ids, offsets, grad, tables, keys, means, batches
+    )
+    return out
+
+
+class _PooledLookup(torch.autograd.Function):
+    """Inputs: what is no tensor of the batch, the batch's tensors, the tables (every input costs autograd time)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: tuple[Any, ...], ids: Tensor, offsets: Tensor, sample_weights: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        sinks, layout, dtype, names = call
+        with torch._C._AutoDispatchBelowAutograd():
+            out, ticket = torch.ops.tilerec.pooled_lookup.default(
+                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
+            )
+        ctx.save_for_backward(ids, offsets, sample_weights)
+        ctx.leaves = (weights, sinks, ticket)
+        ctx.layout = layout
+        ctx.reader = None
+        if sample_weights is not None and ctx.needs_input_grad[3]:
+            ctx.reader = _reader(weights, sinks, ids, offsets, layout, names)
+        ctx.mark_non_differentiable(ticket)
+        return out, ticket
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, sinks, ticket = ctx.leaves
+        ids, offsets, sample_weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        sample_grad = None
+        if sample_weights is not None and ctx.needs_input_grad[3]:
+            sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, *ctx.layout)
+            sample_grad = sample_grad.to(sample_weights.dtype)
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        used = set(ctx.layout[0])
+        wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_POOLED:])]
+        if any(wanted):
+            taken = sample_weights.detach() if sample_weights is not None else None
+            if sinks.shape[0]:
+                reach = _reach(ctx, grad, sinks, wanted)
+                wanted = reach.captured
+                if reach.submits:
+                    dims = [w.shape[1] for w in weights]
+                    submits = submit_pooled if unwatched((grad, ids)) else torch.ops.tilerec.submit_pooled_
+                    submits(reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
+            if any(wanted):
+                weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
+        ctx.reader = let_go(ctx.reader)
+        return (None, None, None, sample_grad, *weight_grads)
+
+
+class _SequenceLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: tuple[Any, ...], ids: Tensor, starts: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        sinks, tables, dtype, names = call
+        with torch._C._AutoDispatchBelowAutograd():
+            out, ticket = torch.ops.tilerec.sequence_lookup.default(
+                weights, sinks, ids, starts, tables, dtype, names
+            )
+        ctx.save_for_backward(ids, starts)
+        ctx.leaves = (weights, sinks, ticket)
+        ctx.tables = tables
+        ctx.mark_non_differentiable(ticket)
+        return out, ticket
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, sinks, ticket = ctx.leaves
+        ids, starts = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        used = set(ctx.tables)
+        wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_SEQUENCE:])]
+        if any(wanted):
+            if sinks.shape[0]:
+                reach = _reach(ctx, grad, sinks, wanted)
+                wanted = reach.captured
+                if reach.submits:
+                    submits = (
+                        submit_sequence if unwatched((grad, ids)) else torch.ops.tilerec.submit_sequence_
+                    )
+                    submits(reach.sinks, ticket, grad, ids, starts, ctx.tables)
+            if any(wanted):
+                features = list(range(len(ctx.tables)))
+                weight_grads = _dense_grads(
+                    weights, wanted, grad, ids, starts, None, ctx.tables, features, [0] * len(features), []
+                )
+        return (*[None] * _SEQUENCE, *weight_grads)
+
+
+_POOLED, _SEQUENCE = 4, 3  # inputs before the weights
+
+
+def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) -> bool:
+    """Whether anything here needs a gradient; skipping autograd saves its bookkeeping per table."""
+    if not torch.is_grad_enabled():
+        return False
+    return any([w.requires_grad for w in weights]) or (  # noqa: C419 - a list is faster for few items
+        sample_weights is not None and sample_weights.requires_grad
+    )
+
+
+def _pooled_lookup_autograd(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int], dtype: torch.dtype,
+    names: str,
+) -> Any:  # fmt: skip
+    layout = (tables, keys, means, batches)
+    if not _differentiates(weights, sample_weights):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilerec.pooled_lookup.default(
+                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
+            )
+    return _PooledLookup.apply((sinks, layout, dtype, names), ids, offsets, sample_weights, *weights)
+
+
+def _sequence_lookup_autograd(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int], dtype: torch.dtype,
+    names: str,
+) -> Any:  # fmt: skip
+    if not _differentiates(weights, None):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilerec.sequence_lookup.default(
+                weights, sinks, ids, starts, tables, dtype, names
+            )
+    return _SequenceLookup.apply((sinks, tables, dtype, names), ids, starts, *weights)
+
+
+LIBRARY.impl("pooled_lookup", _pooled_lookup_autograd, "Autograd")
+LIBRARY.impl("sequence_lookup", _sequence_lookup_autograd, "Autograd")
+
+
+def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
+    """The op `tilerec::pooled_lookup`. Where nobody watches its formula is called as a function: the dispatcher,
+    which would come here, turns all arguments into its own and back."""
+    if unwatched((ids, *weights)):
+        return _pooled_lookup_autograd(weights, sinks, ids, *rest)
+    return torch.ops.tilerec.pooled_lookup(weights, sinks, ids, *rest)
+
+
+def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
+    """The op `tilerec::sequence_lookup`, as `pooled_lookup`."""
+    if unwatched((ids, *weights)):
+        return _sequence_lookup_autograd(weights, sinks, ids, *rest)
+    return torch.ops.tilerec.sequence_lookup(weights, sinks, ids, *rest)
+
+
+LIBRARY.define(
+    "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor bounds, "
+    f"Tensor? sample_weights, {_LAYOUT}) -> Tensor[]"
+)
+
+
+def _dense_weight_grads(
+    weights: Sequence[Tensor],
+    dims: Sequence[int],
+    chosen: Sequence[int],
+    grad: Tensor,
+    ids: Tensor,
+    bounds: Tensor,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> list[Tensor]:
+    """Dense gradients `[rows, dim]` of the chosen tables.
+
+    `bounds` are the offsets, or without `batches` the starts of a sequence lookup.
+    """
+    out = [torch.zeros_like(w) for w in weights]
+    if batches:
+        starts, bags = bag_starts(keys, batches)
+        places, strides = pooled_blocks([dims[t] for t in tables], bags, len(batches) == 1)
+    else:
+        edges = bounds.tolist()
+        starts, bags = edges[:-1], [end - begin for begin, end in itertools.pairwise(edges)]
+        strides = [dims[t] for t in tables]
+        places = [begin * dim for begin, dim in zip(starts, strides, strict=True)]
+    position = {t: i for i, t in enumerate(chosen)}
+    features = [f for f, t in enumerate(tables) if t in position]
+    zeros = [0] * len(out)
+    torch.ops.tilerec.update_rows_(
+        out, [], grad, ids, bounds if batches else None, sample_weights, [position[tables[f]] for f in features],
+        *([values[f] for f in features] for values in (starts, bags, places, strides, means)),
+        "store", [], zeros, zeros + zeros, zeros, zeros,
+    )  # fmt: skip
+    return out
+
+
+LIBRARY.impl("dense_weight_grads", _dense_weight_grads, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("dense_weight_grads")
+def _fake_dense_weight_grads(weights: Any, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(w) for w in weights]

@@ -1,0 +1,443 @@
+"""Lookups on the GPU: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` in Triton.
+
+`definition.py` says what they mean, with worked examples; here is how they are laid out.
+
+Nouns
+  tile, group, vec   of rows that are read: see `rows.py`
+  part     a tile of one feature: columns [column, column + TILE) of its rows and of its place in the output
+  family   the parts whose tables have one data type and whose tiles one width; a family is one launch, whatever its
+           tables and features
+  chunk    CHUNK ids in a row of a bag longer than LONG, counted from the bag's first id; the ids behind its last whole
+           chunk are its rest
+  slot     the number of a chunk: its first position divided by CHUNK, rounded up. Whole chunks do not overlap, so no
+           two have the same, and every bag knows its own without being told
+  plane    the slots of one part of one reader of a key: parts that read the same ids have different planes
+  reader   features that read the same key are its readers 0, 1, 2 …
+
+A program of the pooled forward has GROUP bags of one part. It loads the ids of the next STEPS positions of each bag,
+then the tiles of all of these rows, and only then adds: so much is under way at a time. The sums run in fp32 in the
+order of the occurrences, as on the CPU, and so have the CPU's bits (multiplications and additions are not fused).
+
+A bag of a million ids would keep one program busy long after the others are done. So chunks are summed first, by a
+launch of their own, a program per slot, and the bag's program adds up the sums of its chunks, in their order, and then
+its rest. No length is known on the host: there is a program for every slot that N ids can have, and it searches for the
+bag that its slot lies in; nearly always there is nothing to do.
+
+  CHUNK 4, LONG 8, bag [7, 20): chunks [7, 11) [11, 15) [15, 19) in slots 2, 3, 4; the rest is [19, 20)
+
+Where ids are few (one per bag on average, or fewer), a program has four groups of bags. If no bag of them has two ids,
+it copies the rows of all at once; else it takes one group after the other.
+
+Kernels: `pooled.py`, `sample_weights.py`, `sequence.py`, over what `parts.py` reads for
+them. `layout.py` says what is launched, this file launches it.
+
+Legend: F features, T tables, N ids, S parts of a family, G rows of a group, C columns of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.gradient.definition import bag_starts, new_ticket, pooled_blocks
+from tilerec.ops.lookup.checks import (
+    INDEX_TYPES,
+    check_batch,
+    check_gradient,
+    check_layout,
+    check_starts,
+    pooled_shape,
+    raise_bad_offsets,
+    raise_other_dim,
+    raise_uncovered,
+)
+from tilerec.ops.lookup.definition import (
+    _pooled_lookup_reference,
+    _sample_weight_grad_reference,
+    _sequence_lookup_reference,
+    raise_bad_id,
+)
+from tilerec.ops.lookup.triton.layout import (
+    Family,
+    Layout,
+    ceil_div,
+    check_memory,
+    check_tables,
+    distances_of,
+    launches_of,
+    layout_of,
+    power_of_two,
+    types_of,
+)
+from tilerec.ops.lookup.triton.parts import CHUNK, LONG, OFFSET
+from tilerec.ops.lookup.triton.pooled import chunk_kernel, pooled_kernel
+from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel, sample_weight_kernel
+from tilerec.ops.lookup.triton.sequence import sequence_kernel
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.readback import at_once
+from tilerec.ops.runtime.triton.addresses import constants, kept, upload
+from tilerec.ops.runtime.triton.launch import GRID_Y, launch
+from tilerec.ops.runtime.triton.library import on_own_device
+from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
+from tilerec.ops.runtime.triton.rows import group_rows, reads, tile_width
+
+OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_STEPS = 8  # positions of a turn
+
+
+def _bound(wide: int) -> dict[str, int]:
+    """At most so many registers: more than the kernels need. `wide`: how many there are of 16 columns a lane, weights,
+    products.
+
+    Left alone the assembler saves some, by waiting for one row of a turn before it asks for the next (docs/gpu.md).
+    AMD's compiler knows no such option.
+    """
+    return {} if torch.version.hip else {"maxnreg": 80 + 16 * wide}
+
+
+_WIDE_BOUND = _bound(1)
+
+_WAVES = 4  # groups of a program where ids are few
+
+
+@functools.lru_cache(maxsize=256)
+def _serves(rows: tuple[torch.dtype, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype in OUTPUTS and all(reads(own, device) for own in rows)
+
+
+def _check_same_device(device: torch.device, name: str, other: Tensor | None) -> None:
+    if other is not None and other.device != device:
+        raise InputError(
+            f"A lookup's {name} are on {other.device}, the ids on {device}; move one of them with .to()."
+        )
+
+
+def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
+    """In memory as it looks, and of one of these types."""
+    return (values if values.dtype in dtypes else values.to(dtypes[0])).contiguous()
+
+
+@dataclass(slots=True)
+class _Told:
+    """Turns a report into the error its caller sees."""
+
+    names: str
+    tables: tuple[int, ...]
+    rows: tuple[int, ...]  # per feature
+    ids: int
+    pooled: bool = True
+
+    def __call__(self, what: int, position: int, value: int) -> None:
+        feature, kind = divmod(what, 2)
+        if kind == OFFSET.value:
+            raise_bad_offsets(self.names, self.tables, feature, position, value, self.ids, self.pooled)
+        raise_bad_id(self.names, feature, position, value, self.rows[feature])
+
+
+class _Batch(NamedTuple):
+    """A pooled batch as kernels read it; `runs` are of variable batches: first bag, bags, place per feature."""
+
+    ids: Tensor
+    offsets: Tensor
+    id_count: int
+    bags: int  # of every feature; 0 for variable batches
+    most_bags: int
+    runs: Tensor | None
+    slots: int
+    few: bool  # ids: at most one per bag, on average
+    split: bool  # whether there can be a long bag
+
+
+def _batch_of(
+    layout: Layout, ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int]
+) -> _Batch:
+    ids, offsets = _flat(ids), _flat(offsets, (torch.int64,))
+    bags = most = batches[0] if batches else 0
+    runs = None
+    if len(batches) != 1:
+        starts, bags_F = bag_starts(keys, batches)
+        places, _ = pooled_blocks(layout.dims, bags_F, False)
+        numbers = [number for run in zip(starts, bags_F, places, strict=True) for number in run]
+        bags, most, runs = 0, max(bags_F, default=0), upload(numbers, ids.device)
+    count = ids.shape[0]
+    slots = -(-count // CHUNK.value)
+    return _Batch(ids, offsets, count, bags, most, runs, slots, count < offsets.shape[0], count > LONG.value)
+
+
+def _shape_of(
+    layout: Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
+) -> tuple[int, ...]:
+    """Shape of the output (`pooled_shape`, which also says what is wrong)."""
+    if len(batches) == 1 and 0 <= batches[0] * (layout.last_key + 1) < offsets.shape[0]:
+        return (batches[0], layout.width)
+    return pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
+
+
+def pooled_lookup(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    """`tilerec::pooled_lookup`."""
+    check_batch(ids, offsets, sample_weights)
+    device, types = ids.device, types_of(weights)
+    if not _serves(types, dtype, device):
+        return _pooled_lookup_reference(
+            weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
+        )
+    _check_same_device(device, "offsets", offsets)
+    _check_same_device(device, "sample_weights", sample_weights)
+    raise_due(device)
+    layout = layout_of(
+        weights, ids, tables, keys, means, types, dtype.itemsize, len(batches) == 1, True, names
+    )
+    out = torch.empty(_shape_of(layout, keys, batches, offsets, names), dtype=dtype, device=device)
+    if out.numel() == 0:
+        if offsets.shape[0] == 1 and ids.shape[0] and tables:
+            raise_uncovered(1, 0, ids.shape[0])
+        return out, new_ticket()
+    batch = _batch_of(layout, ids, offsets, keys, batches)
+    if sample_weights is not None:
+        sample_weights = _flat(sample_weights, (torch.float32,))
+    report = new_report(device)
+    for family in layout.families:
+        last = offsets.shape[0] - 1 if family is layout.families[-1] else -1
+        _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
+    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
+    return out, new_ticket()
+
+
+def _chunk_steps(family: Family) -> int:
+    """Positions of a turn over a chunk: so many that its one team reads as much as a program's teams elsewhere."""
+    return _STEPS * min(family.group, 4)
+
+
+def _sum_family(
+    family: Family, base: Tensor, out: Tensor, batch: _Batch, sample_weights: Tensor | None, report: Tensor,
+    last: int,
+) -> None:  # fmt: skip
+    """Sum a family's rows; `last` as in `pooled_kernel`."""
+    ids, offsets, count, bags, most_bags, runs, slots, few, split = batch
+    weighted, variable = sample_weights is not None, runs is not None
+    # Arguments that a kernel does not read must still be pointers.
+    sample = ids if sample_weights is None else sample_weights
+    own_runs = family.parts if runs is None else runs
+    chunk_sums: Tensor = ids
+    if split:
+        places = family.planes * slots
+        chunk_sums = torch.empty(places * family.tile, dtype=torch.float32, device=ids.device)
+        launch(chunk_kernel, (places,),
+            base, ids, offsets, sample, family.parts, own_runs, chunk_sums, report, count, bags, slots, family.count,
+            TILE=family.tile, VEC=family.vec, STEPS=_chunk_steps(family), WEIGHTED=weighted, VARIABLE=variable,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    group, waves = family.group, _WAVES if few else 1
+    for parts, part_count in launches_of(family):
+        launch(pooled_kernel, (-(-most_bags // (group * waves)), part_count),
+            base, out, ids, offsets, sample, parts, own_runs, chunk_sums, report, count, bags, slots, last,
+            GROUP=group, TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, STEPS=_STEPS, WEIGHTED=weighted,
+            VARIABLE=variable, SPLIT=split, WAVES=waves, num_warps=1, enable_fp_fusion=False,
+            **_bound(weighted + (base.element_size() == 1)),
+        )  # fmt: skip
+
+
+def sample_weight_grad(
+    weights: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    grad: Tensor,
+    tables: Sequence[int],
+    keys: Sequence[int],
+    means: Sequence[int],
+    batches: Sequence[int],
+) -> Tensor:
+    """`tilerec::sample_weight_grad`."""
+    check_batch(ids, offsets, None)
+    device, types = ids.device, types_of(weights)
+    if not _serves(types, grad.dtype, device):
+        return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
+    _check_same_device(device, "offsets", offsets)
+    _check_same_device(device, "grad", grad)
+    raise_due(device)
+    layout = layout_of(
+        weights, ids, tables, keys, means, types, grad.dtype.itemsize, len(batches) == 1, False, ""
+    )
+    wanted = _shape_of(layout, keys, batches, offsets, "")
+    check_gradient(grad, wanted, math.prod(wanted))
+    out = torch.zeros(ids.shape[0], dtype=torch.float32, device=device)
+    batch = _batch_of(layout, ids, offsets, keys, batches)
+    if not batch.most_bags:
+        return out
+    grad = grad.contiguous()
+    report = new_report(device)
+    for family in layout.families:
+        _multiply_family(family, weights[family.table], out, batch, grad, report)
+    names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
+    # On a GPU their lookup tells of them, later, and with names.
+    told = _Told(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _told_already
+    post(report, told)
+    return out
+
+
+def _told_already(*_: int) -> None: ...
+
+
+def _multiply_family(
+    family: Family, base: Tensor, out: Tensor, batch: _Batch, grad: Tensor, report: Tensor
+) -> None:
+    ids, offsets, variable = batch.ids, batch.offsets, batch.runs is not None
+    runs = family.parts if batch.runs is None else batch.runs
+    if batch.split:
+        launch(sample_weight_chunk_kernel, (batch.slots,),
+            base, out, ids, offsets, grad, family.parts, runs, report, batch.id_count, batch.bags, family.count,
+            GROUP=family.group, TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
+            ADD=family.reader > 0, VARIABLE=variable, num_warps=1, enable_fp_fusion=False, **_WIDE_BOUND,
+        )  # fmt: skip
+    for parts, part_count in launches_of(family):
+        launch(sample_weight_kernel, (ceil_div(batch.most_bags, family.group), part_count),
+            base, out, ids, offsets, grad, parts, runs, report, batch.id_count, batch.bags, GROUP=family.group,
+            TILE=family.tile, VEC=family.vec, GRAD_VEC=family.out_vec, STEPS=_STEPS, ONE=family.one,
+            ADD=family.reader > 0, VARIABLE=variable, SPLIT=batch.split, num_warps=1, enable_fp_fusion=False,
+            **_WIDE_BOUND,
+        )  # fmt: skip
+
+
+class _Rows(NamedTuple):
+    """The features of one data type in a sequence lookup."""
+
+    features: Tensor  # int64 [F, 3], on the device
+    table: int
+    tile: int
+    vec: int
+    out_vec: int
+    tiles: int  # of a row
+
+
+class _Sequence(NamedTuple):
+    """What stays the same from one sequence lookup to the next."""
+
+    rows: tuple[int, ...]  # per feature
+    dim: int
+    families: tuple[_Rows, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a row's tiles are programs of one launch (of 8 million columns they are)."""
+        return all([family.tiles <= GRID_Y for family in self.families])  # noqa: C419 - faster for few items
+
+
+@kept(128)
+def _sequence_layout(
+    tables: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    pointers: tuple[int, ...],
+    names: str,
+    out_size: int,
+    device: torch.device,
+) -> _Sequence:
+    check_layout(shapes, tables, (), (), False)
+    check_memory(pointers, shapes, tables, names)
+    dim = shapes[tables[0]][1]
+    for f, t in enumerate(tables):
+        if shapes[t][1] != dim:
+            raise_other_dim(names, tables, f, shapes[t][1], dim)
+    families = []
+    for dtype in dict.fromkeys(dtypes[t] for t in tables):
+        own = [t for t in dict.fromkeys(tables) if dtypes[t] == dtype]
+        start, distances = distances_of(own, pointers, shapes, dtype.itemsize)
+        distance = dict(zip(own, distances, strict=True))
+        numbers = [
+            n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)
+        ]
+        places = [pointers[t] // dtype.itemsize for t in own if math.prod(shapes[t])]
+        tile = tile_width(dim, dtype.itemsize)
+        vec, out_vec = power_of_two([*places, dim], 16 // dtype.itemsize), power_of_two([dim], 16 // out_size)
+        sent = constants(tuple(numbers), device)
+        families.append(_Rows(sent, start, tile, vec, out_vec, ceil_div(dim, tile)))
+    return _Sequence(tuple([shapes[t][0] for t in tables]), dim, tuple(families))
+
+
+def sequence_lookup(
+    weights: Sequence[Tensor],
+    sinks: Tensor,
+    ids: Tensor,
+    starts: Tensor,
+    tables: Sequence[int],
+    dtype: torch.dtype,
+    names: str,
+) -> tuple[Tensor, Tensor]:
+    """`tilerec::sequence_lookup`; starts may be on the ids' device or on the CPU."""
+    check_batch(ids, starts, None)
+    check_starts(starts, len(tables))
+    device, types = ids.device, types_of(weights)
+    if not tables or not _serves(types, dtype, device):
+        return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+    raise_due(device)
+    pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
+    layout = _sequence_layout(
+        own, tuple(map(Tensor.size, weights)), types, pointers, names, dtype.itemsize, device
+    )
+    check_tables(weights, ids, tables, names, 0 in pointers)
+    if not layout.fits:
+        return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+    told = _Told(names, own, layout.rows, ids.shape[0], pooled=False)
+    known = starts.device != device
+    starts = _known_starts(starts, told, device) if known else _flat(starts, (torch.int64,))
+    count = ids.shape[0]
+    out = torch.empty((count, layout.dim), dtype=dtype, device=device)
+    ids = _flat(ids)
+    report = new_report(device)
+    for number, family in enumerate(layout.families):
+        group = group_rows(family.tile, family.vec) * _STEPS
+        # One program at least: the starts of no ids are looked at, too.
+        launch(sequence_kernel, (max(ceil_div(count, group), 1), family.tiles),
+            weights[family.table], out, ids, starts, family.features, report, count, len(own), GROUP=group,
+            TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, CHECK=number == 0 and not known, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    post(report, told)
+    return out, new_ticket()
+
+
+def _known_starts(starts: Tensor, told: _Told, device: torch.device) -> Tensor:
+    """Starts that the host knows, on their way to the device; an `InputError` for wrong ones."""
+    if starts.device.type != "cpu":
+        raise InputError(
+            f"A lookup's starts are on {starts.device}, the ids on {device}; move one of them with .to()."
+        )
+    bounds = starts.tolist()
+    for i, bound in enumerate(bounds):
+        before = bounds[i - 1] if i else 0
+        if (
+            not before <= bound <= told.ids
+            or (i == 0 and bound)
+            or (i == len(bounds) - 1 and bound != told.ids)
+        ):
+            told(max(i - 1, 0) * 2 + OFFSET.value, i, bound)
+    return upload(bounds, device)
+
+
+def register(key: str = "CUDA") -> None:
+    """Let the kernels serve the three ops on this device type."""
+    for name, kernel in (
+        ("pooled_lookup", pooled_lookup),
+        ("sequence_lookup", sequence_lookup),
+        ("sample_weight_grad", sample_weight_grad),
+    ):
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

@@ -1,0 +1,210 @@
+"""What stays the same from one pooled lookup to the next: parts by families, made and sent once (`lookup.py` has the
+nouns).
+
+Two fp32 tables of 128 and 300 columns, one feature each, make one family of four parts: feature 0's columns from 0,
+feature 1's from 0, 128 and 256. A third table of 64 columns makes a second family, whose tiles are 64 wide.
+
+Legend: F features, T tables, S parts of a family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.gradient.definition import pooled_blocks
+from tilerec.ops.lookup.checks import check_contiguous, check_layout, raise_no_rows
+from tilerec.ops.lookup.triton.parts import FIELDS
+from tilerec.ops.runtime.devices import check_devices
+from tilerec.ops.runtime.triton.addresses import constants, kept
+from tilerec.ops.runtime.triton.launch import GRID_Y
+from tilerec.ops.runtime.triton.rows import group_rows, tile_width
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parts of one launch, and what its kernel is compiled for."""
+
+    parts: Tensor  # int64 [S, FIELDS], on the device
+    count: int
+    planes: int
+    table: int  # one of its tables: distances count from its memory
+    tile: int
+    vec: int
+    out_vec: int
+    one: bool  # rows are one tile (sample_weight_grad)
+    reader: int  # of sample_weight_grad: its number
+
+    @property
+    def group(self) -> int:
+        """Bags of a program: one for each team."""
+        return group_rows(self.tile, self.vec)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What stays the same from call to call."""
+
+    tables: tuple[int, ...]  # per feature, as are
+    dims: tuple[int, ...]
+    rows: tuple[int, ...]
+    width: int  # of all features
+    last_key: int  # -1: no features
+    families: tuple[Family, ...]
+
+
+class _Kind(NamedTuple):
+    """What parts of one family have in common."""
+
+    reader: int  # sample_weight_grad: a launch for each, in their order; else 0
+    dtype: torch.dtype
+    tile: int
+    one: bool
+
+
+def ceil_div(number: int, parts: int) -> int:
+    return -(-number // parts)  # triton.cdiv is a jitted function and takes ten times as long
+
+
+def power_of_two(values: Sequence[int], most: int) -> int:
+    """The largest power of two up to `most` that divides every one of these."""
+    divisor = math.gcd(most, *values)
+    return divisor & -divisor
+
+
+@kept(128)
+def _layout(
+    tables: tuple[int, ...],
+    keys: tuple[int, ...],
+    means: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    pointers: tuple[int, ...],
+    out_size: int,
+    uniform: bool,
+    cut: bool,
+    device: torch.device,
+    names: str,
+) -> Layout:
+    """The families of a pooled lookup, or of the gradient of its sample weights.
+
+    out_size: bytes of an element of the output. cut: rows wider than a tile make several parts.
+    """
+    check_layout(shapes, tables, keys, means, True)
+    check_memory(pointers, shapes, tables, names)
+    dims = tuple([shapes[t][1] for t in tables])
+    places, _ = pooled_blocks(dims, [0] * len(dims), True)
+    readers: Counter[int] = Counter()
+    members: dict[_Kind, list[tuple[int, int, int]]] = {}  # feature, column, reader
+    for f, (t, key) in enumerate(zip(tables, keys, strict=True)):
+        tile = tile_width(dims[f], dtypes[t].itemsize)
+        kind = _Kind(0 if cut else readers[key], dtypes[t], tile, not cut and dims[f] <= tile)
+        for column in range(0, dims[f], tile) if cut else (0,):
+            members.setdefault(kind, []).append((f, column, readers[key]))
+        readers[key] += 1
+    families = []
+    for kind, parts in sorted(members.items(), key=lambda item: item[0].reader):
+        own = [tables[f] for f, _, _ in parts]
+        start, distances = distances_of(own, pointers, shapes, kind.dtype.itemsize)
+        width = 1 + max(reader for _, _, reader in parts)
+        numbers: list[int] = []
+        for (f, column, reader), distance in zip(parts, distances, strict=True):
+            plane = column // kind.tile * width + reader if cut else 0
+            stride = sum(dims) if uniform else dims[f]
+            numbers += [
+                distance, shapes[tables[f]][0], dims[f], column, keys[f], places[f], stride, means[f], f, plane
+            ]  # fmt: skip
+        places_of_rows = [pointers[t] // kind.dtype.itemsize for t in own if math.prod(shapes[t])]
+        families.append(
+            Family(
+                constants(tuple(numbers), device),
+                len(parts),
+                1 + max(numbers[9 :: FIELDS.value]),
+                start,
+                kind.tile,
+                power_of_two([*places_of_rows, *(dims[f] for f, _, _ in parts)], 16 // kind.dtype.itemsize),
+                # Places and strides in the output are sums of dims, times numbers of bags.
+                power_of_two(dims, 16 // out_size),
+                kind.one,
+                kind.reader,
+            )
+        )
+    rows = tuple([shapes[t][0] for t in tables])
+    return Layout(tables, dims, rows, sum(dims), max(keys, default=-1), tuple(families))
+
+
+def distances_of(
+    tables: Sequence[int], pointers: Sequence[int], shapes: Sequence[Sequence[int]], size: int
+) -> tuple[int, list[int]]:
+    """A table to count from (the first with elements), and the distances of each in elements (`addresses.py`)."""
+    start = next((t for t in tables if math.prod(shapes[t])), tables[0])
+    return start, [(pointers[t] - pointers[start]) // size if math.prod(shapes[t]) else 0 for t in tables]
+
+
+def layout_of(
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
+    dtypes: tuple[torch.dtype, ...], out_size: int, uniform: bool, cut: bool, names: str,
+) -> Layout:  # fmt: skip
+    """The layout of a call: checked and made when it is new, else found by what it depends on.
+
+    dtypes: of the weights (`types_of`).
+    """
+    pointers = tuple(map(Tensor.data_ptr, weights))
+    try:
+        layout = _layout(
+            tuple(tables), tuple(keys), tuple(means), tuple(map(Tensor.size, weights)), dtypes, pointers, out_size,
+            uniform, cut, ids.device, names,
+        )  # fmt: skip
+    except InputError:
+        if all(0 <= t < len(weights) for t in tables):
+            check_devices(weights, ids, tables, names)  # a table on "meta" has no memory either
+        raise
+    check_tables(weights, ids, tables, names, 0 in pointers)
+    return layout
+
+
+def types_of(weights: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    """The data type of each."""
+    return tuple(map(_type_of, weights))
+
+
+# Mapped in C: half of what a loop over the tables costs, at every call.
+_type_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+
+
+def check_tables(
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, somewhere: bool = True
+) -> None:
+    """Raise an `InputError` for tables that are not where the ids are, or not contiguous.
+
+    somewhere: some have no memory; a number says too little of where those are.
+    """
+    if somewhere or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
+        check_devices(weights, ids, tables, names)
+    check_contiguous(weights)
+
+
+def check_memory(
+    pointers: Sequence[int], shapes: Sequence[Sequence[int]], tables: Sequence[int], names: str
+) -> None:
+    for f, t in enumerate(tables):
+        if not pointers[t] and 0 not in shapes[t]:
+            raise_no_rows(names, tables, f)
+
+
+def launches_of(family: Family) -> Sequence[tuple[Tensor, int]]:
+    """Parts and their number, for as many launches as the grid's second axis asks for: nearly always one."""
+    if family.count <= GRID_Y:
+        return ((family.parts, family.count),)
+    step = FIELDS.value
+    return [
+        (family.parts[first * step :], min(family.count - first, GRID_Y))
+        for first in range(0, family.count, GRID_Y)
+    ]

@@ -1,0 +1,232 @@
+"""Random numbers that depend on where, not on when: a counter-based generator keyed by table, row and column.
+
+Initial values and stochastic rounding draw from Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011). The counter of an element is its global place, so a tile has the same
+bits as the slice of the whole table, on any rank, in any order.
+
+  key      (seed word, table word), 32 bits each
+  counter  (row low, row high, column // 4, stream); word j of the result belongs to column 4 * (column // 4) + j
+  stream   0 for initial values; the table's update count for stochastic rounding
+
+Legend: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.ops.runtime.library import LIBRARY
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+def table_key(seed: int, table: str) -> list[int]:
+    """The Philox key of a table: `[32-bit seed word, CRC-32 of the table's name mixed with the seed's upper half]`."""
+    return [seed & _MASK, zlib.crc32(table.encode()) ^ ((seed >> 32) & _MASK)]
+
+
+def block_seed(key: Sequence[int], block: int) -> int:
+    """What torch's generators are seeded with for one block of a table's rows.
+
+    `word 0 of philox(0, 0, 2^32 - 1, 0) + block` in the lower 32 bits, which are all that torch's CPU generator
+    takes: no two of a table's blocks have the same. Word 1 of it in the upper ones.
+    """
+    zero, last = torch.zeros((), dtype=torch.int64, device="cpu"), torch.tensor(_MASK, device="cpu")
+    low, high, _, _ = philox((zero, zero, last, zero), key)
+    return (int(low) + block) & _MASK | int(high) << 32
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, held in int64 (which wraps, keeping the right bits)."""
+    product = a * constant
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words.
+
+    Example: counter (0, 0, 0, 0) under key (0, 0) gives 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8 (the published
+    known answer).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0] & _MASK, key[1] & _MASK
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _M0)
+        high1, low1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def random_words(rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, stream: int) -> Tensor:
+    """32-bit words `[R, width]` (int64) for the given global rows and columns `[column_offset, "
+    "column_offset + width)`."""
+    first, last = column_offset // 4, (column_offset + width + 3) // 4
+    blocks = torch.arange(first, last, device=rows_R.device)
+    row = rows_R.to(torch.int64)[:, None].expand(-1, blocks.numel())
+    column = blocks[None, :].expand_as(row)
+    words = philox((row & _MASK, (row >> 32) & _MASK, column, torch.full_like(row, stream & _MASK)), key)
+    flat = torch.stack(words, dim=2).reshape(rows_R.numel(), 4 * blocks.numel())
+    start = column_offset - 4 * first
+    return flat[:, start : start + width]
+
+
+LIBRARY.define(
+    "random_fill_(Tensor(a!) out, int[] key, int row_offset, int column_offset, str kind, float a, float b) -> ()"
+)
+
+
+def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:
+    """Raise a `ConfigError` for a tile that has no place in a table, or a kind of numbers that there is not."""
+    if out.dim() != 2 or not out.is_floating_point():
+        raise ConfigError(
+            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}, wanted floating [rows, columns]."
+        )
+    if len(key) != 2:
+        raise ConfigError(f"random_fill_: a key of {len(key)} words, wanted 2; make it with table_key().")
+    if row_offset < 0 or not 0 <= column_offset < 1 << 34:
+        raise ConfigError(
+            f"random_fill_: a tile at row {row_offset}, column {column_offset}; wanted its place in the table, no "
+            "negative number, and fewer than 2^34 columns."
+        )
+    if kind not in ("uniform", "normal"):
+        raise ConfigError(f"random_fill_: kind {kind!r} is not 'uniform' or 'normal'.")
+
+
+def random_fill_reference_(
+    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+) -> None:
+    """Fill a tile `[rows, width]` with the values that the whole table has there.
+
+    kind "uniform": `a + (b - a) * u` with u = (word >> 8) / 2^24, in fp32. kind "normal": mean a, deviation b, by
+    Box-Muller on neighbouring words: `r = sqrt(-2 ln((w0>>8) + 1) / 2^24))`, columns get `r cos`, `r sin`.
+
+    Example: a [10, 4] tile at row_offset 5 equals rows 5..15 of the table filled in one go.
+    """
+    check_fill(out, key, row_offset, column_offset, kind)
+    rows, width = out.shape
+    block = max(1, (1 << 22) // max(width, 1))
+    for start in range(0, rows, block):
+        stop = min(rows, start + block)
+        rows_R = torch.arange(row_offset + start, row_offset + stop, device=out.device)
+        out[start:stop] = random_rows(rows_R, width, key, column_offset, kind, a, b, out.dtype)
+
+
+def random_rows(
+    rows_R: Tensor,
+    width: int,
+    key: Sequence[int],
+    column_offset: int,
+    kind: str,
+    a: float,
+    b: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`random_fill_`'s values `[R, width]` of any global rows; `a` and `b` as there."""
+    if kind == "uniform":
+        words = random_words(rows_R, width, key, column_offset, 0)
+        u = (words >> 8).to(torch.float32) * 2.0**-24
+        low, high = (torch.tensor(x, dtype=torch.float32, device=u.device) for x in (a, b))
+        return (low + (high - low) * u).to(dtype)
+    start = column_offset - column_offset % 2
+    stop = column_offset + width + (column_offset + width) % 2
+    words = random_words(rows_R, stop - start, key, start, 0)
+    first, second = (words[:, 0::2] >> 8).double(), (words[:, 1::2] >> 8).double()
+    radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-24))
+    angle = second * (2.0 * math.pi * 2.0**-24)
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(
+        rows_R.numel(), stop - start
+    )
+    z = z[:, column_offset - start : column_offset - start + width].to(torch.float32)
+    mean, deviation = (torch.tensor(x, dtype=torch.float32, device=z.device) for x in (a, b))
+    return (mean + deviation * z).to(dtype)
+
+
+LIBRARY.define(
+    "random_rows_(Tensor(a!) out, Tensor rows_R, int[] key, int column_offset, str kind, float a, float b) -> ()"
+)
+
+
+def check_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str) -> None:
+    """`check_fill` for rows anywhere; that they are no negative numbers is the caller's to know."""
+    check_fill(out, key, 0, column_offset, kind)
+    if rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]:
+        raise ConfigError(
+            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; wanted "
+            f"int64 [{out.shape[0]}], the place of each row in the table."
+        )
+
+
+def random_rows_reference_(
+    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
+) -> None:
+    """Fill `[R, width]` with the values that the whole table has in these rows; see `random_fill_`.
+
+    Example: rows [7, 2] of a table are rows 7 and 2 of what `random_fill_` writes into all of it.
+    """
+    check_rows(out, rows_R, key, column_offset, kind)
+    if out.numel():
+        out.copy_(random_rows(rows_R, out.shape[1], key, column_offset, kind, a, b, out.dtype))
+
+
+LIBRARY.impl("random_rows_", random_rows_reference_, "CompositeExplicitAutograd")
+LIBRARY.impl("random_fill_", random_fill_reference_, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("random_fill_")
+def _fake_random_fill(
+    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
+) -> None:
+    return None
+
+
+@LIBRARY.fake("random_rows_")
+def _fake_random_rows(
+    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
+) -> None:
+    return None
+
+
+ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Types of rows that take part in stochastic rounding."""
+
+
+def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 to bf16, fp16 or fp8 (e4m3) up or down with a probability that makes the mean exact.
+
+    The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 +
+    2^-9 lies a quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
+
+    e4m3 has no infinity: what is beyond 448, its largest number, becomes that.
+    """
+    if dtype not in ROUNDED:
+        return values_RC.to(dtype)
+    values = values_RC.to(torch.float32)
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & _MASK
+    finite = torch.isfinite(values)
+    if dtype is torch.bfloat16:
+        kept = _from_bits((bits + (words_RC & 0xFFFF)) & 0xFFFF0000)
+        return torch.where(finite, kept, values).to(torch.bfloat16)
+    # dropped bits; normal numbers begin at 2^normal; below, steps are 2^step apart
+    dropped, normal, step = (13, -14, -24) if dtype is torch.float16 else (20, -6, -9)
+    noise = words_RC & ((1 << dropped) - 1)
+    kept = _from_bits((bits + noise) & (_MASK << dropped & _MASK))
+    magnitude = values.abs()
+    steps = torch.floor(magnitude * 2.0**-step + noise.to(torch.float32) * 2.0**-dropped)
+    small = torch.copysign(steps * 2.0**step, values)
+    rounded = torch.where(magnitude >= 2.0**normal, kept, small)
+    if dtype is torch.float8_e4m3fn:
+        return torch.where(finite, rounded, values).clamp(-448.0, 448.0).to(dtype)
+    return torch.where(finite, rounded, values).to(torch.float16)
+
+
+def _from_bits(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)  # the low 32 bits

@@ -1,0 +1,123 @@
+"""Rows that begin anew: initial values, and what lies beside them (slots, gradients) as it was before the first step.
+
+Whose row is given to another id, say the ids themselves (managed collision). On a GPU the host does not know which of a
+batch's ids took another's row, nor how many did; so rows come beside all ids, and most of them are none.
+
+Nouns
+  tile    rows and columns of a table that lie here, from `row_offset` and `column_offset` on
+  beside  tensors of as many rows as the tile, each with the number that it begins with
+
+Legend: N entries, E rows of the tile, C its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.ops.random.definition import check_fill
+from tilerec.ops.runtime.library import LIBRARY
+
+LIBRARY.define(
+    "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
+    "float low, float high, float[] numbers) -> ()"
+)
+
+
+def check_renew(
+    rows_N: Tensor,
+    tile: Tensor | None,
+    beside: Sequence[Tensor],
+    row_offset: int,
+    column_offset: int,
+    key: Sequence[int],
+    numbers: Sequence[float],
+) -> int:
+    """How many rows lie here; a `ConfigError` for what does not fit together."""
+    if tile is not None:
+        check_fill(tile, key, row_offset, column_offset, "uniform")
+    held = [tensor.shape[0] for tensor in (*([] if tile is None else [tile]), *beside)]
+    if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
+        raise ConfigError(
+            f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for the {len(beside)} beside the tile; "
+            "wanted as many rows in each, and a number for each beside it."
+        )
+    if rows_N.dtype != torch.int64 or rows_N.dim() != 1:
+        raise ConfigError(
+            f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}, wanted a flat list of int64."
+        )
+    return held[0] if held else 0
+
+
+def renew_rows_reference_(
+    rows_N: Tensor,
+    tile: Tensor | None,
+    beside: Sequence[Tensor],
+    row_offset: int,
+    column_offset: int,
+    key: Sequence[int],
+    low: float,
+    high: float,
+    numbers: Sequence[float],
+) -> None:
+    """Write initial values into some rows of a tile, and a number into the same rows of what lies beside it.
+
+    Args:
+        rows_N: int64, rows of the whole table; those that do not lie here, and -1, are none. A row may come twice.
+        tile: `[E, C]`; it gets what `random_fill_` writes there, uniform in [low, high). None: the rows are left alone.
+        beside: `[E]` or `[E, …]`, each with its entry of `numbers`.
+
+    Tile of rows 4 to 7, beside it [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile has its initial
+    values, and beside it is [1, 0, 3, 4].
+    """
+    held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    own_M = _here(rows_N, row_offset, held)
+    if not own_M.numel():
+        return
+    local_M = own_M - row_offset if row_offset else own_M
+    if tile is not None:
+        made = tile.new_empty(own_M.shape[0], tile.shape[1])
+        torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
+        _indexed(tile).index_copy_(0, local_M, _indexed(made))
+    for tensor, number in zip(beside, numbers, strict=True):
+        if tensor.dtype in (torch.float32, torch.float64):
+            tensor.index_fill_(0, local_M, number)
+            continue
+        value = _indexed(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
+        _indexed(tensor).index_fill_(0, local_M, value.item())
+
+
+def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
+    """int64 [M]: those that lie in these rows. Where all do, as on the CPU as a rule, none is copied."""
+    first, last = max(row_offset, 0), row_offset + held
+    if rows_N.numel() and rows_N.device.type == "cpu":
+        least, most = rows_N.aminmax()
+        if int(least) >= first and int(most) < last:
+            return rows_N
+    return rows_N[(rows_N >= first) & (rows_N < last)]
+
+
+def _indexed(tensor: Tensor) -> Tensor:
+    """In a type that torch writes by index: of fp8 the bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+LIBRARY.impl("renew_rows_", renew_rows_reference_, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("renew_rows_")
+def _fake_renew_rows(
+    rows_N: Tensor,
+    tile: Tensor | None,
+    beside: Sequence[Tensor],
+    row_offset: int,
+    column_offset: int,
+    key: Sequence[int],
+    low: float,
+    high: float,
+    numbers: Sequence[float],
+) -> None:
+    check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)

@@ -1,0 +1,160 @@
+"""The native CPU library: finding it, loading it, and what its callers share.
+
+`libtilerec_cpu.so` lies beside this file, in a checkout (`cmake -S . -B build/native && cmake --build build/native`)
+as in an installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes: it knows neither Python's nor
+PyTorch's version. Where it is missing, built from other sources or unwanted, `library()` is None, the reference kernels
+run, and one log line says why.
+
+OpenMP. The library is compiled with OpenMP and linked without it; its few OpenMP symbols resolve to the runtime PyTorch
+has loaded, so both share one pool of threads. PyTorch loads that runtime for itself only, so it is made visible
+("promoted") to the whole process first. Where there is no such runtime the library works on one thread. In a process
+forked from one with threads it works on one thread too (GNU's runtime would wait for threads that the child lacks).
+
+Environment, read once at the first use
+  TILEREC_NATIVE=0            never load it
+  TILEREC_NATIVE_LIBRARY=...  load this file instead
+  TILEREC_ISA=base|avx2       do not use wider vectors (default: the widest of the machine, up to AVX-512)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.runtime.cpu.records import layout
+
+ABI_VERSION = 4  # TR_ABI_VERSION of native/tilerec.h
+_REBUILD = "build it again (make native)"
+LOG = logging.getLogger("tilerec.native")
+
+# Codes of native/tilerec.h.
+DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INDEX_TYPES: dict[torch.dtype, int] = {torch.int32: 0, torch.int64: 1}
+OK, BAD_ID, BAD_OFFSETS, BAD_ARGUMENT, NO_MEMORY = range(5)
+ISAS = ("base", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class LibraryStatus:
+    """What became of the native library; `reason` says why it is not used, or is empty."""
+
+    path: Path | None
+    reason: str
+    isa: str = ""
+    openmp: str = ""  # the runtime's file; empty: one thread
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"native CPU library: not used ({self.reason})"
+        return f"native CPU library: {self.path}, {self.isa}, OpenMP: {self.openmp or 'none (one thread)'}"
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None: then the reference kernels serve. The first call loads it."""
+    return _loaded()[0]
+
+
+def status() -> LibraryStatus:
+    """Where the library came from, or why there is none."""
+    return _loaded()[1]
+
+
+def reason() -> str:
+    """Why the library does not serve; empty when it does."""
+    return status().reason
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> tuple[ctypes.CDLL | None, LibraryStatus]:
+    found, state = _load()
+    LOG.info("%s", state)
+    return found, state
+
+
+def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
+    if os.environ.get("TILEREC_NATIVE", "1").lower() in ("0", "off", "false", "no"):
+        return None, LibraryStatus(None, "TILEREC_NATIVE=0")
+    named = os.environ.get("TILEREC_NATIVE_LIBRARY")
+    path = Path(named) if named else Path(__file__).with_name("libtilerec_cpu.so")
+    if not path.is_file():
+        return None, LibraryStatus(
+            path, f"{path} does not exist; the package was installed without its C++ part"
+        )
+    openmp = _promote_openmp()
+    try:
+        found = ctypes.CDLL(str(path))
+        version = int(found.tr_abi_version())
+        if version != ABI_VERSION:
+            return None, LibraryStatus(
+                path, f"{path} has interface {version}, wanted {ABI_VERSION}; {_REBUILD}"
+            )
+        found.tr_layout.restype = ctypes.c_char_p
+        text = found.tr_layout().decode()
+    except (OSError, AttributeError) as error:
+        return None, LibraryStatus(path, f"it cannot be loaded: {error}")
+    if text != layout():
+        return None, LibraryStatus(
+            path, f"{path} was built from other sources: {_difference(text)}; {_REBUILD}"
+        )
+    return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
+
+
+def _difference(text: str) -> str:
+    """The first record that the library lays out otherwise."""
+    lines = itertools.zip_longest(text.split("\n"), layout().split("\n"), fillvalue="nothing")
+    theirs, ours = next(pair for pair in lines if pair[0] != pair[1])
+    return f"it has {theirs!r}, wanted {ours!r}"
+
+
+def _promote_openmp() -> str:
+    """Make the OpenMP runtime PyTorch has loaded visible to the libraries loaded later; its path, "" if there is none.
+
+    Wheels carry it under several names (`libgomp.so.1`, `libgomp-<hash>.so.1.0.0`, `libiomp5.so`, `libomp.so`), so it
+    is looked for among the files this process has mapped, PyTorch's own first.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    mapped = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/") and ".so" in line)
+    runtimes = [
+        p for p in mapped if Path(p).name.split(".")[0].split("-")[0] in ("libgomp", "libomp", "libiomp5")
+    ]
+    home = str(Path(torch.__file__).parent)
+    for path in sorted(runtimes, key=lambda p: not p.startswith(home)):
+        try:
+            runtime = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL | getattr(os, "RTLD_NOLOAD", 0))
+        except OSError:
+            continue
+        if hasattr(runtime, "GOMP_parallel"):
+            return path
+    return ""
+
+
+def int64_array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """A C array of the numbers. Example: `int64_array([3, 5])` is `int64_t {3, 5}`."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def advise_huge_pages(memory: Tensor) -> bool:
+    """Ask the system for 2 MiB pages under a large CPU tensor, best before it is first written; whether it took that.
+
+    Only advice, and no value changes. Random rows of a table far larger than the caches are read about a fifth faster
+    from such pages. False without the native library, or where the system has no such pages.
+    """
+    found = library()
+    if found is None or memory.device.type != "cpu":
+        return False
+    return (
+        int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes)))
+        == 0
+    )

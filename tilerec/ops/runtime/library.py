@@ -1,0 +1,47 @@
+"""The `tilerec` operator namespace.
+
+Each family (`ops/lookup`, `ops/update`, …) defines its ops here, with a plain-PyTorch reference, a fake kernel
+and an autograd formula. Backends register faster kernels onto the same names.
+
+Every kernel, fake ones too, runs behind one check: the tensors of a call are on one device (`devices.py`). Without
+it the dispatcher picks a kernel by the tensors it finds, and one tensor on meta makes it the fake kernel, whose output
+nobody writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+import torch
+
+from tilerec.ops.runtime.devices import on_one_device
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+@final
+class OpLibrary(torch.library.Library):
+    """The ops of one namespace; their kernels refuse tensors of several devices."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        """Register a kernel. An autograd formula calls one, and torch makes the one for meta of the fake kernel."""
+        if dispatch_key not in ("Autograd", "Meta"):
+            fn = self._checked(op_name, fn)
+        super().impl(op_name, fn, dispatch_key, **options)
+
+    def fake(self, op: str) -> Callable[[Kernel], Kernel]:
+        """Register the decorated function as an op's fake kernel."""
+
+        def register(kernel: Kernel) -> Kernel:
+            torch.library.register_fake(f"{self.ns}::{op}", self._checked(op, kernel), lib=self)
+            return kernel
+
+        return register
+
+    def _checked(self, op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        schema = getattr(getattr(torch.ops, self.ns), op).default._schema
+        return on_one_device(op, kernel, schema)
+
+
+LIBRARY = OpLibrary("tilerec", "DEF")

@@ -1,0 +1,96 @@
+"""How kernels read rows: in tiles of one warp, 16 bytes at a time.
+
+Nouns
+  tile    `TILE` columns of a row, a power of two; a row is one tile or several, at columns 0, TILE, 2 TILE …
+  team    the neighbouring lanes of a warp that read one tile, 16 bytes each
+  group   `GROUP` rows that a program reads at once, one per team: one load instruction of the warp reads a tile of each
+  vec     how many elements every row start, tile start and dim is a multiple of (`addresses.alignment`): what lets the
+          compiler join loads. Without the hints below it reads numbers of 4 bytes, four times as many instructions.
+          (A kernel's own arguments cannot be hinted: `tl.multiple_of` is lost on them, and works on what is loaded.)
+
+  bf16, dim 128: vec 8, tiles of 128 columns, teams of 16 lanes, groups of 2 rows
+  fp32, dim 300: vec 4, tiles of 128 columns (three to a row), teams of 32 lanes, groups of 1 row
+  fp32, dim 3:   vec 1, tiles of 4 columns, teams of 4 lanes, groups of 8 rows
+
+A kernel runs on one warp (num_warps=1): lanes need no shared memory to speak to each other, and a program that waits
+for memory blocks nobody. Sums are fp32, one running sum per column, so that teams have nothing to exchange.
+
+Legend: G rows of a group, C columns of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tilerec.ops.runtime.triton.addresses import alignment as alignment
+
+WARP_BYTES = 512
+"""What the lanes of a warp load at once, 16 bytes each."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Types of rows that kernels read."""
+
+
+@functools.lru_cache(maxsize=32)
+def reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels read and write rows of this type there: GPUs before Ada and Hopper do not convert e4m3fn, nor do
+    AMD's."""
+    if dtype == torch.float8_e4m3fn and device.type == "cuda":
+        return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return dtype in FLOATS
+
+
+def tile_width(dim: int, element_size: int) -> int:
+    """Columns of a tile: the power of two that holds `dim`, at most what a warp reads at once.
+
+    Example: 48 columns of fp32 -> 64; 300 -> 128; 300 of bf16 -> 256.
+    """
+    return min(1 << max(dim - 1, 0).bit_length(), WARP_BYTES // element_size)
+
+
+def group_rows(tile: int, vec: int) -> int:
+    """How many rows a warp of 32 lanes reads at once: tiles of 64 columns, 4 at a time -> 2."""
+    return max(32 * vec // tile, 1)
+
+
+@triton.jit
+def tile_columns(column, dim, TILE: tl.constexpr, VEC: tl.constexpr):
+    """Column numbers [1, C] of a tile that begins at `column`, and which of them the row has."""
+    columns = column + tl.arange(0, TILE)[None, :]
+    return columns, columns < tl.multiple_of(dim, VEC)
+
+
+@triton.jit
+def read_tiles(base, starts_G, take_G, columns, inside, VEC: tl.constexpr):
+    """One tile of each row that begins at `base + starts_G` (int64), as it is, [G, C]; zeros where not taken.
+
+    `columns` and `inside` are of `tile_columns`.
+    """
+    starts_G1 = tl.multiple_of(starts_G, VEC)[:, None]
+    return tl.load(base + (starts_G1 + columns), mask=take_G[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def load_tiles(base, starts_G, take_G, columns, inside, VEC: tl.constexpr):
+    """The same as fp32."""
+    return read_tiles(base, starts_G, take_G, columns, inside, VEC).to(tl.float32)
+
+
+@triton.jit
+def store_tiles(base, starts_G, take_G, columns, inside, values_GC, VEC: tl.constexpr):
+    """Write fp32 [G, C] to rows that begin at `base + starts_G`, rounded once to their type."""
+    starts_G1 = tl.multiple_of(starts_G, VEC)[:, None]
+    tl.store(base + (starts_G1 + columns), values_GC.to(base.dtype.element_ty), mask=take_G[:, None] & inside)
+
+
+@triton.jit
+def tell(report, a, b, c):
+    """Take the report (`reports.py`) with these numbers, unless it is taken."""
+    if tl.atomic_cas(report, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
+        tl.store(report + 1, a)
+        tl.store(report + 2, b)
+        tl.store(report + 3, c)

@@ -1,0 +1,163 @@
+"""The order of an update: a step's occurrences, row by row. It depends on ids alone, so it may be made ahead.
+
+Nouns
+  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
+  key          which row it is: the first key of its table + the id
+  sentinel     the key after the last: what no feature reads, or an id that is no row; sorts behind everything
+  place        element of the output gradient at which the occurrence's row begins
+  scale        what that row is multiplied by: sample weight * (mean pooling) 1 / length of the bag
+
+A backend that sorts occurrences (the Triton kernels) takes an order that was made before, at the forward or while the
+batch before it trains: `update_rows_(..., ordered=order_rows(...))`, and the bits are the same. The others find the
+rows in their own way and leave it unread.
+
+Legend: T tables, F features, N occurrences (bound).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.update.checks import check_reach, check_record
+
+LIBRARY.define(
+    "order_rows(Tensor[] weights, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] tables, int[] starts, "
+    "int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> Tensor[]"
+)
+
+TENSORS = 4
+_INT16, _INT32 = 15, 31
+
+
+def key_type(bits: int) -> torch.dtype:
+    """The narrowest signed type that holds keys of so many bits."""
+    return torch.int16 if bits <= _INT16 else torch.int32 if bits <= _INT32 else torch.int64
+
+
+def layers(starts: Sequence[int], bags: Sequence[int]) -> int:
+    """How many features read one bag at most. Example: bags [0, 4), [4, 8), [0, 4) -> 2."""
+    edges: list[tuple[int, int]] = []
+    for start, count in zip(starts, bags, strict=True):
+        if count:
+            edges += [(start, 1), (start + count, -1)]
+    most = now = 0
+    for _, change in sorted(edges):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def reach(
+    dims: Sequence[int], tables: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
+    grad_strides: Sequence[int],
+) -> int:  # fmt: skip
+    """How many elements the output gradient has at least, for all features' rows to lie in it."""
+    ends = [
+        max(place, place + (count - 1) * stride) + dims[t]
+        for t, count, place, stride in zip(tables, bags, grad_starts, grad_strides, strict=True)
+        if count
+    ]
+    return max(ends, default=0)
+
+
+def order_rows_reference(
+    weights: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor | None,
+    sample_weights: Tensor | None,
+    tables: Sequence[int],
+    starts: Sequence[int],
+    bags: Sequence[int],
+    grad_starts: Sequence[int],
+    grad_strides: Sequence[int],
+    means: Sequence[int],
+) -> list[Tensor]:
+    """Occurrences by row, for `update_rows_` of the same tables, ids and lists per feature.
+
+    Args: as in `update_rows_`; of weights the shapes, types and addresses count, not the numbers.
+
+    Returns:
+        keys `[N]` ascending; the place `[N]` and the scale (fp32 `[N]`, or `[0]` where all are 1) of the occurrence
+        that each key belongs to, equal keys in the order of the occurrences; on the CPU, int64 `[T + 1]`, the first
+        key of each table and the sentinel, by which an update checks that its tables still lie as they did. N is as
+        many times all ids as features read one bag at most, or (no offsets) the sum of `bags`. Numbers behind the
+        last occurrence have the sentinel for a key; their places and scales are undefined.
+
+    Example: tables of 5 and 3 rows and 2 columns, a bag each, ids (4, 1 | 2), gradient rows at 0 and 2 -> keys
+    (1, 4, 7), places (0, 0, 2), no scales, first keys and sentinel (0, 5, 8).
+    """
+    op = "order_rows"
+    dims = [w.shape[1] for w in weights]
+    least = reach(dims, tables, bags, grad_starts, grad_strides)
+    check_record(op, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
+    check_reach(
+        op, least, ids.numel(), None if offsets is None else offsets.numel(), dims, tables, starts, bags, grad_starts,
+        grad_strides,
+    )  # fmt: skip
+    rows = [w.shape[0] for w in weights]
+    first_keys = list(itertools.accumulate(rows, initial=0))
+    sentinel, device = first_keys[-1], ids.device
+    total = sum(bags) if offsets is None else layers(starts, bags) * ids.numel()
+    averaged = any(means) and offsets is not None
+    keys: list[Tensor] = []
+    places: list[Tensor] = []
+    scales: list[Tensor] = []
+    for t, start, count, place, stride, mean in zip(
+        tables, starts, bags, grad_starts, grad_strides, means, strict=True
+    ):
+        if offsets is None:
+            begin, end = start, start + count
+            bag_n = torch.arange(count, device=device)
+            lengths_n = torch.ones_like(bag_n)
+        else:
+            bounds = offsets[start : start + count + 1].to(torch.int64)
+            begin, end = (int(bounds[0]), int(bounds[-1])) if count else (0, 0)
+            lengths_B = bounds.diff()
+            bag_n = torch.repeat_interleave(torch.arange(count, device=device), lengths_B)
+            lengths_n = torch.repeat_interleave(lengths_B, lengths_B)
+        own = ids[begin:end].to(torch.int64)
+        keys.append(torch.where((own >= 0) & (own < rows[t]), own + first_keys[t], sentinel))
+        places.append(place + bag_n * stride)
+        scale = torch.ones_like(own, dtype=torch.float32)
+        if sample_weights is not None:
+            scale = sample_weights[begin:end].to(torch.float32)
+        scales.append(scale * lengths_n.float().reciprocal() if mean else scale)  # as the native library does
+    rest = total - sum(own.numel() for own in keys)
+    keys.append(torch.full((rest,), sentinel, device=device))
+    nothing = torch.zeros(rest, dtype=torch.int64, device=device)
+    keys_N, occurrences_N = torch.sort(torch.cat(keys), stable=True)
+    scaled = averaged or sample_weights is not None
+    return [
+        keys_N.to(key_type(sentinel.bit_length())),
+        torch.cat([*places, nothing])[occurrences_N].to(torch.int32 if least < 1 << 31 else torch.int64),
+        torch.cat([*scales, nothing.float()])[occurrences_N]
+        if scaled
+        else torch.empty(0, dtype=torch.float32, device=device),
+        torch.tensor(first_keys, dtype=torch.int64, device="cpu"),
+    ]
+
+
+LIBRARY.impl("order_rows", order_rows_reference, "CompositeExplicitAutograd")
+
+
+@LIBRARY.fake("order_rows")
+def _fake_order_rows(
+    weights: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, starts: Any, bags: Any, grad_starts: Any,
+    grad_strides: Any, means: Any,
+) -> list[Tensor]:  # fmt: skip
+    total = sum(bags) if offsets is None else layers(starts, bags) * ids.shape[0]
+    least = reach([w.shape[1] for w in weights], tables, bags, grad_starts, grad_strides)
+    bits = sum(w.shape[0] for w in weights).bit_length()
+    scaled = sample_weights is not None or (any(means) and offsets is not None)
+    return [
+        ids.new_empty(total, dtype=key_type(bits)),
+        ids.new_empty(total, dtype=torch.int32 if least < 1 << 31 else torch.int64),
+        ids.new_empty(total if scaled else 0, dtype=torch.float32),
+        torch.empty(len(weights) + 1, dtype=torch.int64, device="cpu"),
+    ]

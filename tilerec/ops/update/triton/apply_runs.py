@@ -1,0 +1,197 @@
+"""The kernel that sums runs and applies a rule while the row is in registers.
+
+Nouns (and those of `sort.py` and `runs.py`: occurrence, key, run, chunk)
+  span     some sorted occurrences; its program updates the rows whose runs begin there
+  tile     ROWS sorted occurrences of a span that are read at once, times COLUMNS >= the row's columns
+
+One program, one warp (up to 512 numbers a tile). A tile's reads depend on each other in two steps only: keys and
+places; then weights, slots and gradients. All of a tile's rows are on their way together, before anything is added or
+written. Inside a tile, a row of the run of the row above gets that row's sum
+(`runs.fold_tile`), in registers; the last occurrence of a run holds its sum, and there the rule runs. A run that goes
+on carries its sum into the next tile; one that goes on behind the span is summed before everything else
+(`runs.sum_run`), and its rows are left out of the tiles.
+
+    keys of a tile     3 3 5 7 7     (the tile before ended with key 3, sum c)
+    gradients          a b d e f
+    sums               c+a  (c+a)+b  d  e  e+f
+    rows updated       -    3        5  -  7 (or goes on in the next tile)
+
+Legend: N occurrences, R rows of a tile, C columns of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilerec.ops.update.triton.counts import read_pace
+from tilerec.ops.update.triton.report import tell_not_finite
+from tilerec.ops.update.triton.runs import (
+    begin_of_run,
+    fold_tile,
+    gradient_rows,
+    nothing,
+    one_row,
+    sum_run,
+    table_of,
+)
+from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
+
+
+@triton.jit(
+    do_not_specialize=[
+        "total", "span", "levels", "tables", "first_key", "end_key", "step", "grad_scale", "h0", "h1", "h2", "h3",
+        "h4", "h5", "h6", "h7", "e0", "e1",
+    ]
+)  # fmt: skip
+def update_runs(
+    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
+    runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
+    e0, e1,
+    TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+    SUMS0: tl.constexpr, SUMS1: tl.constexpr, KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr,
+    KEEPS: tl.constexpr, READS: tl.constexpr, GRAD_SCALED: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr,
+    PER_TABLE: tl.constexpr, NAMED: tl.constexpr, COMPACT: tl.constexpr, STEPS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VEC: tl.constexpr, VEC_D: tl.constexpr, VEC_G: tl.constexpr, VEC_S: tl.constexpr,
+):  # fmt: skip
+    """Program s updates the rows in [first_key, end_key) whose runs begin in span s.
+
+    COMPACT: the row written is not the key's but the run's number (`runs` [N]), and which row it was goes to
+    `rows_out`: how sums are given out instead of applied.
+
+    Example: keys (2, 2, 4), gradients (1), (3), (5), span 2, "sgd", lr 0.1: program 0 reads 1 and 3 and writes
+    w[2] -= 0.4; program 1 writes w[4] -= 0.5.
+    """
+    begin = tl.program_id(0).to(tl.int64) * span
+    end = tl.minimum(begin + span, total)
+    before = tl.load(keys + begin - 1, mask=begin > 0, other=-1)
+    final = tl.load(keys + end - 1)
+    # Nothing begins here, or nothing of this group.
+    if (final != before) & (final >= first_key) & (tl.load(keys + begin) < end_key):
+        lanes = tl.arange(0, ROWS)
+        columns = tl.arange(0, COLUMNS)[None, :]
+        carry = nothing(COLUMNS)
+        # First the last run, if it goes on behind the span, all of it: now registers are still free.
+        through = nothing(COLUMNS)
+        until = end
+        if (tl.load(keys + end, mask=end < total, other=-1) == final) & (final < end_key):
+            until = begin_of_run(keys, final, begin, end - 1)
+            width = tl.multiple_of(tl.load(meta + table_of(meta, final, tables, STEPS) * 16 + 1), VEC_D)
+            through = sum_run(
+                final, until, keys, places, scales, grad, partials, supers, total, columns,
+                columns < width, levels, SCALED, CHUNK, CHUNKS, PITCH, COLUMNS, VEC_G,
+            )  # fmt: skip
+        # From here on occurrences are counted from the span's first: 32 bits, and fewer registers.
+        count = (end - begin).to(tl.int32)
+        summed = (until - begin).to(tl.int32)  # occurrences from here on are in `through`
+        known = tl.minimum(total - begin, count + 1).to(tl.int32)
+        earliest = tl.where(begin > 0, 0, 1)  # has one before it
+        keys += begin
+        places += begin
+        scales += begin
+        if COMPACT:
+            runs += begin
+        for at in range(0, count, ROWS):
+            i = at + lanes
+            here = i < count
+            key = tl.load(keys + i, mask=here, other=-1)
+            place = tl.load(places + i, mask=i < summed, other=0)
+            scale = 0.0
+            if SCALED:
+                scale = tl.load(scales + i, mask=i < summed, other=0.0)
+            prior = tl.load(keys + i - 1, mask=here & (i >= earliest), other=-1)
+            following = tl.load(keys + i + 1, mask=i + 1 < known, other=-1)
+            edge = tl.minimum(count - at, ROWS) - 1
+            left = (here & (key != before) & (key >= first_key) & (key < end_key)).to(tl.int32)
+            # Nearly always once: a table's numbers are then the same for all lanes, and take few registers.
+            while tl.max(left, axis=0) > 0:
+                key0 = tl.min(tl.where(left != 0, key.to(tl.int64), 0x7FFFFFFFFFFFFFFF), axis=0)
+                table = table_of(meta, key0, tables, STEPS)
+                numbers = meta + table * 16
+                first = tl.load(numbers)
+                dim = tl.multiple_of(tl.load(numbers + 1), VEC_D)
+                behind_table = first + tl.load(numbers + 14)
+                mine = (left != 0) & (key < behind_table)
+                left = tl.where(mine, 0, left)
+                inside = columns < dim
+                take = mine & ((key != following) | (i == count - 1))
+                key_row = key.to(tl.int64) - first
+                row = key_row
+                if COMPACT:
+                    row = tl.load(runs + i, mask=take, other=0) - tl.load(numbers + 6)
+                start = tl.multiple_of(tl.load(numbers + 2), VEC) + row * dim
+                own = mine & (i < summed)
+                g = gradient_rows(place, scale, grad, own, columns, inside, SCALED, VEC_G)
+                if READS:
+                    w = tl.load(
+                        weights + (tl.multiple_of(start, VEC)[:, None] + columns),
+                        mask=take[:, None] & inside,
+                        other=0.0,
+                    ).to(tl.float32)
+                else:
+                    w = tl.zeros((ROWS, COLUMNS), tl.float32)
+                at0 = tl.load(numbers + 3)
+                at1 = tl.load(numbers + 4)
+                at2 = tl.load(numbers + 5)
+                s0 = load_slot(slot0, at0, row, dim, take, columns, inside, KIND0, VEC_S)
+                s1 = load_slot(slot1, at1, row, dim, take, columns, inside, KIND1, VEC_S)
+                s2 = load_slot(slot2, at2, row, dim, take, columns, inside, KIND2, VEC_S)
+                repeats = own & (key == prior)
+                g = tl.where((repeats & (lanes == 0))[:, None], carry + g, g)
+                sums = fold_tile(g, repeats, ROWS)
+                carry = one_row(sums, lanes == edge)
+                sums = tl.where((mine & (i >= summed))[:, None], through, sums)
+                name = key_row
+                if NAMED:
+                    has = take & (key_row * 0 + tl.load(numbers + 13) != 0)
+                    name = tl.load(names + (tl.load(numbers + 12) + key_row), mask=has, other=0)
+                    name = tl.where(has, name, key_row)
+                if KEEPS:
+                    bad = take & (tl.max(tl.where(tl.abs(sums) < float("inf"), 0, 1), axis=1) != 0)
+                    skips = tl.sum(bad.to(tl.int64), axis=0)
+                    if skips > 0:
+                        code = tl.where(bad, (tl.load(numbers + 10) << 40) | name, 0x7FFFFFFFFFFFFFFF)
+                        tell_not_finite(told, skips, tl.min(code, axis=0))
+                    take = take & (bad == 0)
+                    sums = tl.where(take[:, None], sums, 0.0)
+                if GRAD_SCALED:
+                    sums = tl.div_rn(sums, grad_scale)
+                t, p0, p1, r0, r7 = step, e0, e1, h0, h7
+                if PER_TABLE:
+                    t, p0, p1, r0, r7 = read_pace(paces, tl.load(numbers + 10))
+                whole_dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
+                z0 = 0.0
+                z1 = 0.0
+                z2 = 0.0
+                if SUMS0 >= 1:
+                    x0, x1 = TERMS(
+                        0, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
+                        MODE, WD, ROW_STEP,
+                    )  # fmt: skip
+                    z0 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
+                    if SUMS0 >= 2:
+                        z1 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
+                if SUMS1 >= 1:
+                    x0, x1 = TERMS(
+                        1, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
+                        MODE, WD, ROW_STEP,
+                    )  # fmt: skip
+                    z1 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
+                    if SUMS1 >= 2:
+                        z2 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
+                w, s0, s1, s2 = APPLY(
+                    sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
+                    MODE, WD, ROW_STEP,
+                )  # fmt: skip
+                if COLUMNS > 512:
+                    # Several warps: each has read the row's slots, of which one writes what they become.
+                    tl.debug_barrier()
+                store_rows(
+                    weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC
+                )
+                store_slot(slot0, s0, at0, row, dim, take, columns, inside, KIND0, VEC_S)
+                store_slot(slot1, s1, at1, row, dim, take, columns, inside, KIND1, VEC_S)
+                store_slot(slot2, s2, at2, row, dim, take, columns, inside, KIND2, VEC_S)
+                if COMPACT:
+                    tl.store(rows_out + tl.load(runs + i, mask=take, other=0), key_row, mask=take)

@@ -1,0 +1,112 @@
+"""Update counts and learning rates on the GPU: one small launch advances the counts and makes what updates read.
+
+Nouns (and those of `rules.py`: paces, rates)
+  pace table   per table of a call five numbers, int64 [T, 5]: update count, and by their fp32 bits e0, e1, h0, h7
+  count        a table's update count, an int64 of its own somewhere on the device: `counts + places[t]`
+
+An update kernel reads the pace table where tables were not updated equally often, or where counts and learning rate lie
+on the device. In the first case the host makes it, in the second `advance_counts` does, in float64, by the very
+operations: the bits are the same. Replayed, it counts on, and reads the learning rate as it is then.
+
+    counts (4, 7), lr 0.1, "adam"    advance_counts    counts (5, 8); rows (5, e0(5), e1(5), 0.1, h7), (8, …)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.runtime.triton.addresses import constants, distances, upload
+from tilerec.ops.runtime.triton.launch import launch
+from tilerec.ops.update.triton.rules import Ready
+
+PACES = 5
+"""Numbers that a table has in the pace table."""
+_BLOCK = 32
+
+
+@triton.jit
+def fp32_bits(x):
+    """A float64 number, rounded to fp32, as the integer that a pace table holds."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tables"], do_not_specialize_on_alignment=["counts", "lr"])
+def advance_counts(
+    counts, places, lr, numbers, paces, tables,
+    RULE: tl.constexpr, ROW_STEP: tl.constexpr, RATED: tl.constexpr, ADVANCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b writes the pace table of tables b * BLOCK … for the update to come, and with ADVANCE their counts.
+
+    RULE: the rule's `on_device`; numbers: its `Ready.constants`, the first of them the learning rate unless RATED.
+
+    Example: counts (4), "adagrad" with lr_decay 0.25, lr 1 -> paces (5, bits of 0.5, 0, bits of 1, 0), counts (5).
+    """
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = t < tables
+    place = tl.load(places + t, mask=here, other=0)
+    count = tl.load(counts + place, mask=here, other=0) + 1
+    zero = (count * 0).to(tl.float64)
+    if RATED:
+        rate = zero + tl.load(lr).to(tl.float64)
+    else:
+        rate = zero + tl.load(numbers).to(tl.float64, bitcast=True)
+    c0 = zero + tl.load(numbers + 1).to(tl.float64, bitcast=True)
+    c1 = zero + tl.load(numbers + 2).to(tl.float64, bitcast=True)
+    c2 = zero + tl.load(numbers + 3).to(tl.float64, bitcast=True)
+    e0, e1, h7 = RULE(count, rate, c0, c1, c2, ROW_STEP)
+    at = paces + t * 5
+    tl.store(at, count, mask=here)
+    tl.store(at + 1, fp32_bits(e0), mask=here)
+    tl.store(at + 2, fp32_bits(e1), mask=here)
+    tl.store(at + 3, fp32_bits(rate), mask=here)
+    tl.store(at + 4, fp32_bits(h7), mask=here)
+    if ADVANCE:
+        tl.store(counts + place, count, mask=here)
+
+
+@triton.jit
+def read_pace(paces, table):
+    """Update count, e0, e1, h0, h7 of a table of the call."""
+    at = paces + table * 5
+    e0 = tl.load(at + 1).to(tl.int32).to(tl.float32, bitcast=True)
+    e1 = tl.load(at + 2).to(tl.int32).to(tl.float32, bitcast=True)
+    h0 = tl.load(at + 3).to(tl.int32).to(tl.float32, bitcast=True)
+    h7 = tl.load(at + 4).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(at), e0, e1, h0, h7
+
+
+def pace_table(made: Ready, steps: Sequence[int], device: torch.device) -> Tensor:
+    """The pace table of update counts that the host knows."""
+    h0, h7 = made.numbers[0], made.numbers[7]
+    rows = {
+        step: (step, *struct.unpack("4i", struct.pack("4f", *made.paces(step), h0, h7)))
+        for step in set(steps)
+    }
+    return upload([number for step in steps for number in rows[step]], device)
+
+
+def paces_on_device(
+    op: str, made: Ready, counts: Sequence[Tensor], lr: Tensor | None, device: torch.device, advance: bool
+) -> Tensor:
+    """The pace table of the update that comes next by counts on the device; `advance`: it is made, and counted."""
+    if {count.device for count in counts} | ({device} if lr is None else {lr.device}) != {device}:
+        others = sorted({str(tensor.device) for tensor in (*counts, *([] if lr is None else [lr]))})
+        raise InputError(
+            f"{op}: counts and lr are on {', '.join(others)}, the ids on {device}; move them there."
+        )
+    paces = torch.empty(len(counts) * PACES, dtype=torch.int64, device=device)
+    places = constants(tuple(distances(counts)), device)
+    numbers = constants(made.constants, device)
+    launch(
+        advance_counts, (-(-len(counts) // _BLOCK),), counts[0], places, counts[0] if lr is None else lr, numbers,
+        paces, len(counts), RULE=made.bundle.on_device, ROW_STEP=made.row_step, RATED=lr is not None, ADVANCE=advance,
+        BLOCK=_BLOCK, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return paces

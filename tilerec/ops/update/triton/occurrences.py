@@ -1,0 +1,140 @@
+"""What a step's ids say, occurrence by occurrence: which row, where its gradient lies, what it is multiplied by.
+
+Nouns
+  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
+  key          first key of the feature's table + id: all tables' rows in one ascending space, table after table
+  sentinel     the key after the last table's: no occurrence here, or an id that is no row (the lookup has told of it);
+               sorts behind everything
+  place        element at which the occurrence's gradient row begins
+  scale        what that row is multiplied by: sample weight / (mean pooling) length of the bag
+
+How many occurrences there are is known on the device only (offsets lie there). The host knows a bound: as many times
+all ids as features read one bag at most, which is N where no two features share a key. Occurrences are packed in
+front, sentinels fill the rest.
+
+    two features of two bags each, offsets (0, 2, 3, 3, 5)
+    occurrence   0  1  2 | 3  4        feature 1's first is number 3, since feature 0 has three
+    position     0  1  2 | 3  4
+    bag          0  0  1 | 1  1        position 3 lies behind offsets (3, 3) and before 5: the second of its bags
+
+Legend: F features, N occurrences (bound).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilerec.ops.update.triton.report import begin_told
+
+PER_FEATURE = 8
+"""Numbers a feature has in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
+bags."""
+
+
+@triton.jit
+def bag_of(offsets, bag0, bags, p, inside, bits):
+    """In which of its feature's bags each position `p` lies: by bisection, log2(bags) reads that neighbours share,
+    whatever the lengths of the bags.
+
+    bits: 2 ^ bits <= bags - 1 < 2 ^ (bits + 1), or more.
+    """
+    bag = p * 0
+    jump = tl.full((), 1, tl.int64) << bits
+    for _ in range(bits + 1):
+        probe = bag + jump
+        in_bags = inside & (probe < bags)
+        starts = tl.load(offsets + bag0 + probe, mask=in_bags, other=0).to(tl.int64)
+        bag = tl.where(in_bags & (starts <= p), probe, bag)
+        jump = jump >> 1
+    return bag
+
+
+@triton.jit
+def scale_of(
+    offsets, sample_weights, p, first, averaged, inside, WEIGHTED: tl.constexpr, MEANS: tl.constexpr
+):
+    """What each position's gradient row is multiplied by. `first`: its bag, `averaged`: whether that takes a mean."""
+    scale = (p * 0).to(tl.float32) + 1.0
+    if WEIGHTED:
+        scale = tl.load(sample_weights + p, mask=inside, other=0.0).to(tl.float32)
+    if MEANS:
+        low = tl.load(offsets + first, mask=averaged, other=0).to(tl.int64)
+        high = tl.load(offsets + first + 1, mask=averaged, other=1).to(tl.int64)
+        share = tl.div_rn((p * 0).to(tl.float32) + 1.0, (high - low).to(tl.float32))
+        scale = scale * share  # in this order: the CPU's bits
+    return scale
+
+
+@triton.jit(
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "told_count"],
+    do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
+)
+def occurrence_keys(
+    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
+    programs,
+    JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program f * programs + c writes keys, places and scales of feature f's occurrences c * BLOCK …, every so many;
+    f = F writes sentinels behind the last.
+
+    One axis for both: a grid's second axis ends at 65,535. Each program adds up how many occurrences the features
+    before it have: F numbers, read from cache. The first of all begins what the update tells.
+    """
+    if tl.program_id(0) == 0:
+        begin_told(told, told_count, BLOCK)
+    f = tl.program_id(0) // programs
+    before = tl.zeros((), tl.int64)
+    for first in range(0, f, FEATURES):
+        other = first + tl.arange(0, FEATURES)
+        take = other < f
+        begin = tl.load(meta + other * 8 + 2, mask=take, other=0)
+        count = tl.load(meta + other * 8 + 3, mask=take, other=0)
+        if JAGGED:
+            some = take & (count > 0)
+            last = tl.load(offsets + begin + count, mask=some, other=0).to(tl.int64)
+            start = tl.load(offsets + begin, mask=some, other=0).to(tl.int64)
+            start = tl.minimum(tl.maximum(start, 0), ids_count)
+            last = tl.minimum(tl.maximum(last, start), ids_count)
+            before += tl.sum(last - start, axis=0)
+        else:
+            before += tl.sum(count, axis=0)
+    step = programs * BLOCK
+    lanes = (tl.program_id(0) % programs) * BLOCK + tl.arange(0, BLOCK)
+    if f == features:
+        for x in range(before, total, step):
+            q = x + lanes
+            tl.store(keys + q, tl.full((BLOCK,), sentinel, keys.dtype.element_ty), mask=q < total)
+    else:
+        first_key = tl.load(meta + f * 8)
+        rows = tl.load(meta + f * 8 + 1)
+        bag0 = tl.load(meta + f * 8 + 2)
+        bags = tl.load(meta + f * 8 + 3)
+        grad0 = tl.load(meta + f * 8 + 4)
+        stride = tl.load(meta + f * 8 + 5)
+        mean = tl.load(meta + f * 8 + 6)
+        bits = tl.load(meta + f * 8 + 7)
+        begin = bag0
+        count = bags
+        if JAGGED:
+            begin = tl.load(offsets + bag0, mask=bags > 0, other=0).to(tl.int64)
+            begin = tl.minimum(tl.maximum(begin, 0), ids_count)
+            last = tl.load(offsets + bag0 + bags, mask=bags > 0, other=0).to(tl.int64)
+            count = tl.minimum(tl.maximum(last, begin), ids_count) - begin
+        count = tl.minimum(count, total - before)
+        for x in range(tl.zeros((), tl.int64), count, step):
+            own = x + lanes
+            inside = own < count
+            p = begin + own
+            bag = own
+            if JAGGED:
+                bag = bag_of(offsets, bag0, bags, p, inside, bits)
+            id_ = tl.load(ids + p, mask=inside, other=-1).to(tl.int64)
+            key = tl.where((id_ >= 0) & (id_ < rows), first_key + id_, sentinel)
+            q = before + own
+            tl.store(keys + q, key.to(keys.dtype.element_ty), mask=inside)
+            tl.store(places + q, (grad0 + bag * stride).to(places.dtype.element_ty), mask=inside)
+            if WEIGHTED or MEANS:
+                averaged = inside & (own * 0 + mean != 0)
+                scale = scale_of(offsets, sample_weights, p, bag0 + bag, averaged, inside, WEIGHTED, MEANS)
+                tl.store(scales + q, scale, mask=inside)

@@ -1,0 +1,71 @@
+"""Orders that are made before the gradients come (`tilerec/ops/update/order.py`), and whether one still fits.
+
+Example: ids (3, 1) and (1), tables of 4 and 2 rows -> keys (1, 3, 5), places of ids 1, 3 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
+from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
+from tilerec.ops.update.order import key_type, order_rows_reference, reach
+from tilerec.ops.update.triton.launch import device_of
+from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.report import TOLD
+from tilerec.ops.update.triton.sort import Order, Record, order_occurrences
+from tilerec.ops.update.triton.tables import Tables, tables_of
+
+
+def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record) -> Order | None:
+    """The order that `order_rows` made, or None: there is none, or the tables lie otherwise than they did."""
+    if ordered is None:
+        return None
+    if len(ordered) != ORDER_TENSORS:
+        raise InputError(
+            f"update_rows_: ordered has {len(ordered)} tensors, wanted {ORDER_TENSORS}; pass what order_rows gave."
+        )
+    keys, places, scales, first_keys = ordered
+    scaled = record.means or record.sample_weights is not None
+    if (
+        keys.numel() != record.total
+        or (scales.numel() > 0) != scaled
+        or first_keys.tolist() != [*layout.first_keys, layout.sentinel]
+        or keys.device != record.ids.device
+    ):
+        return None
+    return Order(keys, places, scales if scaled else None)
+
+
+def order_rows(
+    weights: Sequence[Tensor], ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
+    tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
+    grad_strides: Sequence[int], means: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """`tilerec/ops/update/order.py`; keys go by groups of tables, as `update_rows_` has them."""
+    op, device, count = "order_rows", ids.device, len(weights)
+    same_device(op, device, weights=weights, offsets=offsets, sample_weights=sample_weights)
+    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
+    if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - their updates are the reference's
+        return order_rows_reference(weights, ids, offsets, sample_weights, *per_feature)
+    layout = tables_of(
+        op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
+        tuple([w.data_ptr() for w in weights]), (), "", (0, 0) * count, (0,) * count, (0,) * count, (0,) * count,
+    )  # fmt: skip
+    least = reach(layout.dims, tables, bags, grad_starts, grad_strides)
+    record = read_record(op, layout, ids, ids, offsets, sample_weights, per_feature, True, grad_count=least)
+    first_keys = torch.tensor([*layout.first_keys, layout.sentinel], dtype=torch.int64, device="cpu")
+    no_scales = torch.empty(0, dtype=torch.float32, device=device)
+    if not record.total or not layout.sentinel:  # there is nothing to update
+        nothing = torch.zeros(record.total, dtype=torch.int64, device=device)
+        keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
+        return [keys, places, no_scales, first_keys]
+    with device_of(ids):
+        told = torch.empty(TOLD, dtype=torch.int64, device=device)  # of no use here
+        made = order_occurrences(record, layout.sentinel, least, told)
+    scales = no_scales if made.scales is None else made.scales
+    return [made.keys, made.places, scales, first_keys]

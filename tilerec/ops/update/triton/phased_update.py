@@ -1,0 +1,551 @@
+"""Row sums given out, and rules in phases for rows that are cut into columns.
+
+Nouns
+  part      some columns of a table's rows; its rule runs in phases, the row sums being added over the parts in between
+  block     8 neighbouring columns of the whole table, aligned; a part's tile begins at the block that its first column
+            lies in, `shift` columns before it
+  numbers   what a kernel knows of a part: PER_PART numbers, sent with every call: rows and gradients are new each time
+
+Sums within a block are a fixed tree, ((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7)), blocks are added in ascending order: the
+bits are the reference's, and those of a row cut elsewhere. (The kernel for whole rows, `apply_runs.py`, lets the warp
+add up a row in its own order: the same bits every time, and equal to these to rounding.)
+
+    columns 5 … 10 of a row: shift 5, tile of 16 columns from 0, blocks (x5 + x6 + x7) and (x8 + x9 + x10)
+
+Giving sums out (`sum_row_gradients_of_tables`) has a result whose size is in the ids, so the host waits once for the
+number of distinct rows. Nothing else here waits, except that what is to be summed and how much was known before.
+
+Legend: T parts or tables, U distinct rows, R rows of a tile, C columns of a tile, W columns of a part, K sums of a
+phase, P sums of the phases so far.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton.addresses import capturing, upload
+from tilerec.ops.runtime.triton.launch import GRID_Y, launch
+from tilerec.ops.runtime.triton.library import on_own_device
+from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
+from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.update.checks import (
+    check_names,
+    check_parts,
+    check_sum,
+    check_tables,
+    raise_bad_row,
+    slot_kinds,
+)
+from tilerec.ops.update.counts import check_counts
+from tilerec.ops.update.definition import (
+    block_count,
+    rule_apply_to_tables_reference_,
+    rule_partials_of_tables_reference,
+    sum_row_gradients_of_tables_reference,
+)
+from tilerec.ops.update.rules import BLOCK
+from tilerec.ops.update.triton.backend import refuse_frozen_counts
+from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace
+from tilerec.ops.update.triton.launch import device_of, launch_update
+from tilerec.ops.update.triton.order import made_before
+from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.rules import Ready, ready
+from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
+from tilerec.ops.update.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
+from tilerec.ops.update.triton.tables import GRADIENT_TYPES, WIDEST, Group, Tables, counted, served
+
+PER_PART = 24
+
+
+@triton.jit
+def _block_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over aligned blocks of 8 columns: [R, C] -> [R, C / 8], each by the one tree."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (ROWS, COLUMNS // 4, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (ROWS, COLUMNS // 8, 2)))
+    return even + odd
+
+
+@triton.jit
+def _read_part(
+    rows, grads, scalars, numbers, report, grad_scale,
+    SUMS: tl.constexpr, GRAD_SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program's rows of a part: which, where they are, their gradients and the sums so far."""
+    u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = u < tl.load(numbers)
+    row = tl.load(rows + (tl.load(numbers + 1) + u), mask=here, other=0)
+    bad = here & ((row < 0) | (row >= tl.load(numbers + 14)))
+    if tl.max(bad.to(tl.int32), axis=0) > 0:
+        place = tl.min(tl.where(bad, u, 0x7FFFFFFFFFFFFFFF), axis=0)
+        tell(report, tl.sum(tl.where(u == place, row, 0), axis=0), tl.load(numbers + 10), place)
+    take = here & (bad == 0)
+    width = tl.load(numbers + 15)
+    columns = tl.arange(0, COLUMNS)[None, :] - tl.load(numbers + 22)
+    inside = (columns >= 0) & (columns < width)
+    at = tl.load(numbers + 16) + u * width
+    g = tl.load(grads + (at[:, None] + columns), mask=take[:, None] & inside, other=0.0)
+    whole = tl.min(tl.where(tl.abs(g) < float("inf"), 1, 0), axis=1)
+    if GRAD_SCALED:
+        g = tl.div_rn(g, grad_scale)
+    at = scalars + (tl.load(numbers + 17) + u)
+    stride = tl.load(numbers + 18)
+    z0 = 0.0
+    z1 = 0.0
+    z2 = 0.0
+    if SUMS >= 1:
+        z0 = tl.load(at, mask=take, other=0.0)[:, None]
+    if SUMS >= 2:
+        z1 = tl.load(at + stride, mask=take, other=0.0)[:, None]
+    if SUMS >= 3:
+        z2 = tl.load(at + 2 * stride, mask=take, other=0.0)[:, None]
+    return u, here, row, take, width, columns, inside, g, whole, z0, z1, z2
+
+
+@triton.jit
+def part_sums(
+    rows, grads, scalars, weights, slot0, slot1, slot2, out, meta, paces, report, grad_scale,
+    h1, h2, h3, h4, h5, h6,
+    TERMS: tl.constexpr, PHASE: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+    SUMS: tl.constexpr, KINDS: tl.constexpr, FINITE: tl.constexpr, KIND0: tl.constexpr, KIND1: tl.constexpr,
+    KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, part) writes the block sums of rows i * ROWS … of a phase's KINDS terms, and what is finite.
+
+    SUMS: of the phases before. Out [U, KINDS + FINITE, blocks].
+    """
+    part = tl.program_id(1)
+    numbers = meta + part * 24
+    if tl.program_id(0).to(tl.int64) * ROWS < tl.load(numbers):
+        u, here, row, take, width, columns, inside, g, whole, z0, z1, z2 = _read_part(
+            rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
+        )
+        _, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
+        start = tl.load(numbers + 2) + row * width
+        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
+            tl.float32
+        )
+        s0 = load_slot(slot0, tl.load(numbers + 3), row, width, take, columns, inside, KIND0, 1)
+        s1 = load_slot(slot1, tl.load(numbers + 4), row, width, take, columns, inside, KIND1, 1)
+        s2 = load_slot(slot2, tl.load(numbers + 5), row, width, take, columns, inside, KIND2, 1)
+        dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
+        x0, x1 = TERMS(
+            PHASE,
+            g,
+            w,
+            s0,
+            s1,
+            s2,
+            z0,
+            z1,
+            z2,
+            dim,
+            h0,
+            h1,
+            h2,
+            h3,
+            h4,
+            h5,
+            h6,
+            h7,
+            e0,
+            e1,
+            MODE,
+            WD,
+            ROW_STEP,
+        )
+        blocks = tl.load(numbers + 20)
+        block = tl.arange(0, COLUMNS // 8)[None, :]
+        at = (tl.load(numbers + 19) + u * (KINDS + FINITE) * blocks)[:, None] + block
+        wanted = here[:, None] & (block < blocks)
+        tl.store(out + at, _block_sums(tl.where(inside, x0, 0.0), ROWS, COLUMNS), mask=wanted)
+        if KINDS >= 2:
+            tl.store(out + at + blocks, _block_sums(tl.where(inside, x1, 0.0), ROWS, COLUMNS), mask=wanted)
+        if FINITE:
+            finite = tl.zeros((ROWS, COLUMNS // 8), tl.float32) + whole.to(tl.float32)[:, None]
+            tl.store(out + at + KINDS * blocks, finite, mask=wanted)
+
+
+@triton.jit
+def add_block_sums(sums, out, meta, EACH: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (i, part): sums [U, EACH, blocks] -> [U, EACH], blocks in ascending order; the last of EACH is a flag."""
+    numbers = meta + tl.program_id(1) * 24
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = n < tl.load(numbers) * EACH
+    blocks = tl.load(numbers + 20)
+    at = sums + (tl.load(numbers + 19) + n * blocks)
+    flag = tl.load(at, mask=here & (blocks > n * 0), other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for block in range(blocks):
+        total += tl.load(at + block, mask=here, other=0.0)
+    if FINITE:
+        total = tl.where(n % EACH == EACH - 1, flag, total)
+    tl.store(out + (tl.load(numbers + 21) + n), total, mask=here)
+
+
+@triton.jit
+def apply_to_parts(
+    rows, grads, scalars, weights, slot0, slot1, slot2, names, meta, paces, report, grad_scale,
+    h1, h2, h3, h4, h5, h6,
+    APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr, SUMS: tl.constexpr,
+    KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROUND: tl.constexpr,
+    NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, part) writes rows i * ROWS … of a part and their slots, given the sums of all phases."""
+    part = tl.program_id(1)
+    numbers = meta + part * 24
+    if tl.program_id(0).to(tl.int64) * ROWS < tl.load(numbers):
+        _, _, row, take, width, columns, inside, g, _, z0, z1, z2 = _read_part(
+            rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
+        )
+        t, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
+        start = tl.load(numbers + 2) + row * width
+        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
+            tl.float32
+        )
+        at0 = tl.load(numbers + 3)
+        at1 = tl.load(numbers + 4)
+        at2 = tl.load(numbers + 5)
+        s0 = load_slot(slot0, at0, row, width, take, columns, inside, KIND0, 1)
+        s1 = load_slot(slot1, at1, row, width, take, columns, inside, KIND1, 1)
+        s2 = load_slot(slot2, at2, row, width, take, columns, inside, KIND2, 1)
+        dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
+        w, s0, s1, s2 = APPLY(
+            g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1, MODE, WD, ROW_STEP
+        )
+        name = row
+        if NAMED:
+            has = take & (row * 0 + tl.load(numbers + 13) != 0)
+            name = tl.load(names + (tl.load(numbers + 12) + row), mask=has, other=0)
+            name = tl.where(has, name, row)
+        if (
+            COLUMNS > 512
+        ):  # several warps: each has read the row's slots, of which one writes what they become
+            tl.debug_barrier()
+        store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, 1)
+        store_slot(slot0, s0, at0, row, width, take, columns, inside, KIND0, 1)
+        store_slot(slot1, s1, at1, row, width, take, columns, inside, KIND1, 1)
+        store_slot(slot2, s2, at2, row, width, take, columns, inside, KIND2, 1)
+
+
+class _Parts:
+    """The parts of one data type in a call, as kernels read them."""
+
+    def __init__(
+        self, own: Sequence[int], weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str,
+        rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], names: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        self.own = own
+        each = len(kinds)
+        self.weights = [weights[t] for t in own]
+        self.slots = [[slots[t * each + k] for t in own] for k in range(each)]
+        self.rows = [rows[t].to(torch.int64).contiguous() for t in own]
+        self.grads = [grads[t].contiguous() for t in own]
+        self.scalars = []
+        for t in own:  # sums may lie apart (of several tables, one after the other), a sum's rows may not
+            s = scalars[t].to(torch.float32)
+            self.scalars.append(s if s.shape[1] <= 1 or s.stride(1) == 1 else s.contiguous())
+        self.names = [names[t] for t in own] if names else []
+        self.counts = [r.numel() for r in self.rows]
+        self.most = max(self.counts)
+
+    def numbers(
+        self, dims: Sequence[int], outs: Sequence[tuple[int, int]], seeds: Sequence[int], row_offsets: Sequence[int],
+        column_offsets: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """`outs`: per part of the call, where its block sums begin, and its sums."""
+        listed = [self.rows, self.weights, *self.slots, self.grads, self.scalars]
+        self.bases, apart = [], []
+        for tensors in [*listed, *([self.names] if self.names else [])]:
+            start, distances = counted(
+                [x.data_ptr() for x in tensors], [x.numel() for x in tensors], range(len(tensors)),
+                tensors[0].element_size(),
+            )  # fmt: skip
+            self.bases.append(tensors[start])
+            apart.append(distances)
+        flat: list[int] = []
+        each = len(self.slots)
+        for i, t in enumerate(self.own):
+            row, weight, *slots = (distances[i] for distances in apart[: 2 + each])
+            grad, scalar = apart[2 + each][i], apart[3 + each][i]
+            width, shift = self.weights[i].shape[1], column_offsets[t] % BLOCK
+            flat += [self.counts[i], row, weight, *slots, *[0] * (3 - each)]
+            flat += [row_offsets[t], column_offsets[t] - shift, *seeds[2 * t : 2 * t + 2], t, dims[t]]
+            flat += [apart[4 + each][i], int(self.names[i].numel() > 0)] if self.names else [0, 0]
+            flat += [self.weights[i].shape[0], width, grad, scalar, self.scalars[i].stride(0), outs[t][0]]
+            flat += [block_count(column_offsets[t], width), outs[t][1], shift, 0]
+        return upload(flat, self.rows[0].device)
+
+    def columns(self, column_offsets: Sequence[int]) -> int:
+        """Of a tile that holds every part, from the block that it begins in."""
+        return max(
+            triton.next_power_of_2(column_offsets[t] % BLOCK + w.shape[1])
+            for t, w in zip(self.own, self.weights, strict=True)
+        )
+
+
+def _by_type(
+    weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rows: Sequence[Tensor], grads: Sequence[Tensor],
+    scalars: Sequence[Tensor], names: Sequence[Tensor],
+) -> list[_Parts]:  # fmt: skip
+    members: dict[torch.dtype, list[int]] = {}
+    for t, weight in enumerate(weights):
+        if rows[t].numel():
+            members.setdefault(weight.dtype, []).append(t)
+    # Parts are the second axis of a grid.
+    return [
+        _Parts(own[first : first + GRID_Y], weights, slots, kinds, rows, grads, scalars, names)
+        for own in members.values()
+        for first in range(0, len(own), GRID_Y)
+    ]
+
+
+def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    return (
+        bool(grads)
+        and {g.dtype for g in grads} == {torch.float32}
+        and served(weights[0].device, grads[0], weights, slots)
+        and all(w.shape[1] for w in weights)
+    )
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """Columns and rows of a tile."""
+    columns = max(columns, BLOCK)
+    return columns, max(1, min(16, 256 // columns))
+
+
+def _rule_arguments(made: Ready) -> dict[str, object]:
+    return {
+        "MODE": made.mode, "WD": made.decays, "ROW_STEP": made.row_step, "KIND0": made.kinds[0], "KIND1": made.kinds[1],
+        "KIND2": made.kinds[2], "GRAD_SCALED": made.rule.h["grad_scale"] != 1.0,
+    }  # fmt: skip
+
+
+def rule_partials_of_tables(
+    weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+    scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
+    column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
+    counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`definition.py`; every operation rounded once, sums in the reference's order."""
+    if not _serves(weights, slots, grads):
+        return rule_partials_of_tables_reference(
+            weights, slots, rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps,
+            counts, lr,
+        )  # fmt: skip
+    op, device = "rule_partials", weights[0].device
+    raise_due(device)
+    check_counts(op, steps, counts, lr, len(weights))
+    made = ready(rule, hyper)
+    kinds = slot_kinds(made.rule)
+    check_tables(op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1))
+    check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, phase)
+    same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
+    each = made.sums[phase] + int(finite)
+    blocks = [block_count(offset, w.shape[1]) for offset, w in zip(column_offsets, weights, strict=True)]
+    sums = [each * r.numel() for r in rows]
+    sizes = [n * count for n, count in zip(sums, blocks, strict=True)]
+    outs = list(
+        zip(
+            itertools.accumulate(sizes[:-1], initial=0),
+            itertools.accumulate(sums[:-1], initial=0),
+            strict=True,
+        )
+    )
+    out = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    added = out if exact else torch.empty(sum(sums), dtype=torch.float32, device=device)
+    zeros = [0] * len(weights)
+    with device_of(out):
+        report = new_report(device)
+        paces = _paces(op, made, steps, counts, lr, weights, False)
+        for parts in _by_type(weights, slots, kinds, rows, grads, scalars, []):
+            numbers = parts.numbers(dims, outs, zeros + zeros, zeros, column_offsets)
+            at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
+            at_slots += [at_rows] * (3 - len(at_slots))
+            columns, height = _tile(parts.columns(column_offsets))
+            launch(
+                part_sums, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
+                at_weights, *at_slots, out, numbers, paces, report,
+                made.rule.h["grad_scale"], *made.numbers[1:7], TERMS=made.bundle.terms, PHASE=phase,
+                SUMS=sum(made.sums[:phase]), KINDS=made.sums[phase], FINITE=int(finite), ROWS=height, COLUMNS=columns,
+                **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
+            )  # fmt: skip
+            if not exact:
+                launch(
+                    add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
+                    FINITE=finite, BLOCK=128, num_warps=4,
+                )  # fmt: skip
+        post(report, _teller(op, weights))
+    return added
+
+
+def _paces(
+    op: str, made: Ready, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
+    weights: Sequence[Tensor], advance: bool,
+) -> Tensor:  # fmt: skip
+    """Per part of the call its update count, paces and rates."""
+    if counts:
+        return paces_on_device(op, made, counts, lr, weights[0].device, advance)
+    if capturing():
+        refuse_frozen_counts(made, [w.dtype for w in weights])
+    return pace_table(made, steps, weights[0].device)
+
+
+def _teller(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
+    return functools.partial(_tell_bad_row, op, tuple([w.shape[0] for w in weights]))
+
+
+def _tell_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
+    raise_bad_row(op, row, part, place, rows[part], part)
+
+
+def rule_apply_to_tables_(
+    weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
+    scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
+    seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
+    row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`definition.py`; every operation rounded once, sums in the reference's order."""
+    if not _serves(weights, slots, grads):
+        rule_apply_to_tables_reference_(
+            weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
+            row_names, counts, lr,
+        )  # fmt: skip
+        return
+    op, device = "rule_apply_", weights[0].device
+    raise_due(device)
+    check_counts(op, steps, counts, lr, len(weights))
+    made = ready(rule, hyper)
+    kinds = slot_kinds(made.rule)
+    check_tables(
+        op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1), (seeds, 2), (row_offsets, 1)
+    )  # fmt: skip
+    check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, None)
+    same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
+    names = [] if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
+    outs = [(0, 0)] * len(weights)
+    with device_of(weights[0]):
+        report = new_report(device)
+        paces = _paces(op, made, steps, counts, lr, weights, True)
+        for parts in _by_type(weights, slots, kinds, rows, grads, scalars, names):
+            numbers = parts.numbers(dims, outs, seeds, row_offsets, column_offsets)
+            at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases[: 4 + len(kinds)]
+            at_slots += [at_rows] * (3 - len(at_slots))
+            columns, height = _tile(parts.columns(column_offsets))
+            rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
+            launch(
+                apply_to_parts, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
+                at_weights, *at_slots, parts.bases[-1] if names else at_rows, numbers,
+                paces, report, made.rule.h["grad_scale"], *made.numbers[1:7], APPLY=made.bundle.apply,
+                SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
+                **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
+            )  # fmt: skip
+        post(report, _teller(op, weights))
+
+
+def sum_row_gradients_of_tables(
+    grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: Sequence[int],
+    dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
+    grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
+    ordered: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`definition.py`. The host waits once, for the numbers of distinct rows (twice where a table's rows are
+    not known: first for the largest id)."""
+    op, device = "sum_row_gradients", ids.device
+    for own, dim in zip(rows, dims, strict=True):
+        check_sum(own, dim)
+    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
+
+    def reference() -> tuple[Tensor, Tensor, Tensor]:
+        return sum_row_gradients_of_tables_reference(
+            grad, ids, offsets, sample_weights, rows, dims, *per_feature
+        )
+
+    if grad.dtype not in GRADIENT_TYPES or not dims or not 0 < min(dims) <= max(dims) <= WIDEST:
+        return reference()
+    same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
+    known = list(rows)
+    if not all(rows):
+        bound = int(ids.max()) + 1 if ids.numel() else 0
+        known = [own or max(bound, 1) for own in rows]
+    first_keys = list(itertools.accumulate(known, initial=0))
+    if first_keys[-1] >= 1 << 62:
+        return reference()
+    columns = triton.next_power_of_2(max(4, *dims))
+    numbers = [[first, dim, 0, 0, 0, 0, 0, 0, 0, 0, t, dim, 0, 0, own, 0]
+               for t, (first, dim, own) in enumerate(zip(first_keys, dims, known, strict=False))]  # fmt: skip
+    vec = power_of_two(dims, 4)
+    layout = Tables(
+        upload(list(itertools.chain.from_iterable(numbers)), device).view(-1, PER_TABLE), tuple(range(len(dims))),
+        tuple(first_keys[:-1]), tuple(known), tuple(dims), first_keys[-1], (), 0,
+    )  # fmt: skip
+    record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, False)
+    if not record.total:
+        counts = torch.zeros(len(dims), dtype=torch.int64, device="cpu")
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        return torch.empty(0, dtype=torch.int64, device=device), nothing, counts
+    with device_of(ids):
+        by_key = sort_occurrences(
+            record, layout.numbers, len(dims), layout.sentinel, dims, made_before(ordered, layout, record)
+        )
+        keys = by_key.keys
+        heads = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=heads[1:])
+        heads.logical_and_(keys < layout.sentinel)
+        runs = torch.cumsum(heads, 0)
+        at = torch.searchsorted(keys, upload(first_keys, device).to(keys.dtype))
+        before = torch.nn.functional.pad(runs, (1, 0))[at]
+        if offsets is None:
+            expected = at[-1:] * 0 + sum(bags)
+        else:
+            some = [f for f, count in enumerate(bags) if count]
+            ends = offsets[upload([starts[f] + bags[f] for f in some], device)]
+            expected = (ends - offsets[upload([starts[f] for f in some], device)]).sum(dtype=torch.int64)[
+                None
+            ]
+        *distinct_before, good, wanted = torch.cat((before, at[-1:], expected)).tolist()
+        if good != wanted:
+            return reference()  # says which id or offset it was
+        distinct = [b - a for a, b in itertools.pairwise(distinct_before)]
+        places = list(itertools.accumulate([n * d for n, d in zip(distinct, dims, strict=True)], initial=0))
+        for t, own_numbers in enumerate(numbers):
+            own_numbers[2], own_numbers[6] = places[t], distinct_before[t]
+        rows_U = torch.empty(sum(distinct), dtype=torch.int64, device=device)
+        grads = torch.empty(places[-1], dtype=torch.float32, device=device)
+        if distinct_before[-1]:
+            group = Group(
+                0,
+                len(dims),
+                0,
+                layout.sentinel,
+                0,
+                (),
+                torch.float32,
+                columns,
+                vec,
+                power_of_two(dims, 16),
+                4,
+                True,
+            )
+            nothing = by_key.keys
+            launch_update(
+                group, upload(list(itertools.chain.from_iterable(numbers)), device), record, by_key,
+                ready("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
+                names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
+            )  # fmt: skip
+    return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")
+
+
+def register(key: str = "CUDA") -> None:
+    """Let the kernels serve the ops of parts on devices of this dispatch key."""
+    for function in (sum_row_gradients_of_tables, rule_partials_of_tables, rule_apply_to_tables_):
+        LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)

@@ -1,0 +1,196 @@
+"""The tables of an update as kernels read them: numbers on the device, sent once and kept.
+
+Nouns
+  group    tables of one data type, like columns and like alignment: one launch walks them all. They are neighbours in
+           the key space
+  numbers  what kernels know of a table: PER_TABLE int64, in the order of keys:
+           0 first key, 1 columns, 2 distance of its rows (`addresses.py`), 3 to 5 of its slots, 6 row offset, 7 column
+           offset, 8 and 9 seed, 10 number in the call, 11 columns of the whole table, 12 distance of its rows' names,
+           13 whether it has any, 14 rows
+
+    two tables of fp32 x 128 of 10 and 5 rows, one of bf16 x 32 of 7: groups (10 + 5 keys: 0 … 14), (15 … 21)
+
+Legend: T tables.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.ops.runtime.triton.addresses import constants, kept
+from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
+from tilerec.ops.runtime.triton.rows import reads
+from tilerec.ops.update.triton.sort import PER_TABLE, power_of_two
+
+WIDEST = 16384
+"""Columns of the widest row that kernels update."""
+GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables of one launch: neighbours in the key space."""
+
+    first: int  # table, in the order of keys
+    count: int
+    first_key: int
+    end_key: int
+    weight: int  # the tables, in the order of the call, from which distances count
+    slots: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int
+    vec: int
+    vec_d: int
+    vec_s: int
+    aligned: bool  # every table begins at a multiple of 4 of its global columns
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a call, as kernels read them."""
+
+    numbers: Tensor  # int64 [T, PER_TABLE], in the order of keys
+    order: tuple[int, ...]
+    first_keys: tuple[int, ...]  # in the order of the call
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    sentinel: int
+    groups: tuple[Group, ...]
+    names: int  # the table whose names are counted from
+
+
+Shape = tuple[int, int]
+
+
+def counted(
+    pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
+) -> tuple[int, list[int]]:
+    """Which of `own` to count from (the first with elements), and each one's distance in elements (`addresses.py`)."""
+    start = next((t for t in own if sizes[t]), own[0])
+    return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
+
+
+@kept(256)
+def tables_of(
+    op: str, device: torch.device, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...],
+    pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
+    row_offsets: tuple[int, ...], column_offsets: tuple[int, ...], names: tuple[int, ...],
+) -> Tables:  # fmt: skip
+    """names: pointer of each table's row names, 0 where rows have none."""
+    for t, (rows, dim) in enumerate(shapes):
+        places = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
+        if rows and dim and not all(places):
+            raise InputError(
+                f"{op}: table number {t}, or its optimizer state, has no memory; give it memory with "
+                "to_empty(device=...) and load it, or do not update it."
+            )
+    members: dict[tuple[torch.dtype, int, int], list[int]] = {}
+    for t, (_, dim) in enumerate(shapes):
+        size = dtypes[t].itemsize
+        vec = power_of_two([pointers[t] // size, dim], 16 // size)
+        members.setdefault((dtypes[t], triton.next_power_of_2(max(dim, 4)), vec), []).append(t)
+    numbers: list[int] = []
+    order: list[int] = []
+    first_keys = [0] * len(shapes)
+    groups, key, each = [], 0, len(kinds)
+    sizes = [rows * dim for rows, dim in shapes]
+    named = [1 if pointer else 0 for pointer in names]
+    names_base, name_distances = counted(names, named, range(len(shapes)), 8) if shapes else (0, [])
+    for (dtype, columns, vec), own in members.items():
+        first_key = key
+        weight, distances = counted(pointers, sizes, own, dtype.itemsize)
+        bases, slot_distances, vec_s = [], [], 4
+        for k, kind in enumerate(kinds):
+            at = slot_pointers[k::each]
+            slot_sizes = [sizes[t] if kind == "e" else shapes[t][0] for t in range(len(shapes))]
+            start, from_start = counted(at, slot_sizes, own, 4)
+            bases.append(start)
+            slot_distances.append(from_start)
+            if kind == "e":
+                vec_s = min(
+                    vec_s, power_of_two([*(at[t] // 4 for t in own), *(shapes[t][1] for t in own)], 4)
+                )
+        for i, t in enumerate(own):
+            rows, dim = shapes[t]
+            first_keys[t] = key
+            to_slots = [own_slots[i] for own_slots in slot_distances]
+            numbers += [
+                key,
+                dim,
+                distances[i],
+                *to_slots,
+                *[0] * (3 - each),
+                row_offsets[t],
+                column_offsets[t],
+            ]
+            numbers += [*seeds[2 * t : 2 * t + 2], t, dim, name_distances[t], named[t], rows, 0]
+            key += rows
+        aligned = all(column_offsets[t] % 4 == 0 for t in own)
+        dims = [shapes[t][1] for t in own]
+        groups.append(
+            Group(
+                len(order),
+                len(own),
+                first_key,
+                key,
+                weight,
+                tuple(bases),
+                dtype,
+                columns,
+                vec,
+                power_of_two(dims, 16),
+                vec_s,
+                aligned,
+            )
+        )
+        order += own
+    return Tables(
+        constants(tuple(numbers), device).view(-1, PER_TABLE), tuple(order), tuple(first_keys),
+        tuple(rows for rows, _ in shapes), tuple(dim for _, dim in shapes), key, tuple(groups), names_base,
+    )  # fmt: skip
+
+
+def served(device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
+    return (
+        grad.dtype in GRADIENT_TYPES
+        and {w.dtype for w in weights} <= set(ROW_TYPES)
+        and all([reads(w.dtype, device) and w.is_contiguous() and w.shape[1] <= WIDEST for w in weights])  # noqa: C419
+        and all([s.dtype == torch.float32 and s.is_contiguous() for s in slots])  # noqa: C419
+    )
+
+
+def _facts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(t.shape, t.dtype, t.is_contiguous()) for t in tensors]
+
+
+class Seen:
+    """The tables of a call that was made before, found by where they lie; are they still to be read in the same way?
+
+    Yes, if these are the very same tensors, or look as those did.
+    """
+
+    def __init__(self, layout: Tables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self.facts = _facts((*weights, *slots))
+        self.shapes = [w.shape for w in weights]
+        self.dtypes = [w.dtype for w in weights]
+        self.tensors = [weakref.ref(tensor) for tensor in (*weights, *slots)]
+
+    def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
+        tensors = (*weights, *slots)
+        if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
+            # A parameter's `.data` may be another tensor's, of another type, too, at the same place by chance.
+            return (
+                [w.shape for w in weights] == self.shapes
+                and [w.dtype for w in weights] == self.dtypes
+                and all(map(Tensor.is_contiguous, weights))
+            )
+        return _facts(tensors) == self.facts

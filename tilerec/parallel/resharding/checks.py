@@ -1,0 +1,244 @@
+"""What must be right before tables move: the plan read, filled in and checked, and the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tilerec.comms.agree import agree
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.parallel.model_tables import Name, sizes_of, ties_of
+from tilerec.parallel.plan_of import kept_plans
+from tilerec.parallel.plan_templates import without_cuts
+from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
+from tilerec.parallel.resharding.mover import Ready, joined, said_of
+from tilerec.parallel.resharding.table_move import TableMove, table_word
+from tilerec.parallel.shard import _check_ties
+from tilerec.parallel.table_optimizers import as_it_is, check_storage, gifts_of, refuse_dense, with_kernels
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.table import ShardedTable, check_rule
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+_PLAN = "the plan to reshard to"
+
+
+def sharded_collections(model: nn.Module, who: str, *, two_d: bool = False) -> dict[str, ShardedCollection]:
+    """The sharded collections of a model, by path; all over the same ranks.
+
+    Args:
+        two_d: the caller knows the sharding groups of 2D parallelism.
+
+    Raises:
+        ConfigError: there are none, or they lie on different ranks.
+    """
+    found = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
+    if not found:
+        raise ConfigError(
+            f"{who}: {type(model).__name__} has no sharded tables; shard it first (tilerec.shard, "
+            "DistributedModelParallel)."
+        )
+    if not two_d and any(part.exchange.teams is not None for part in found.values()):
+        raise ConfigError(
+            f"{who}: the tables of this {type(model).__name__} are in 2D parallelism; pass the DMPCollection itself, "
+            "which knows the sharding groups."
+        )
+    sizes = {path: part.exchange.group.size for path, part in found.items()}
+    if len(set(sizes.values())) > 1 and not two_d:
+        raise ConfigError(
+            f"{who}: the collections of {type(model).__name__} lie on groups of different sizes ({sizes}); pass the "
+            "parts that share a group one by one."
+        )
+    return found
+
+
+def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection], who: str) -> ShardingPlan:
+    """The plan that a model's collections are under.
+
+    Raises:
+        ConfigError: it was kept at a module outside.
+    """
+    known: dict[str, EmbeddingModuleShardingPlan] = {}
+    for path, plan in kept_plans(model):
+        for inner, tables in plan.plan.items():
+            known.setdefault(joined(path, inner), EmbeddingModuleShardingPlan(tables))
+    missing = [path for path in collections if path not in known]
+    if missing:
+        raise ConfigError(
+            f"{who}: module '{missing[0]}' of this {type(model).__name__} was sharded as a part of another module; "
+            "pass the module that was given to shard() or to DistributedModelParallel, so that its plan stays true."
+        )
+    topology = next(iter(collections.values())).exchange.topology
+    whole = ShardingPlan(
+        {path: known[path] for path in collections}, topology.world_size, topology.host_ranks
+    )
+    return as_it_is(whole, collections)
+
+
+def check_moment() -> None:
+    """Refuse to move tables while their gradients are on the way.
+
+    Raises:
+        ConfigError: a backward pass is running.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            "reshard: called inside a backward pass (from a hook of a tensor), whose gradients belong to the tiles as "
+            "they are; call it between two steps."
+        )
+
+
+def check_options(budget: int | None, progress: ProgressOption) -> None:
+    """Refuse options that make no sense.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        raise ConfigError(
+            f"reshard: budget_bytes is {budget!r}; wanted a whole number of bytes from 1, or None."
+        )
+    check_progress(progress)
+
+
+def ready_to_move(
+    collections: Mapping[str, ShardedCollection],
+    present: ShardingPlan,
+    whole: ShardingPlan,
+    topology: Topology,
+    optimizers: Sequence[Optimizer] | None,
+) -> Ready:
+    """A move to a whole plan, checked as far as one rank can.
+
+    Raises:
+        ConfigError: the plan does not go with ties, attached optimizers or the exact mode; optimizers do not go with
+            the tables.
+    """
+    ties = ties_of(cast("dict[str, TableCollection]", collections))
+    tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
+    _check_ties(ties, tilings)
+    refuse_dense(whole, ties)
+    gifts_of(whole, cast("dict[str, TableCollection]", collections), ties, [])
+    moving: list[tuple[list[Name], ShardedTable, Tiling]] = []
+    for names in ties:
+        table = cast(ShardedTable, next(iter(names.values())))
+        for place in names:
+            check_rule(table, tilings[place])
+        new = tilings[next(iter(names))]
+        if new != table.tiling:
+            moving.append((list(names), table, new))
+    for path, part in collections.items():
+        for name, sharding in whole.plan[path].items():
+            if part.exchange.exact and sharding.wire != Wire():
+                raise ConfigError(
+                    f"reshard: table {table_word((path, name))} is to have the wire {sharding.wire}, which rounds, and "
+                    "the model was sharded with exact=True; leave the wire out of the plan."
+                )
+    stepped = {table_word(names[0]): table for names, table, _ in moving if table.rows.spec is None}
+    steppers = Steppers(stepped, optimizers)
+    moves = [TableMove(names, table, new, topology, steppers) for names, table, new in moving]
+    return Ready(whole, present, topology, moves, steppers)
+
+
+def planned(
+    present: ShardingPlan, collections: Mapping[str, ShardedCollection], plan: AnyPlan, now: Topology
+) -> tuple[ShardingPlan, Topology]:
+    """The plan as a whole one, with what it does not say as it is, and the topology it is for.
+
+    Args:
+        now: the topology of the present plan.
+
+    Raises:
+        ConfigError: it is for another world or another model.
+    """
+    own, size = cast("Mapping[str, TableCollection]", collections), now.world_size
+
+    def world(hosts: Sequence[Sequence[int]] | None) -> Topology:
+        if hosts is None or [sorted(h) for h in hosts] == [sorted(h) for h in now.host_ranks]:
+            return now
+        if sorted(rank for host in hosts for rank in host) != list(range(size)):
+            raise ConfigError(
+                f"reshard: the plan's hosts are {[list(host) for host in hosts]}, and there are ranks 0 to {size - 1}; "
+                "plan again, or leave out hosts."
+            )
+        return Topology(size, now.compute_device, hosts=hosts)
+
+    given = read_plan(without_cuts(plan, own, world), own)
+    if given.world_size not in (None, size):
+        given.check({}, size)  # before its hosts are read, which are another world's
+    topology = world(given.hosts)
+    given = completed(given, own, topology)
+    paths = dict.fromkeys([*present.plan, *given.plan])
+    ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan({**present.plan.get(path, {}), **given.plan.get(path, {})})
+            for path in paths
+        }
+    ).check(sizes_of(own), size)
+    said = {(path, name): sharding for path, name, sharding in given.tables()}
+    for names in ties_of(own):
+        spoken = [said[name] for name in names if name in said]
+        for name in names:  # one of the names speaks for all
+            if spoken and name not in said:
+                said[name] = spoken[0]
+    parts = {
+        path: EmbeddingModuleShardingPlan(
+            {name: _filled(said.get((path, name)), present.plan[path][name]) for name in part._tables}
+        )
+        for path, part in collections.items()
+    }
+    whole = ShardingPlan(parts, size, topology.host_ranks, report=given.report)
+    whole = with_kernels(whole, own)
+    check_storage(whole, own)
+    return whole, topology
+
+
+def _filled(said: ParameterSharding | None, now: ParameterSharding) -> ParameterSharding:
+    """What a plan says of a table; where it says nothing, what is."""
+    if said is None:
+        return now
+    return replace(
+        said,
+        compute_kernel=said.kernel or now.kernel,
+        wire=said.wire or now.wire,
+        ids_per_bag=now.ids_per_bag if said.ids_per_bag is None else said.ids_per_bag,
+        data_type=now.data_type,
+    )
+
+
+@contextmanager
+def agreeing(group: Group) -> Iterator[list[Any]]:
+    """Checks that every rank makes, and what it finds, put into the list: all pass and find the same, or all raise.
+
+    Raises:
+        ConfigError: a rank has raised, or has found something else; says which.
+    """
+    found: list[Any] = []
+    try:
+        yield found
+    except BaseException as error:
+        with suppress(ConfigError):  # the others must not wait for this rank where they compare
+            agree(group, _PLAN, {"checks": said_of(error)})
+        raise
+    agree(group, _PLAN, {"checks": "passed", "found": found})
+
+
+def words_of(ready: Ready, budget: int | None) -> dict[str, Any]:
+    """A move, for ranks to compare."""
+    return {
+        "plan": ready.plan.to_json(),
+        "present plan": ready.present.to_json(),
+        "given budget_bytes": budget,
+        "optimizers": ready.steppers.described(),
+    }

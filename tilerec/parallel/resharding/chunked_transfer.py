@@ -1,0 +1,266 @@
+"""Values of tables on their way from tiles to tiles, in messages of bounded size.
+
+Nouns
+  part    one tensor that moves: a weight, a slot, a gradient; `cells` has the tile's shape, else it has a number (or
+          several) per row
+  load    the parts of a table, and the transfers that take them from its old tiles to its new ones
+  round   one message from and to every peer that has one left
+
+What a rank keeps is copied in place. A slice that is one piece of memory on either side is sent from, or received
+into, that memory: only what is cut by columns is packed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.parallel.resharding.moves import (
+    Slice,
+    Transfer,
+    cut,
+    message_bytes,
+    messages,
+    row_transfers,
+    starts,
+    transfers,
+)
+from tilerec.spec.tile import Rectangle, Tiling
+from tilerec.spec.topology import Topology
+
+
+@dataclass
+class Part:
+    """One tensor of a table.
+
+    Args:
+        cells: of the tile's shape; else its first dimension is the tile's rows, whatever the others.
+        unit: bytes of a cell, or of a row.
+        before, after: of each of this rank's tiles; `after` is made when the table moves.
+    """
+
+    name: str
+    cells: bool
+    unit: int
+    before: list[Tensor]
+    after: list[Tensor] = field(default_factory=list)
+
+
+class Load:
+    """What moves of one table.
+
+    Args:
+        old, new: its tilings.
+        parts: the same on every rank, but for their memory.
+    """
+
+    def __init__(self, old: Tiling, new: Tiling, parts: Sequence[Part], topology: Topology) -> None:
+        self.old, self.new, self.parts = old, new, list(parts)
+        self._cells = transfers(old, new, topology)
+        by_rows = any(not part.cells for part in parts)
+        self._rows = row_transfers(old, new, topology) if by_rows else []
+
+    def transfers(self) -> Iterator[tuple[int, Transfer, int]]:
+        """(part, transfer, bytes of one of its rows), in one order on all ranks."""
+        for p, part in enumerate(self.parts):
+            for transfer in self._cells if part.cells else self._rows:
+                yield p, transfer, part.unit * (transfer.rectangle.width if part.cells else 1)
+
+    def row_bytes(self) -> int:
+        """The largest row that travels: no message is smaller."""
+        return max((size for _, _, size in self.transfers()), default=0)
+
+    def bytes_between(self) -> dict[tuple[int, int], int]:
+        """(source, target) -> bytes, of all ranks; what stays on a rank is among them."""
+        found: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for _, transfer, row_bytes in self.transfers():
+            found[(transfer.source, transfer.target)] += transfer.rectangle.rows * row_bytes
+        return dict(found)
+
+    def packed_between(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """As `bytes_between`: bytes, and how many of them are no one piece at the source, and at the target."""
+        widths = [
+            {(rank, k): tile.c1 - tile.c0 for rank in own for k, tile in enumerate(tiling.tiles_of(rank))}
+            for tiling, own in ((self.old, self._sources()), (self.new, self._targets()))
+        ]
+        found: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for p, transfer, row_bytes in self.transfers():
+            size, cells = transfer.rectangle.rows * row_bytes, self.parts[p].cells
+            total = found[(transfer.source, transfer.target)]
+            total[0] += size
+            width = transfer.rectangle.width
+            total[1] += size * (cells and width < widths[0][(transfer.source, transfer.source_leaf)])
+            total[2] += size * (cells and width < widths[1][(transfer.target, transfer.target_leaf)])
+        return {pair: (a, b, c) for pair, (a, b, c) in found.items()}
+
+    def _sources(self) -> set[int]:
+        return {transfer.source for transfer in self._cells}
+
+    def _targets(self) -> set[int]:
+        return {transfer.target for transfer in self._cells}
+
+    def bytes_held(self, tiling: Tiling, ranks: int) -> list[int]:
+        """Of each rank, under a tiling."""
+        cell = sum(part.unit for part in self.parts if part.cells)
+        row = sum(part.unit for part in self.parts if not part.cells)
+        return [
+            sum(tile.cells * cell + tile.rows * row for tile in tiling.tiles_of(rank))
+            for rank in range(ranks)
+        ]
+
+
+def directions(loads: Sequence[Load]) -> int:
+    """The most peers, counted once for sending and once for receiving, that any rank has in these moves."""
+    counts: defaultdict[int, int] = defaultdict(int)
+    for source, target in {pair for load in loads for pair in load.bytes_between()}:
+        if source != target:
+            counts[source] += 1
+            counts[target] += 1
+    return max(counts.values(), default=0)
+
+
+class Transit:
+    """The moves of some tables at once, from this rank: buffers are made here, `run` needs no more memory.
+
+    Args:
+        most: bytes of a message; a row that is larger travels all the same.
+        device: where the tables are, on all ranks alike.
+    """
+
+    def __init__(self, group: Group, loads: Sequence[Load], most: int, device: torch.device) -> None:
+        self._group, self._loads = group, list(loads)
+        me = group.rank
+        self._device = device
+        self._kept: list[Slice] = []
+        sends: defaultdict[int, list[Slice]] = defaultdict(list)
+        receives: defaultdict[int, list[Slice]] = defaultdict(list)
+        for t, load in enumerate(loads):
+            for p, transfer, row_bytes in load.transfers():
+                if transfer.stays:
+                    if transfer.source == me:
+                        rectangle = transfer.rectangle
+                        self._kept.append(Slice(t, p, transfer, rectangle.r0, rectangle.r1, 0))
+                elif transfer.source == me:
+                    sends[transfer.target].extend(cut(transfer, t, p, row_bytes, most))
+                elif transfer.target == me:
+                    receives[transfer.source].extend(cut(transfer, t, p, row_bytes, most))
+        self._sends = {peer: list(messages(own, most)) for peer, own in sorted(sends.items())}
+        self._receives = {peer: list(messages(own, most)) for peer, own in sorted(receives.items())}
+        self._out = {
+            peer: self._buffer([m for m in own if self._direct(m, False) is None])
+            for peer, own in self._sends.items()
+        }
+        self._into = {
+            peer: self._buffer([m for m in own if self._direct(m, True) is None])
+            for peer, own in self._receives.items()
+        }
+        every = [*self._sends.values(), *self._receives.values()]
+        self.rounds = max((len(own) for own in every), default=0)
+        self.sent = sum(own.bytes for parts in self._sends.values() for m in parts for own in m)
+
+    def run(self, rounds: int, after_round: Callable[[int], None]) -> BaseException | None:
+        """Move everything. What fails on this rank is given back, after its peers have got their messages: they wait
+        for as many bytes, whatever is in them.
+
+        Args:
+            rounds: the most that any rank has: in each of them, every rank takes part.
+            after_round: called with the number of rounds that are done; may raise.
+
+        Raises:
+            CommsError: a peer is gone.
+        """
+        failure: BaseException | None = None
+        try:
+            for own in self._kept:
+                self._window(own, True).copy_(self._window(own, False))
+        except BaseException as error:
+            failure = error
+        for k in range(rounds):
+            sends = {peer: own[k] for peer, own in self._sends.items() if k < len(own)}
+            receives = {peer: own[k] for peer, own in self._receives.items() if k < len(own)}
+            out: dict[int, Tensor] = {}
+            for peer, message in sends.items():
+                direct = self._direct(message, False)
+                out[peer] = self._out[peer][: message_bytes(message)] if direct is None else direct
+                if direct is None and failure is None:
+                    try:
+                        self._pack(message, out[peer])
+                    except BaseException as error:
+                        failure = error
+            into: dict[int, Tensor] = {}
+            for peer, message in receives.items():
+                direct = self._direct(message, True)
+                into[peer] = self._into[peer][: message_bytes(message)] if direct is None else direct
+            # All ranks in one call: gloo is faster at that than at single messages. A rank that has nothing left says
+            # so in the others' type.
+            out.setdefault(self._group.rank, torch.empty(0, dtype=torch.uint8, device=self._device))
+            self._group.swap("reshard", into, out).wait()
+            if failure is None:
+                try:
+                    for peer, message in receives.items():
+                        if self._direct(message, True) is None:
+                            self._unpack(message, into[peer])
+                    after_round(k + 1)
+                except BaseException as error:
+                    failure = error
+        return failure
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def _window(self, own: Slice, after: bool) -> Tensor:
+        """A slice's cells in the old or the new tile."""
+        load, transfer = self._loads[own.table], own.transfer
+        part, (_, _, c0, c1) = load.parts[own.part], transfer.rectangle
+        leaf = transfer.target_leaf if after else transfer.source_leaf
+        memory = (part.after if after else part.before)[leaf]
+        tile: Rectangle = (load.new if after else load.old).tiles_of(self._group.rank)[leaf]
+        rows = memory[own.r0 - tile.r0 : own.r1 - tile.r0]
+        return rows[:, c0 - tile.c0 : c1 - tile.c0] if part.cells else rows
+
+    def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
+        """The memory of a message that is one slice, where that is one piece."""
+        if len(message) > 1:
+            return None
+        window = self._window(message[0], after)
+        return window.view(-1).view(torch.uint8) if window.is_contiguous() else None
+
+    def _buffer(self, own: Sequence[Sequence[Slice]]) -> Tensor:
+        """Room for the largest of these messages."""
+        size = max((message_bytes(message) for message in own), default=0)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+    def _views(
+        self, message: Sequence[Slice], buffer: Tensor, after: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each slice's window, and its place in a buffer."""
+        for own, at in zip(message, starts(message), strict=True):
+            window = self._window(own, after)
+            yield window, buffer[at : at + own.bytes].view(window.dtype).view(window.shape)
+
+    def _pack(self, message: Sequence[Slice], buffer: Tensor) -> None:
+        for window, place in self._views(message, buffer, False):
+            place.copy_(window)
+
+    def _unpack(self, message: Sequence[Slice], buffer: Tensor) -> None:
+        for window, place in self._views(message, buffer, True):
+            window.copy_(place)
+
+
+def sent_by_rank(loads: Sequence[Load], ranks: int) -> tuple[list[int], list[int], int]:
+    """Bytes that each rank sends, bytes that each receives, and bytes that are copied within ranks, in all."""
+    out, into, kept = [0] * ranks, [0] * ranks, 0
+    for (source, target), size in itertools.chain.from_iterable(
+        load.bytes_between().items() for load in loads
+    ):
+        if source == target:
+            kept += size
+        else:
+            out[source] += size
+            into[target] += size
+    return out, into, kept

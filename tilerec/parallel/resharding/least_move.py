@@ -1,0 +1,167 @@
+"""Of plans that are as good, the one that is the least way from the present one.
+
+Which of two alike ranks a planner calls 0 is of no matter to a step, and of much to a move. And where a table lies may
+matter little: it then stays.
+
+    renamed    ranks of a host, and hosts of equal size, get each other's tiles where more of them are there already
+    with what stays   tables, the largest moves first, go back to where they are if the price allows
+
+Legend: W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tilerec.errors import ConfigError
+from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.moves import transfers
+from tilerec.sharding.layout import rectangles
+from tilerec.sharding.strategies import complete
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+MOST_TRIED = 64
+"""Tables of which it is tried whether they may stay: each try prices a plan."""
+
+Tilings = dict[Name, Tiling]
+
+
+def tilings_of(plan: ShardingPlan) -> Tilings:
+    """A complete plan's tilings."""
+    found: Tilings = {}
+    for path, table, sharding in plan.tables():
+        assert sharding.tiling is not None
+        found[(path, table)] = sharding.tiling
+    return found
+
+
+def moved_bytes(old: Tiling, new: Tiling, cell: int, topology: Topology) -> int:
+    """Bytes of cells that travel between ranks, `cell` each."""
+    if old == new:
+        return 0
+    return cell * sum(t.rectangle.cells for t in transfers(old, new, topology) if not t.stays)
+
+
+def renamed(
+    plan: ShardingPlan, present: ShardingPlan, cells: Mapping[Name, int], topology: Topology
+) -> ShardingPlan:
+    """The plan with its ranks renamed so that more cells are where they are wanted.
+
+    Ranks are taken to be alike: those of one host, and hosts with as many ranks.
+
+    Args:
+        cells: bytes of a cell of each table, with its state.
+
+    Two ranks, two tables of one size; now a on 0, b on 1, and the plan says b on 0, a on 1: with 0 and 1 renamed
+    nothing moves.
+    """
+    size = topology.world_size
+    overlap = [[0] * size for _ in range(size)]  # bytes that old rank q has of what new rank r is to have
+    before, after = tilings_of(present), tilings_of(plan)
+    for name, tiling in after.items():
+        for tile in rectangles(tiling):
+            for other in rectangles(before[name]):
+                rows = min(tile.r1, other.r1) - max(tile.r0, other.r0)
+                width = min(tile.c1, other.c1) - max(tile.c0, other.c0)
+                if rows > 0 and width > 0:
+                    for r in tile.owners:
+                        for q in other.owners:
+                            overlap[r][q] += rows * width * cells[name]
+    names = _names(overlap, topology)
+    if names == list(range(size)):
+        return plan
+    try:
+        return _with_names(plan, names, topology)
+    except ConfigError:  # a sharding type that says something about the order of ranks
+        return plan
+
+
+def _names(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
+    """For each rank of a plan, the rank that takes its place."""
+    hosts = [list(host) for host in topology.host_ranks]
+    gains: list[list[int]] = []
+    inside: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for a, new in enumerate(hosts):
+        gains.append([])
+        for b, old in enumerate(hosts):
+            if len(new) != len(old):
+                gains[a].append(-1)
+                continue
+            pairs = _matched([[overlap[r][q] for q in old] for r in new])
+            inside[(a, b)] = [(new[i], old[j]) for i, j in enumerate(pairs)]
+            gains[a].append(sum(overlap[r][q] for r, q in inside[(a, b)]))
+    names = list(range(topology.world_size))
+    for a, b in enumerate(_matched(gains)):
+        for r, q in inside[(a, b)]:
+            names[r] = q
+    return names
+
+
+def _matched(gains: Sequence[Sequence[int]]) -> list[int]:
+    """A column for each row, each once: the largest gains first; of equals, the one that stays. Negative: never."""
+    count = len(gains)
+    order = sorted(
+        ((i, j) for i in range(count) for j in range(count) if gains[i][j] >= 0),
+        key=lambda pair: (-gains[pair[0]][pair[1]], pair[0] != pair[1], pair),
+    )
+    found = [-1] * count
+    taken: set[int] = set()
+    for i, j in order:
+        if found[i] < 0 and j not in taken:
+            found[i] = j
+            taken.add(j)
+    # Unequal hosts may be left without a partner of their size; then everybody keeps the name.
+    return found if -1 not in found else list(range(count))
+
+
+def _with_names(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> ShardingPlan:
+    parts = {}
+    for path, part in plan.plan.items():
+        done: dict[str, ParameterSharding] = {}
+        for name, sharding in part.items():
+            tiling = sharding.tiling
+            assert tiling is not None
+            tiles = [(*tile[:4], tuple(names[rank] for rank in tile.owners)) for tile in tiling.tiles()]
+            new = Tiling.of(name, tiling.rows, tiling.dim, tiles)
+            ranks = None if sharding.ranks is None else tuple(names[rank] for rank in sharding.ranks)
+            if sharding.kind in (ShardingType.DATA_PARALLEL, ShardingType.EXPLICIT):
+                ranks = None
+            made = replace(sharding, ranks=ranks, tiling=new)
+            # Says so if the type does not allow these ranks in this order.
+            complete(replace(made, tiling=None) if ranks else made, name, tiling.rows, tiling.dim, topology)
+            done[name] = made
+        parts[path] = EmbeddingModuleShardingPlan(done)
+    return replace(plan, plan=parts, report=None)
+
+
+def with_what_stays(
+    plan: ShardingPlan,
+    present: ShardingPlan,
+    ties: Sequence[Sequence[Name]],
+    cells: Mapping[Name, int],
+    topology: Topology,
+    seconds: Callable[[Tilings], float],
+    most: float,
+) -> ShardingPlan:
+    """The plan with the tables at their present place that need not move for a step of `most` seconds.
+
+    Args:
+        ties: names of each table; tied ones move together.
+        seconds: of a step under tilings.
+    """
+    before, after = tilings_of(present), tilings_of(plan)
+    moves = [
+        (moved_bytes(before[names[0]], after[names[0]], cells[names[0]], topology), k)
+        for k, names in enumerate(ties)
+        if before[names[0]] != after[names[0]]
+    ]
+    for _, k in sorted(moves, key=lambda move: (-move[0], move[1]))[:MOST_TRIED]:
+        tried = {**after, **{name: before[name] for name in ties[k]}}
+        if seconds(tried) <= most:
+            after = tried
+            for path, table in ties[k]:
+                plan = plan.replaced(path, table, present.plan[path][table])
+    return plan

@@ -1,0 +1,167 @@
+"""`Load`: what the ranks' batches have read of each table, and what each rank had to look up for that.
+
+Nouns
+  step    one routed batch of a collection, training or not
+  reads   ids that a rank looks up, of all homes; an id of a table in column blocks is read once by each block's owner
+
+Counted by every forward pass since `shard`, `reshard`, or the last look (`sharding/read_counts.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+
+from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.checks import sharded_collections
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.layout import reader
+
+
+@dataclass(frozen=True)
+class FeatureLoad:
+    """What one feature reads of one table, on average of ranks and steps.
+
+    Attributes:
+        bags: samples of a rank's batch (times lookups per sample).
+        ids: of them.
+    """
+
+    feature: str
+    bags: float
+    ids: float
+
+    @property
+    def ids_per_bag(self) -> float:
+        return self.ids / self.bags if self.bags else 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What has been read since the last look; the same on every rank.
+
+    Attributes:
+        steps: batches of a rank that were counted, the most of any collection.
+        features: (path, table) -> one for each of its features.
+        reads: (path, table) -> ids that each rank looks up in a step.
+    """
+
+    steps: int
+    features: Mapping[Name, tuple[FeatureLoad, ...]]
+    reads: Mapping[Name, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def reads_per_rank(self) -> tuple[float, ...]:
+        """Ids that each rank looks up in a step, of all tables; where tables lie on groups of several sizes, by the
+        rank's place in the group."""
+        return tuple(map(sum, itertools.zip_longest(*self.reads.values(), fillvalue=0.0)))
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's reads over the mean: 1 is even; 1 where nothing was read."""
+        reads = self.reads_per_rank
+        total = sum(reads)
+        return max(reads) * len(reads) / total if total else 1.0
+
+    def __str__(self) -> str:
+        reads = ", ".join(f"{own:,.0f}" for own in self.reads_per_rank)
+        hot = sorted(self.reads, key=lambda name: -sum(self.reads[name]))[:4]
+        tables = ", ".join(f"'{name}' {sum(self.reads[(path, name)]):,.0f}" for path, name in hot)
+        return f"{self.steps} steps; ids per step and rank: {reads}; most of them of {tables or 'no table'}"
+
+
+def load_of(model: nn.Module, *, reset: bool = True) -> Load:
+    """What the batches of all ranks have read of a sharded model's tables since the last look. All ranks call it.
+
+    Where sharding groups train apart (a `DMPCollection` that averages), each hears of its own ranks.
+
+    Args:
+        reset: whether the next look begins here.
+
+    Raises:
+        ConfigError: the model is not sharded.
+    """
+    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
+    collections = sharded_collections(model, "load_of", two_d=True)
+    features: dict[Name, tuple[FeatureLoad, ...]] = {}
+    reads: dict[Name, tuple[float, ...]] = {}
+    most = 0
+    groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
+    for group in groups.values():  # several only where parts have sharding groups of their own
+        here = {path: part for path, part in collections.items() if part.exchange.group is group}
+        group.begin("load_of")
+        own = {path: _counted(part, reset) for path, part in here.items()}
+        everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
+        for path, part in here.items():
+            told = [facts[path] for facts in everyone]
+            steps = sum(steps for steps, _, _ in told)
+            most = max(most, *(steps for steps, _, _ in told))
+            turns = max(1.0, steps / group.size)
+            _add(path, part, told, turns, features, reads)
+    return Load(most, features, reads)
+
+
+def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
+    """(steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
+    layout = part.exchange.layout
+    steps, bags, ids = 0, [0] * len(layout.slots), [0] * len(layout.parts)
+    for stages in part.exchange.all_stages():
+        counts = stages.router.reads
+        steps += counts.steps
+        bags = [a + b for a, b in zip(bags, counts.bags(), strict=True)]
+        in_wire = counts.ids(len(layout.parts))
+        ids = [total + in_wire[layout.wire[p]] for p, total in enumerate(ids)]
+        if reset:
+            counts.reset()
+    return steps, bags, ids
+
+
+def _add(
+    path: str,
+    part: ShardedCollection,
+    told: list[tuple[int, list[int], list[int]]],
+    turns: float,
+    features: dict[Name, tuple[FeatureLoad, ...]],
+    reads: dict[Name, tuple[float, ...]],
+) -> None:
+    """One collection's numbers.
+
+    Args:
+        turns: steps of a rank.
+    """
+    layout, size = part.exchange.layout, part.exchange.group.size
+    team_of = part.exchange.teams.of if part.exchange.teams is not None else None
+    names = [table.name for table in layout.tables]
+    by_slot = [0.0] * len(layout.slots)
+    by_table = {name: [0.0] * size for name in names}
+    # The parts of a slot's first route hold each of its rows once.
+    whole = {p for route in _first_routes(layout.routes) for p in route}
+    for home, (_, _, ids) in enumerate(told):
+        for p, count in enumerate(ids):
+            piece = layout.parts[p]
+            if p in whole:
+                by_slot[piece.slot] += count
+            table = names[layout.slots[piece.slot].table]
+            by_table[table][reader(piece.owners, home, layout.topology, team_of)] += count * len(piece.units)
+    for t, name in enumerate(names):
+        features[(path, name)] = tuple(
+            FeatureLoad(
+                slot.feature,
+                sum(bags[s] for _, bags, _ in told) / (turns * size),
+                by_slot[s] / (turns * size),
+            )
+            for s, slot in enumerate(layout.slots)
+            if slot.table == t
+        )
+        reads[(path, name)] = tuple(count / turns for count in by_table[name])
+
+
+def _first_routes(routes: Any) -> list[tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for route in routes:
+        found.setdefault(route.slot, route.parts)
+    return list(found.values())

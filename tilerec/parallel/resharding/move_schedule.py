@@ -1,0 +1,137 @@
+"""In which batches and messages a move goes, and what that takes: the mover follows it, `rebalance` prices it.
+
+    seconds  =  sum over batches of the busiest rank's (sends + receives + new memory)  +  calls  +  tables
+
+A message is copied once more where it is cut by columns. New memory costs a copy (the system clears it), and more
+where the process has not had as much before (`Speeds.fresh`).
+
+Legend: T tables, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.parallel.resharding.chunked_transfer import Load, directions, sent_by_rank
+from tilerec.parallel.resharding.move_order import order_of
+from tilerec.spec.speeds import Speeds
+from tilerec.spec.topology import Topology
+
+LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
+"""Bytes of a rank's messages at a time, unless the budget is less: a quarter of the largest tile, within the two."""
+
+LEAST_TOGETHER, MOST_TOGETHER = 4 << 20, 16 << 20
+"""Bytes beside the tables up to which several move in one batch without a budget: a tile's, within the two."""
+
+HANDLING = 1e-3
+"""Seconds that a table takes whatever its size: looked at, described, and its tiles put in place."""
+
+CALLS, CALLS_OF_BATCH = 14, 2
+"""Collectives of a move before and after its batches, and of a batch beside its messages."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A move's plan.
+
+    Attributes:
+        most: bytes of a message.
+        batches: tables by number, that move at once.
+        extra: bytes that a rank may need beyond the larger of what its tables take before and after, messages included.
+    """
+
+    most: int
+    batches: tuple[tuple[int, ...], ...]
+    extra: int
+
+
+def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
+    """Batches with little extra memory.
+
+    Raises:
+        ConfigError: the budget is less than a move needs.
+    """
+    before = [load.bytes_held(load.old, ranks) for load in loads]
+    after = [load.bytes_held(load.new, ranks) for load in loads]
+    peers = max(1, directions(loads))
+    largest = max((max(own) for own in (*before, *after)), default=0)
+    out, into, _ = sent_by_rank(loads, ranks)
+    busiest = max((a + b for a, b in zip(out, into, strict=True)), default=0)
+    transit = min(MOST_TRANSIT, max(LEAST_TRANSIT, largest // TRANSIT_PART), busiest)
+    # Each message lies in a buffer of its own, and among those of all peers in the call.
+    least = 2 * peers * max((load.row_bytes() for load in loads), default=0) if busiest else 0
+    single = order_of(before, after, None).extra
+    if budget is None:
+        # More at once would only take memory that the process has not had yet.
+        together = max(LEAST_TOGETHER, min(largest, MOST_TOGETHER))
+        budget = max(single, together) + max(transit, least)
+    elif budget < single + least:
+        raise ConfigError(
+            f"reshard: budget_bytes is {budget:,}, and a rank needs {single + least:,} beside its tables while "
+            f"they move from this plan to that one (a table's old and new tiles are both there until it has "
+            f"moved); give at least that, or plan for smaller tiles."
+        )
+    transit = max(least, min(transit, budget - single))
+    order = order_of(before, after, budget - transit)
+    return Schedule(
+        max(1, transit // (2 * peers)), order.batches, _extra(before, after, order.batches) + transit
+    )
+
+
+def _extra(
+    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
+) -> int:
+    """The most that a rank holds beyond the larger of what it has before and after."""
+    before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
+    if not len(before):
+        return 0
+    held, most = before.sum(0), 0
+    room = np.maximum(held, after.sum(0))
+    for batch in map(list, batches):
+        most = max(most, int((held + after[batch].sum(0) - room).max()))
+        held = held + (after[batch] - before[batch]).sum(0)
+    return most
+
+
+def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
+    """Of a move, by a machine's speeds."""
+    if not loads:
+        return 0.0
+    ranks = topology.world_size
+    fresh = speeds.copy if speeds.fresh is None else speeds.fresh
+    begin = [sum(load.bytes_held(load.old, ranks)[rank] for load in loads) for rank in range(ranks)]
+    held, had = list(begin), list(begin)
+    call = speeds.call + speeds.call_peer * max(0, ranks - 2)
+    total = CALLS * call + HANDLING * len(loads)
+    for batch in plan.batches:
+        spent, sending, receiving = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        between: defaultdict[tuple[int, int], int] = defaultdict(int)
+        new = [0] * ranks
+        for t in batch:
+            load = loads[t]
+            new = [a + b for a, b in zip(new, load.bytes_held(load.new, ranks), strict=True)]
+            for (source, target), (size, packed, unpacked) in load.packed_between().items():
+                if source == target:
+                    spent[source] += size * speeds.copy
+                    continue
+                between[(source, target)] += size
+                near = topology.host_of(source) == topology.host_of(target)
+                sending[source] += size * (speeds.link_out if near else speeds.network_out)
+                receiving[target] += size * (speeds.link_in if near else speeds.network_in)
+                spent[source] += packed * speeds.copy
+                spent[target] += unpacked * speeds.copy
+        for rank in range(ranks):
+            both = sending[rank], receiving[rank]
+            spent[rank] += max(both) if speeds.duplex else sum(both)
+            grown = max(0, held[rank] + new[rank] - had[rank])
+            had[rank] += grown
+            spent[rank] += new[rank] * speeds.copy + grown * max(0.0, fresh - speeds.copy)
+            held[rank] += new[rank] - sum(loads[t].bytes_held(loads[t].old, ranks)[rank] for t in batch)
+        rounds = max((-(-size // plan.most) for size in between.values()), default=0)
+        total += max(spent) + (CALLS_OF_BATCH + rounds) * call
+    return total

@@ -1,0 +1,391 @@
+"""`Mover`: one move of a model's tables, after all ranks have agreed on it.
+
+    prepare   hear facts ──► order and budget
+    run       per batch of tables: allocate ──► vote ──► move ──► vote ──► switch;  the last one switches exchanges and
+              plans, too
+
+A batch is as many tables as the memory allows, at least one. Its tables switch on all ranks or on none: whatever can
+fail on a rank comes before its vote, and after the vote there are assignments only. What has switched stays; a model of
+which some tables have moved is under a mixed plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError, ReshardError
+from tilerec.parallel.plan_of import keep_plan, kept_plans
+from tilerec.parallel.resharding.chunked_transfer import Transit, sent_by_rank
+from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.move_progress import MoveProgress, ProgressOption
+from tilerec.parallel.resharding.move_schedule import schedule
+from tilerec.parallel.resharding.table_move import Facts, TableMove
+from tilerec.sharding.embedding import Exchange, ShardedCollection
+from tilerec.sharding.layout import ShardedTable as TableLayout
+from tilerec.sharding.retile import new_peers, places_of
+from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.update import Peers
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What a move did; the same on every rank, but for `seconds`.
+
+    Attributes:
+        tables: names of those that have another tiling now (`'t' of module 'ebc'`).
+        bytes_sent: by all ranks together. bytes_copied: within ranks.
+        busiest_bytes: sent and received by the rank that sent and received the most.
+        extra_bytes: the most that a rank held beyond the larger of what it had before and has now.
+        seconds: on this rank, checks included.
+    """
+
+    tables: tuple[str, ...]
+    bytes_sent: int
+    bytes_copied: int
+    busiest_bytes: int
+    extra_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.tables:
+            return "nothing moved: every table is where the plan wants it"
+        moved = "1 table" if len(self.tables) == 1 else f"{len(self.tables)} tables"
+        return (
+            f"{moved} moved: {_size(self.bytes_sent)} sent, {_size(self.bytes_copied)} copied, in "
+            f"{self.seconds:.3f} s; at most {_size(self.extra_bytes)} beside the tables on any rank"
+        )
+
+
+class Ready(NamedTuple):
+    """A move that can begin, as far as this rank knows."""
+
+    plan: ShardingPlan
+    present: ShardingPlan
+    topology: Topology
+    moves: list[TableMove]
+    steppers: Steppers
+
+
+class Ending(NamedTuple):
+    """What tables, collections and modules have under the plan that a move ends with."""
+
+    peers: list[tuple[ShardedTable, list[Peers]]]
+    exchanges: dict[str, Exchange]
+    plan: ShardingPlan
+
+
+class Mover:
+    """One move.
+
+    Args:
+        group: the ranks over which the tables lie.
+        voters: all who must agree that a batch has arrived: these, and those that hold copies elsewhere.
+        interrupts: whether the user has had enough.
+        earlier: moves that have been made in the same call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        collections: dict[str, ShardedCollection],
+        group: Group,
+        voters: Group,
+        ready: Ready,
+        budget: int | None,
+        progress: ProgressOption,
+        begun: float,
+        interrupts: Interrupts,
+        earlier: Sequence[TableMove] = (),
+    ) -> None:
+        self._model, self._collections, self._group, self._voters = model, collections, group, voters
+        self.moved: list[TableMove] = []
+        self._strays: Exception | None = None
+        self._ready, self._budget, self._begun = ready, budget, begun
+        self._interrupts, self._earlier = interrupts, earlier
+        self.moves = ready.moves
+        self.done = False
+        self._option = progress
+
+    def prepare(self) -> None:
+        """Plan the move with all ranks; nothing moves.
+
+        Raises:
+            ConfigError: something beside the tables cannot move, or the budget is less than a move needs.
+        """
+        ready, own = self._ready, list[Facts | None]()
+        with told_to_all(self._voters):
+            own = [move.facts() for move in self.moves]
+            self._interrupts.check()
+        said = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        with told_to_all(self._voters):
+            for i, move in enumerate(self.moves):
+                move.settle([facts[i] for facts in said])
+            plan = schedule([move.load for move in self.moves], self._group.size, self._budget)
+            self._most, self._extra = plan.most, plan.extra
+            self._batches = self._by_device(plan.batches)
+            self._progress = self._made_progress()
+            topology = next(iter(self._collections.values())).exchange.topology
+            self.done = not self.moves and ready.plan == ready.present and ready.topology is topology
+
+    def run(self) -> Resharded:
+        """Move, after `prepare`.
+
+        Raises:
+            ReshardError: a rank could not do its part.
+        """
+        if not self.done:
+            batches: Sequence[Sequence[int]] = self._batches or [()]
+            try:
+                for i, batch in enumerate(batches):
+                    self._move([self.moves[t] for t in batch], last=i == len(batches) - 1)
+            except BaseException:
+                if self.moved and not self.done:
+                    ready, topology = self._ready, next(iter(self._collections.values())).exchange.topology
+                    self._end(self._ending(_mixed(ready, self.moved), topology, self.moved))
+                raise
+            finally:
+                self._progress.close()
+        return self._report(self._extra)
+
+    # ------------------------------------------------------------------------------------------------------ before
+
+    def _by_device(self, batches: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Batches of tables that are on one kind of device: what moves at once travels in one memory."""
+        kinds = [move.table.weight.device.type for move in self.moves]
+        split: list[list[int]] = []
+        for batch in batches:
+            for kind in sorted({kinds[t] for t in batch}):
+                split.append([t for t in batch if kinds[t] == kind])
+        return split
+
+    def _made_progress(self) -> MoveProgress:
+        me, loads = self._group.rank, [move.load for move in self.moves]
+        out, into, _ = sent_by_rank(loads, self._group.size)
+        self._own_bytes = out[me] + into[me]
+        self._done_bytes = 0
+        return MoveProgress(self._option, me, len(self.moves), self._own_bytes)
+
+    # ---------------------------------------------------------------------------------------------------- one batch
+
+    def _move(self, own: Sequence[TableMove], last: bool) -> None:
+        """Move some tables; all of them on all ranks, or none. With the last ones, all that belongs to the plan.
+
+        Raises:
+            ReshardError: a rank could not.
+        """
+        names = tuple(move.key for move in own)
+        transit: Transit | None = None
+        ending: Ending | None = None
+        failure: BaseException | None = None
+        loads = [move.load for move in own]
+        try:
+            try:
+                self._interrupts.check()
+                for move in own:
+                    move.allocate()
+                if own:
+                    transit = Transit(self._group, loads, self._most, own[0].table.weight.device)
+                out, into, _ = sent_by_rank(loads, self._group.size)
+                size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
+            except BaseException as error:
+                failure = error
+            rounds = self._vote(failure, "memory", names, transit.rounds if transit is not None else 0)
+
+            def after_round(k: int) -> None:
+                self._interrupts.check()
+                self._progress.tell(len(self.moved), begun + size * k // rounds, names)
+
+            failure = transit.run(rounds, after_round) if transit is not None else None
+            if failure is None:
+                try:
+                    for move in own:
+                        move.make_ready()
+                    if last:
+                        ready = self._ready
+                        ending = self._ending(ready.plan, ready.topology, self.moves)
+                    self._interrupts.check()
+                except BaseException as error:
+                    failure = error
+            self._vote(failure, "the move", names)
+        except BaseException:
+            for move in own:
+                move.drop()
+            raise
+        # From here on there are assignments only: the others do the same.
+        self._done_bytes = begun + size
+        for move in own:
+            self._strays = move.switch() or self._strays
+            self.moved.append(move)
+        if ending is not None:
+            self._end(ending)
+            self.done = True
+            self._vote(self._strays, "what follows the tables", ())
+
+    def _vote(
+        self,
+        failure: BaseException | None,
+        what: str,
+        names: Sequence[str],
+        number: int = 0,
+    ) -> int:
+        """Return the largest of all ranks' numbers, if no rank has failed.
+
+        Raises:
+            ReshardError: one has; on every rank. A KeyboardInterrupt is raised as it is where it was.
+        """
+        group = self._voters
+        ones = [1] * group.size
+        word = number if failure is None else -1
+        mine = torch.full((group.size,), word, dtype=torch.int64, device=group.device)
+        heard = group.all_to_all("reshard votes", torch.zeros_like(mine), mine, ones, ones).wait().tolist()
+        if min(heard) >= 0:
+            return int(max(heard))
+        texts = cast("list[str]", group.all_gather_object("" if failure is None else said_of(failure)))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        rank = heard.index(-1)
+        where = f", on its way {', '.join(names[:4])}{' …' * (len(names) > 4)}" if names else ""
+        done = [move.key for move in (*self._earlier, *self.moved)]
+        some = f"{', '.join(done[:4])}{' …' * (len(done) > 4)}"
+        kept = (
+            "all tables have moved, and what follows them on that rank (an optimizer, a RowState) has not"
+            if self.done
+            else f"{len(done)} tables have moved ({some}), the others are where they "
+            "were; the model works under this mixed plan"
+            if done
+            else "nothing has moved, and the model works as before"
+        )
+        raise ReshardError(
+            f"reshard: rank {rank} failed in {what}{where}: {texts[rank]}. {kept}. Put that right and reshard again."
+        ) from failure
+
+    # ------------------------------------------------------------------------------------------------------- after
+
+    def _ending(self, plan: ShardingPlan, topology: Topology, moved: Sequence[TableMove]) -> Ending:
+        """What belongs to a plan under which these tables have moved (or will have, in a moment)."""
+        me = self._group.rank
+        new = {name: move.new for move in moved for name in move.names}
+        peers: list[tuple[ShardedTable, list[Peers]]] = []
+        exchanges: dict[str, Exchange] = {}
+        for path, part in self._collections.items():
+            tilings = {name: new.get((path, name), table.tiling) for name, table in _tables(part).items()}
+            for name, table in _tables(part).items():
+                places = places_of(tilings[name], me)
+                peers.append((table, [new_peers(table, tilings[name], place, topology) for place in places]))
+            exchanges[path] = _renewed(part.exchange, tilings, plan.plan[path], topology)
+        return Ending(peers, exchanges, plan)
+
+    def _end(self, ending: Ending) -> None:
+        """Exchanges, peers and plans for the tilings that tables have now."""
+        for table, peers in ending.peers:
+            for rows, own in zip(table.tile_rows, peers, strict=True):
+                rows.peers = own
+        for path, part in self._collections.items():
+            part.exchange = ending.exchanges[path]
+            part.exchange.enter()
+            part._renew_sinks()
+        self._ready.steppers.refresh()
+        keep_plans(self._model, ending.plan)
+
+    def _report(self, extra: int) -> Resharded:
+        loads = [move.load for move in self.moves]
+        out, into, kept = sent_by_rank(loads, self._group.size)
+        return Resharded(
+            tuple(move.key for move in self.moves),
+            sum(out),
+            kept,
+            max((a + b for a, b in zip(out, into, strict=True)), default=0),
+            extra,
+            time.monotonic() - self._begun,
+        )
+
+
+@contextmanager
+def told_to_all(group: Group) -> Iterator[None]:
+    """Something that every rank does: where it raises on one, it raises on all.
+
+    Raises:
+        ConfigError: it has raised on another rank.
+    """
+    own: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        own = error
+    texts = cast("list[str]", group.all_gather_object("" if own is None else said_of(own)))
+    if own is not None:
+        raise own
+    for rank, text in enumerate(texts):
+        if text:
+            raise ConfigError(f"Rank {rank}: {text}")
+
+
+def joined(path: str, inner: str) -> str:
+    """The path of what is at `inner` below `path`."""
+    return f"{path}.{inner}" if path and inner else path or inner
+
+
+def _mixed(ready: Ready, moved: Sequence[TableMove]) -> ShardingPlan:
+    """The present plan, with the tables that have moved as they are now."""
+    plan = ready.present
+    for move in moved:
+        for path, name in move.names:
+            plan = plan.replaced(path, name, ready.plan.plan[path][name])
+    return plan
+
+
+def _tables(part: ShardedCollection) -> dict[str, ShardedTable]:
+    return cast("dict[str, ShardedTable]", part._tables)
+
+
+def _renewed(
+    old: Exchange, tilings: Mapping[str, Tiling], plan: EmbeddingModuleShardingPlan, topology: Topology
+) -> Exchange:
+    """A collection's exchange for these tilings of its tables."""
+    each = old.each_id or old.exact
+    layouts = []
+    for name, tiling in tilings.items():
+        sharding = plan[name]
+        known = sharding.ids_per_bag
+        fan_in = 1.0 if each else 2.0 if known is None else known
+        layouts.append(TableLayout(name, tiling, fan_in, sharding.wire or Wire()))
+    return old.over(topology, layouts)
+
+
+def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
+    """Every module below that keeps a plan keeps its part of this one."""
+    for path, kept in list(kept_plans(model)):
+        parts = {inner: plan.plan.get(joined(path, inner), tables) for inner, tables in kept.plan.items()}
+        report = plan.report if path == "" else None
+        holder = model.get_submodule(path)
+        # Averaged parts of several group sizes have no number of ranks together.
+        size = None if kept.world_size is None else plan.world_size
+        keep_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
+
+
+def said_of(error: BaseException) -> str:
+    """An error, for those who did not see it."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error) or 'without a message'}"
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    raise AssertionError

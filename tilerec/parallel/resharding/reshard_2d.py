@@ -1,0 +1,158 @@
+"""`reshard` in 2D parallelism: a plan of one sharding group, followed by all of them.
+
+    exact     one move of all ranks: every tile of the group's plan has an owner in each sharding group
+    average   one move in every sharding group, each of its own rows; all ranks vote, so that replicas stay alike
+
+In both, replicas hold the same tiles before and after; which rows they have touched since they last agreed moves along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tilerec.errors import ConfigError
+from tilerec.parallel.managed_paths import with_table_paths
+from tilerec.parallel.read_plan import AnyPlan
+from tilerec.parallel.resharding.checks import (
+    agreeing,
+    check_moment,
+    check_options,
+    planned,
+    present_plan,
+    ready_to_move,
+    words_of,
+)
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.move_progress import ProgressOption
+from tilerec.parallel.resharding.mover import Mover, Resharded
+from tilerec.parallel.resharding.table_move import TableMove
+from tilerec.parallel.two_d.two_d import Part, TwoD
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
+from tilerec.spec.topology import Topology
+
+
+def reshard_2d(
+    model: nn.Module,
+    two_d: TwoD,
+    plan: AnyPlan,
+    budget: int | None,
+    progress: ProgressOption,
+    optimizers: Sequence[Optimizer] | None,
+    begun: float,
+    interrupts: Interrupts,
+) -> Resharded:
+    """See `reshard`. `model`: without wrappers."""
+    world, exact = two_d.world, two_d.settings.sync == "exact"
+    collections = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
+    two_d.settle()
+    turns = [list(range(len(two_d.parts)))] if exact else [[k] for k in range(len(two_d.parts))]
+    wanted: list[ShardingPlan] = []
+    movers: list[tuple[list[int], Mover]] = []
+    done: list[TableMove] = []
+    world.begin("reshard")
+    with agreeing(world) as found:
+        check_moment()
+        check_options(budget, progress)
+        plan = with_table_paths(plan, model)
+        for part in two_d.parts:
+            own = {path: collections[path] for path in part.paths}
+            said = _of_part(plan, part, collections)
+            wanted.append(planned(part.plan.group_plan, own, said, group_topology(part))[0])
+        for turn in turns:
+            own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
+            if not own:
+                continue
+            first = next(iter(own.values())).exchange
+            if exact:
+                present = present_plan(model, own, "reshard")
+                whole = _of_world([replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present)
+            else:
+                present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
+            ready = ready_to_move(own, present, whole, first.topology, optimizers)
+            found.append(words_of(ready, budget))
+            mover = Mover(
+                model, own, first.group, world, ready, budget, progress, begun, interrupts, done
+            )  # fmt: skip
+            movers.append((turn, mover))
+        interrupts.check()
+    for _, mover in movers:
+        mover.prepare()
+    reports = []
+    for turn, mover in movers:
+        try:
+            reports.append(mover.run())
+        finally:
+            done += mover.moved
+            two_d.parts = tuple(
+                _kept(part, wanted[k], mover) if k in turn else part for k, part in enumerate(two_d.parts)
+            )
+    return _together(reports)
+
+
+def group_topology(part: Part) -> Topology:
+    """The machines of one sharding group, as its plan has them."""
+    return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
+
+
+def _of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
+    """What a plan says of a part's collections, and of those that the model lacks (which is refused there)."""
+    if isinstance(plan, (str, Path)):
+        plan = ShardingPlan.load(plan)
+
+    def mine(paths: Collection[str]) -> list[str]:
+        return [path for path in paths if path in part.paths or path not in collections]
+
+    if isinstance(plan, ShardingPlan):
+        return replace(plan, plan={path: plan.plan[path] for path in mine(plan.plan)}, report=None)
+    if isinstance(plan, Mapping) and list(collections) != [""]:
+        return {path: plan[path] for path in mine(plan)}
+    return plan
+
+
+def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
+    """Group plans as one of all ranks."""
+    parts: dict[str, EmbeddingModuleShardingPlan] = {}
+    for plan in plans:
+        parts.update(plan.world_plan().plan)
+    return ShardingPlan({path: parts[path] for path in present.plan}, present.world_size, present.hosts)
+
+
+def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
+    """A part with the plan that its tables are under now."""
+    moved = {name for move in mover.moved for name in move.names}
+    everything = {name for move in mover.moves for name in move.names}
+    now = part.plan.group_plan
+    parts = {
+        path: EmbeddingModuleShardingPlan(
+            {
+                # What was not to move has its new words (wires, kernels) only if all went well.
+                name: wanted.plan[path][name]
+                if (path, name) in moved or (moved == everything and mover.done)
+                else sharding
+                for name, sharding in tables.items()
+            }
+        )
+        for path, tables in now.plan.items()
+    }
+    return replace(part, plan=replace(part.plan, group_plan=replace(now, plan=parts, report=None)))
+
+
+def _together(reports: Sequence[Resharded]) -> Resharded:
+    """Moves one after the other, as one."""
+    if not reports:
+        raise ConfigError("reshard: the model has no sharded tables.")
+    return Resharded(
+        tuple(name for report in reports for name in report.tables),
+        sum(report.bytes_sent for report in reports),
+        sum(report.bytes_copied for report in reports),
+        sum(report.busiest_bytes for report in reports),
+        max(report.extra_bytes for report in reports),
+        reports[-1].seconds,
+    )

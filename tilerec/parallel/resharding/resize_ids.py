@@ -1,0 +1,180 @@
+"""`resize_ids`: a running model's table with managed collision gets another number of rows; its plan follows.
+
+checks ──► all ranks agree ──► ids and tiles are made beside those in use ──► all ranks agree ──► switch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tilerec.comms.agree import agree
+from tilerec.errors import ConfigError
+from tilerec.modules.buckets import Buckets
+from tilerec.modules.id_resize import Resized
+from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
+from tilerec.parallel.plan_of import keep_plan, plan_of
+from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.resized_table import ResizedTable
+from tilerec.parallel.two_d.two_d import TwoD
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.id_exchange import row_ranges
+from tilerec.sharding.managed_collision import (
+    ShardedManagedCollisionCollection,
+    ShardedManagedCollisionEmbeddings,
+)
+from tilerec.sharding.resize_ids import agreed, new_ids, scaled_tiling, take_ids
+from tilerec.sharding.table import ShardedTable
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.tile import Tiling
+
+
+def resize_ids(
+    model: nn.Module,
+    table: str,
+    zch_size: int | None = None,
+    total_num_buckets: int | None = None,
+    *,
+    optimizers: Sequence[Optimizer] | None = None,
+) -> Resized:
+    """Change the capacity of a table in place, and keep its ids with their rows and optimizer state.
+
+    Args:
+        model: that was given to `shard` or `DistributedModelParallel` (or that one itself; or an unsharded one); a
+            `DMPCollection` itself. All ranks call it, between two steps.
+        table: a table with managed collision. Its rows are cut at whole buckets: `row_wise(num_buckets=…)`, or not at
+            all.
+        zch_size, total_num_buckets: see `ManagedCollisionEmbeddings.resize`.
+        optimizers: those that step the table, if none is attached, in one order on every rank. None: those of this
+            process that hold tiles of it.
+
+    Returns:
+        What moved in this rank's buckets; and of all ranks, how many ids were kept and which found no place.
+
+    Raises:
+        ConfigError: no such table, or several; sizes that do not fit; rows cut inside of a bucket; a tied table; an
+            optimizer that cannot follow; a rank that has no memory for its part, or whose `init_fn` fails (that rank
+            raises its own error). Nothing has changed then, on any rank.
+    """
+    two_d = vars(model).get("_two_d")
+    path, users = _users(model, table)
+    if not isinstance(users, ShardedManagedCollisionEmbeddings):
+        return users.resize(table, zch_size, total_num_buckets)
+    keeper = (
+        cast(nn.Module, getattr(model, "module", model)) if hasattr(model, "_dmp_wrapped_module") else model
+    )
+    path = next(path for path, part in keeper.named_modules() if part is users.embedding_module)
+    collection = cast(ShardedManagedCollisionCollection, users.managed_collision_collection)
+    group = collection.exchange.group
+    group.begin("resize_ids")
+    ready, failure = None, None
+    try:
+        ready = _checked(users, table, zch_size, total_num_buckets, plan_of(keeper), path, optimizers)
+    except ConfigError as error:
+        failure = error
+    said = {
+        "table": table,
+        "rows": zch_size,
+        "buckets": total_num_buckets,
+        "checks": str(failure or "passed"),
+        "optimizers": ready.steppers.described() if ready else None,
+    }
+    agree(group, "the new capacity", said)
+    if failure is not None:
+        raise failure
+    assert ready is not None
+    users.settle()
+    held, exchange = ready.held, collection.exchange
+    ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
+    ids = new_ids(collection, table, ready.new, ranges)
+    tables = cast(ShardedCollection, users.embedding_module)
+    tiles = agreed(
+        group,
+        "new tiles",
+        lambda: ResizedTable(
+            tables, held, ready.tiling, ids.old_rows_M, ids.new_rows_M, ready.steppers, table
+        ),
+    )
+    everyone = cast(
+        "list[tuple[int, list[int]]]",
+        group.all_gather_object((ids.moved.kept, ids.moved.dropped_ids.tolist())),
+    )
+    dropped = torch.tensor([id_ for _, own in everyone for id_ in own], dtype=torch.int64)
+    old = ready.old
+    take_ids(collection, table, ids)
+    tiles.switch()
+    keep_plan(keeper, ready.plan)
+    if isinstance(two_d, TwoD):
+        _keep_in_2d(two_d, path, table, old, ready.new)
+    return ids.moved._replace(kept=sum(kept for kept, _ in everyone), dropped_ids=dropped)
+
+
+def _users(model: nn.Module, table: str) -> tuple[str, ManagedCollisionEmbeddings]:
+    found = {
+        path: part
+        for path, part in model.named_modules()
+        if isinstance(part, ManagedCollisionEmbeddings)
+        and table in part.managed_collision_collection.modules_by_table
+    }
+    if len(found) != 1:
+        raise ConfigError(
+            f"resize_ids: {len(found)} modules map a table '{table}'; "
+            + (
+                f"pass one of {list(found)[:8]}."
+                if found
+                else "give the name of one that managed collision maps."
+            )
+        )
+    return next(iter(found.items()))
+
+
+class _Ready(NamedTuple):
+    """A change of capacity, checked as far as one rank can."""
+
+    held: ShardedTable
+    old: Buckets
+    new: Buckets
+    tiling: Tiling
+    plan: ShardingPlan
+    steppers: Steppers
+
+
+def _checked(
+    users: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
+    plan: ShardingPlan, path: str, optimizers: Sequence[Optimizer] | None,
+) -> _Ready:  # fmt: skip
+    collection = cast(ShardedManagedCollisionCollection, users.managed_collision_collection)
+    held = cast(ShardedTable, users.embedding_module._tables[table])
+    if len(held.rows.holders) > 1:
+        raise ConfigError(
+            f"Table '{table}' is tied to another collection's, which would keep the old rows; resize before tying."
+        )
+    module, size = collection.modules_by_table[table], collection.exchange.group.size
+    old, new = module._buckets, module.resized(zch_size, total_num_buckets)
+    if new.count < size:
+        raise ConfigError(
+            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole ones."
+        )
+    tiling = scaled_tiling(table, held.tiling, old, new)
+    steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)
+    sharding = replace(plan.plan[path][table], tiling=tiling)
+    return _Ready(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
+
+
+def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
+    """The plan of one sharding group follows, too."""
+    parts = []
+    for part in two_d.parts:
+        if path in part.paths:
+            plan = part.plan.group_plan
+            sharding = plan.plan[path][table]
+            tiling = scaled_tiling(table, cast(Tiling, sharding.tiling), old, new)
+            plan = plan.replaced(path, table, replace(sharding, tiling=tiling))
+            part = replace(part, plan=replace(part.plan, group_plan=plan))
+        parts.append(part)
+    two_d.parts = tuple(parts)

@@ -1,0 +1,333 @@
+"""One table on its way from one tiling to another: what it brings along, its new memory, and the switch.
+
+    sources ──► described to all ranks ──► load (what travels) ──► new memory ──► transit ──► ready ──► switch
+
+Until the switch nothing of the table has changed; the switch is assignments only.
+
+Nouns
+  source  a tensor beside every tile of this rank that moves with the table
+  kind    what all ranks must know of a source: a rank that holds nothing of the table has none to look at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.chunked_transfer import Load, Part
+from tilerec.parallel.resharding.external_optimizers import Steppers, number_like
+from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
+from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.touched import Touched
+from tilerec.sharding.update import Peers
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+from tilerec.storage.flat import flat_memory
+
+
+class Kind(NamedTuple):
+    """What a source is: of the tile's shape (`cells`), or `[rows, *trailing]`."""
+
+    cells: bool
+    dtype: torch.dtype
+    trailing: tuple[int, ...] = ()
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a cell, or of a row."""
+        size = self.dtype.itemsize
+        for count in self.trailing:
+            size *= count
+        return size
+
+
+class Facts(NamedTuple):
+    """What a rank that holds tiles of a table says of its sources: kinds and numbers by name.
+
+    A name is a tuple: ("weight",), ("slot", name), ("grad",), ("touched",), ("state", optimizer, key), ("rows", number,
+    name).
+    """
+
+    kinds: dict[tuple[Any, ...], Kind]
+    numbers: dict[tuple[Any, ...], Any]
+
+
+class Made(NamedTuple):
+    """What a switch puts in place, one of each per new tile; `steppers` by number."""
+
+    peers: list[Peers]
+    states: list[dict[str, Tensor]]
+    touched: list[Touched | None]
+    steppers: dict[int, list[dict[str, Any]]]
+
+
+class TableMove:
+    """A table (under all its names) that is to have another tiling.
+
+    Args:
+        names: paths and names; tied tables have several.
+        table: one of the holders.
+        new: the tiling to come.
+    """
+
+    def __init__(
+        self, names: Sequence[Name], table: ShardedTable, new: Tiling, topology: Topology, steppers: Steppers
+    ) -> None:
+        self.names, self.table, self.new = list(names), table, new
+        self.old = table.tiling
+        self._topology, self._steppers = topology, steppers
+        self._sources: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._ready: Facts | None = None
+        self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._made: Made | None = None
+
+    @property
+    def key(self) -> str:
+        """The table, for messages."""
+        return table_word(self.names[0])
+
+    # ----------------------------------------------------------------------------------------------------- sources
+
+    def facts(self) -> Facts | None:
+        """What this rank holds of the table; None if it holds nothing.
+
+        Raises:
+            ConfigError: something beside the table cannot move.
+        """
+        table = self.table
+        kinds: dict[tuple[Any, ...], Kind] = {}
+        numbers: dict[tuple[Any, ...], Any] = {}
+        self._sources = {}
+        for rows in table.tile_rows:
+            rows.settle()
+        if not table.tiles:
+            return None
+        first = table.tile_rows[0]
+        leaves = table.leaves()
+
+        def source(name: tuple[Any, ...], tensors: Sequence[Tensor], cells: bool) -> None:
+            self._sources[name] = [tensor.detach() for tensor in tensors]
+            trailing = () if cells else tuple(tensors[0].shape[1:])
+            kinds[name] = Kind(cells, tensors[0].dtype, trailing)
+
+        source(("weight",), leaves, True)
+        for slot in first.state:
+            values = [rows.state[slot] for rows in table.tile_rows]
+            if values[0].dim():
+                source(("slot", slot), values, values[0].dim() == 2)
+            else:
+                numbers[("slot", slot)] = values[0].to("cpu", copy=True)  # `bind` brings it where it belongs
+        grads = [leaf.grad for leaf in leaves]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            raise ConfigError(
+                f"reshard: table {self.key} has a sparse .grad, which cannot move; step, and set it to None, before."
+            )
+        if any(grad is not None for grad in grads):
+            dense = [
+                torch.zeros_like(leaf) if grad is None else grad
+                for leaf, grad in zip(leaves, grads, strict=True)
+            ]
+            source(("grad",), dense, True)
+        if all(rows.touched is not None for rows in table.tile_rows):
+            source(("touched",), [cast(Touched, rows.touched).marks for rows in table.tile_rows], False)
+            counted = cast(Touched, first.touched)
+            numbers[("updates",)], numbers[("state updates",)] = counted.updates, counted.state_updates
+        for number in self._steppers.of(self.key):
+            held = self._steppers.held(number, self.key)
+            for key, values in held.cells.items():
+                source(("state", number, key), values, True)
+            for key, values in held.rows.items():
+                self._check_rows_of(number, key)
+                source(("state", number, key), values, False)
+            for key, value in held.numbers.items():
+                numbers[("state", number, key)] = value
+        for number, state in enumerate(self._row_states()):
+            for key, own in state.parts().items():
+                source(("rows", number, key), own, False)
+        return Facts(kinds, numbers)
+
+    def _row_states(self) -> list[RowState]:
+        return list(vars(self.table).get("row_states", ()))
+
+    def _check_rows_of(self, number: int, key: str) -> None:
+        for tiling, when in ((self.old, "is"), (self.new, "is to be")):
+            if any(block.c0 for block in tiling.blocks):
+                raise ConfigError(
+                    f"reshard: the state '{key}' that {self._steppers.word(number)} keeps of table {self.key} is a "
+                    f"number per row, and the table {when} cut by columns: each block has its own, of its own columns. "
+                    "Attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
+                )
+
+    def settle(self, said: Sequence[Facts | None]) -> None:
+        """Hear what the holders say, and plan what travels.
+
+        Raises:
+            ConfigError: holders have different things beside the table.
+        """
+        holders = [(rank, facts) for rank, facts in enumerate(said) if facts is not None]
+        rank, ready = holders[0]
+        kinds = dict(ready.kinds)
+        for other, facts in holders[1:]:
+            # Gradients may be there on some ranks only: the others' are zero.
+            kinds.update({name: kind for name, kind in facts.kinds.items() if name == ("grad",)})
+            differ = (set(facts.kinds) ^ set(kinds)) - {("grad",)} or set(facts.numbers) ^ set(ready.numbers)
+            if differ:
+                name = sorted(differ, key=str)[0]
+                has = name in facts.kinds or name in facts.numbers
+                raise ConfigError(
+                    f"reshard: {self._word(name)} of table {self.key} is on rank {other if has else rank} and not on "
+                    f"rank {rank if has else other}; take a step on all ranks, or call init_state()."
+                )
+            for name, kind in facts.kinds.items():
+                known = kinds[name]
+                if kind.dtype != known.dtype or (
+                    kind.cells == known.cells and kind.trailing != known.trailing
+                ):
+                    raise ConfigError(
+                        f"reshard: {self._word(name)} of table {self.key} is {_kind_word(known)} on rank {rank} and "
+                        f"{_kind_word(kind)} on rank {other}; convert the model on all ranks alike."
+                    )
+                if kind.cells != known.cells:  # a tile of one column: its numbers per row look like cells
+                    kinds[name] = kind if not kind.cells else known
+        self._ready = Facts(kinds, ready.numbers)
+        meta = self.table.weight.is_meta
+        parts = [
+            Part(str(name), kind.cells, kind.unit, self._sources.get(name, []))
+            for name, kind in ({} if meta else kinds).items()
+        ]
+        self.load = Load(self.old, self.new, parts, self._topology)
+
+    def _word(self, name: tuple[Any, ...]) -> str:
+        if name[0] == "state":
+            return f"state '{name[2]}' of {self._steppers.word(name[1])}"
+        return " ".join(map(str, name))
+
+    # ------------------------------------------------------------------------------------------------------ switch
+
+    def allocate(self) -> None:
+        """Make the new tiles' memory."""
+        assert self._ready is not None
+        if ("grad",) in self._ready.kinds and ("grad",) not in self._sources and self.table.tiles:
+            self._sources[("grad",)] = [torch.zeros_like(leaf) for leaf in self.table.leaves()]
+            for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
+                if name == ("grad",):
+                    part.before = self._sources[name]
+        places = places_of(self.new, self.table.tile_rows[0].peers.group.rank)
+        device = self.table.weight.device
+        for name, kind in self._ready.kinds.items():
+            if kind.cells:  # large ones in huge pages: new memory comes several times faster in them
+                shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
+                self._memory[name] = flat_memory(shapes, kind.dtype, device)
+                continue
+            shape = [(place.r1 - place.r0, *kind.trailing) for place in places]
+            self._memory[name] = [torch.empty(own, dtype=kind.dtype, device=device) for own in shape]
+        held = bool(places[0].owners)
+        for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
+            part.after = self._memory[name] if held else []
+
+    def drop(self) -> None:
+        """Give the new memory back: the table stays where it is."""
+        self._memory, self._made = {}, None
+        for part in self.load.parts:
+            part.after = []
+
+    def make_ready(self) -> None:
+        """Make all that the switch puts in place: what can fail, fails here."""
+        assert self._ready is not None
+        table, kinds, numbers = self.table, self._ready.kinds, self._ready.numbers
+        places = places_of(self.new, table.tile_rows[0].peers.group.rank)
+        count = range(len(places))
+        states: list[dict[str, Tensor]] = [
+            {
+                slot: self._memory[("slot", slot)][i]
+                if ("slot", slot) in kinds
+                else numbers[("slot", slot)].clone()
+                for slot in table.rows.state
+            }
+            for i in count
+        ]
+        touched: list[Touched | None] = [None for _ in count]
+        if table.tile_rows[0].touched is not None:
+            marks = self._memory.get(("touched",))
+            touched = [
+                self._touched(place.r1 - place.r0, marks[i] if marks else None)
+                for i, place in enumerate(places)
+            ]
+        steppers = {
+            n: [self._state_of(n, i) for i in count]
+            for n in self._steppers.of(self.key)
+            if any(name[:2] == ("state", n) for name in (*kinds, *numbers))
+        }
+        peers = [new_peers(table, self.new, place, self._topology) for place in places]
+        self._made = Made(peers, states, touched, steppers)
+
+    def _touched(self, rows: int, marks: Tensor | None) -> Touched:
+        assert self._ready is not None
+        numbers = self._ready.numbers
+        made = Touched(0, self.table.weight.device)
+        made.updates = numbers[("updates",)]
+        made.state_updates = numbers[("state updates",)]
+        made.marks = made.marks.new_zeros(rows) if marks is None else marks
+        return made
+
+    def switch(self) -> Exception | None:
+        """The new tiles take the place of the old ones, on this rank: assignments, nothing is computed.
+
+        Returns what others' objects (optimizers, `RowState`s) raised: the table has moved all the same.
+        """
+        assert self._made is not None
+        table, made = self.table, self._made
+        grads = self._memory.get(("grad",), [None] * len(made.peers))
+        before = table.leaves()
+        after = take_tiles(
+            table,
+            self.new,
+            made.peers,
+            self._memory[("weight",)],
+            made.states,
+            cast("Sequence[Tensor | None]", grads),
+        )
+        for rows, touched in zip(table.tile_rows, made.touched, strict=True):
+            rows.touched = touched
+        trouble: Exception | None = None
+        try:
+            self._steppers.follow(self.key, before, after, made.steppers)
+        except Exception as error:
+            trouble = error
+        held = bool(self.table.tiles)
+        for number, state in enumerate(self._row_states()):
+            own = {name[2]: parts for name, parts in self._memory.items() if name[:2] == ("rows", number)}
+            try:
+                state.take({key: parts if held else [] for key, parts in own.items()})
+            except Exception as error:
+                trouble = trouble or error
+        self._memory, self._sources, self._made = {}, {}, None
+        for part in self.load.parts:
+            part.before, part.after = [], []
+        return trouble
+
+    def _state_of(self, number: int, i: int) -> dict[str, Any]:
+        assert self._ready is not None
+        kinds, numbers = self._ready.kinds, self._ready.numbers
+        state: dict[str, Any] = {
+            name[2]: number_like(value, self.table.weight)
+            for name, value in numbers.items()
+            if name[:2] == ("state", number)
+        }
+        state.update({name[2]: self._memory[name][i] for name in kinds if name[:2] == ("state", number)})
+        return state
+
+
+def _kind_word(kind: Kind) -> str:
+    return f"{kind.dtype} {list(kind.trailing)} a row" if kind.trailing else str(kind.dtype)
+
+
+def table_word(name: Name) -> str:
+    """A table, for messages."""
+    path, table = name
+    return f"'{table}' of module '{path}'" if path else f"'{table}'"

@@ -1,0 +1,366 @@
+"""Which tables the backward pass updates: what the user attached, what sharders give, what the plan says.
+
+attached     its optimizer stays, whatever sharders give
+`dense`      no optimizer: gradients go to `.grad`, for an optimizer of the user's; an attached one is taken off, with a
+             warning, when the model is sharded
+`fused_uvm…` as `fused`, with rows in host memory: behind a cache, or (`fused_uvm`, on a GPU) on the device only while
+             a batch is in flight
+otherwise    the optimizer of the collection's sharder, if it gives one
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tilerec.compat.sharders import ModuleSharder
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.table import Table
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.model_tables import Name
+from tilerec.planner.sharder import sharder_of
+from tilerec.spec.cache import CacheParams
+from tilerec.spec.plan import (
+    HOST_KERNELS,
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    Wire,
+)
+from tilerec.storage.cached import RowCache
+from tilerec.storage.table_rows import TableRows
+
+DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
+UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
+
+Gifts = list[tuple[ModuleSharder, list[nn.Parameter]]]
+"""Each sharder with the tables that it gives its optimizer to."""
+
+
+def gifts_of(
+    plan: ShardingPlan,
+    collections: Mapping[str, TableCollection],
+    ties: Sequence[Mapping[Name, Table]],
+    sharders: Sequence[ModuleSharder],
+) -> Gifts:
+    """What sharders give to which tables that have no optimizer; changes nothing.
+
+    Args:
+        ties: the distinct tables, each under all its names.
+
+    Raises:
+        ConfigError: the plan says two things of one table, as that it lies in different memories; two sharders give two
+            optimizers to one table.
+    """
+    members: dict[int, list[nn.Parameter]] = {}
+    for names in ties:
+        kernels = {name: plan.plan[name[0]][name[1]].kernel for name in names}
+        said = {name: kernel is DENSE for name, kernel in kernels.items() if kernel is not None}
+        if len(set(said.values())) > 1:
+            raise ConfigError(
+                f"shard: one table has the names {_listed(names)}, and the plan says compute_kernel 'dense' of one of "
+                "them and another kernel of the other; say the same of all of them."
+            )
+        hosted = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
+        if len(hosted) > 1 and any(kernel in HOST_KERNELS for kernel, _ in hosted):
+            raise ConfigError(
+                f"shard: one table has the names {_listed(names)}, and the plan has it in host memory, or behind a "
+                "cache, under one of them and otherwise under the other; say the same of all of them."
+            )
+        dense, table = any(said.values()), next(iter(names.values()))
+        if table.rows.spec is not None:
+            continue
+        givers: dict[int, ModuleSharder] = {}
+        for path, _ in names:
+            sharder = sharder_of(collections[path], sharders)
+            if sharder is not None and sharder.optimizer is not None:
+                givers[id(sharder)] = sharder
+        if dense or not givers or not table.weight.requires_grad:
+            continue
+        first, *others = givers.values()
+        for other in others:
+            if other.optimizer != first.optimizer:
+                raise ConfigError(
+                    f"shard: one table has the names {_listed(names)}, and {type(first).__name__} gives it "
+                    f"{first.optimizer}, {type(other).__name__} {other.optimizer}; give both the same fused_params, or "
+                    "attach its optimizer with apply_optimizer_in_backward."
+                )
+            members.setdefault(id(other), [])  # it gives what the first gives
+        members.setdefault(id(first), []).append(table.weight)
+    return [(sharder, members[id(sharder)]) for sharder in sharders if id(sharder) in members]
+
+
+def dense_tables(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> list[Mapping[Name, Table]]:
+    """Tables, under their names, that the plan has as `dense` and that have an optimizer attached."""
+    return [
+        names
+        for names in ties
+        if next(iter(names.values())).rows.spec is not None
+        and any(plan.plan[path][name].kernel is DENSE for path, name in names)
+    ]
+
+
+def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
+    """Take the optimizers off tables that the plan has as `dense`, with one warning that names them."""
+    found = dense_tables(plan, ties)
+    if not found:
+        return
+    listed = _listed([name for names in found for name in names])
+    warnings.warn(
+        f"shard: the plan says compute_kernel 'dense' of table {listed}, so the optimizer attached there is taken off: "
+        "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) "
+        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say "
+        "'fused'.",
+        stacklevel=6,
+    )
+    for names in found:
+        next(iter(names.values())).rows.detach()
+
+
+def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
+    """Raise a `ConfigError` for a move of a table to `dense`: its optimizer stays where its rows go."""
+    for names in dense_tables(plan, ties):
+        kind = type(next(iter(names.values())).rows.spec).__name__
+        raise ConfigError(
+            f"reshard: the plan says compute_kernel 'dense' of table {_listed(names)}, but {kind} is attached to it "
+            "and updates it in the backward pass; leave compute_kernel out of the plan, or say 'fused'."
+        )
+
+
+def attach(gifts: Gifts) -> None:
+    """The optimizers of the sharders, attached. Tables of one sharder share their numbers."""
+    for sharder, params in gifts:
+        assert sharder.optimizer is not None
+        if params:
+            apply_optimizer_in_backward(sharder.optimizer, params)
+
+
+def with_kernels(
+    plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] = ()
+) -> ShardingPlan:
+    """The plan with the kernel and the cache of every table: as it came where the plan left it open.
+
+    Warns of tables that the plan wants updated in the backward pass and that no optimizer is attached to.
+
+    Raises:
+        ConfigError: such a table is to lie in host memory, where a gradient of the whole table is not wanted.
+    """
+    bare: list[Name] = []
+
+    def cache_of(path: str, sharding: ParameterSharding, rows: TableRows) -> CacheParams:
+        if sharding.cache is not None:
+            return sharding.cache
+        if rows.cache is not None and rows.cache.params is not None:
+            return rows.cache.params
+        sharder = sharder_of(collections[path], sharders)
+        return (None if sharder is None else sharder.cache) or CacheParams()
+
+    def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        table = collections[path]._tables[name]
+        rows = table.rows
+        if sharding.kernel is None:
+            kernel = DENSE if rows.spec is None else FUSED
+            if rows.cache is not None:
+                kernel = UVM if rows.cache.params is None else CACHED
+            sharding = replace(sharding, compute_kernel=kernel)
+        if sharding.kernel in HOST_KERNELS and rows.spec is None and rows.leaf.requires_grad:
+            raise ConfigError(
+                f"shard: table {_listed([(path, name)])} is to lie in host memory (compute_kernel "
+                f"'{sharding.kernel.value}') and has no optimizer, so its gradient would be a dense .grad of the whole "
+                "table; attach one with apply_optimizer_in_backward, give a sharder fused_params, or freeze the table."
+            )
+        if sharding.kernel is CACHED:
+            return replace(sharding, cache_params=cache_of(path, sharding, rows))
+        if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
+            bare.append((path, name))
+        return sharding
+
+    whole = _mapped(plan, filled)
+    if bare:
+        path, name = bare[0]
+        kernel = plan.plan[path][name].kernel
+        assert kernel is not None
+        warnings.warn(
+            f"shard: the plan says compute_kernel '{kernel.value}' of table {_listed(bare)}, but no optimizer is "
+            "attached and no sharder gives one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
+            "give a sharder fused_params, or say 'dense'.",
+            stacklevel=6,
+        )
+    return whole
+
+
+def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+    """A planner's plan, in which tables that are cached already stay so; a plan of a user's says what it wants."""
+
+    def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        cached = collections[path]._tables[name].rows.cache is not None
+        return replace(sharding, compute_kernel=None, cache_params=None) if cached else sharding
+
+    return _mapped(plan, kept)
+
+
+def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+    """The plan of sharded tables with the memory where each is: it may have been cached, or not any more, since."""
+
+    def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        rows = collections[path]._tables[name].rows
+        if rows.cache is None:
+            if sharding.kernel is not CACHED:
+                return sharding
+            return replace(sharding, compute_kernel=DENSE if rows.spec is None else FUSED, cache_params=None)
+        params = rows.cache.params
+        if params is None or (sharding.kernel is CACHED and sharding.cache == params):
+            return sharding
+        return replace(sharding, compute_kernel=CACHED, cache_params=params)
+
+    return _mapped(plan, stored)
+
+
+def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
+    """A plan that leaves every table in the memory where it is."""
+
+    def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        now = present.plan[path][name]
+        if (now.kernel, now.cache) == (sharding.kernel, sharding.cache):
+            return sharding
+        return replace(sharding, compute_kernel=now.kernel, cache_params=now.cache)
+
+    return _mapped(plan, stored)
+
+
+def caches_of(
+    plan: ShardingPlan, collections: Mapping[str, TableCollection], device: torch.device | None
+) -> dict[Name, RowCache]:
+    """The cache that each tile of a table is to have, of those that lie in host memory.
+
+    Args:
+        plan: with kernels and caches of all tables.
+        device: of the batches; None: where each table is.
+    """
+    caches: dict[Name, RowCache] = {}
+    for path, name, sharding in plan.tables():
+        rows = collections[path]._tables[name].rows
+        where = device if device is not None or rows.leaf.is_meta else rows.leaf.device
+        if where is None and rows.cache is not None:
+            where = rows.cache.device
+        where = None if where is None or where.type == "cpu" else where
+        if sharding.kernel is CACHED:
+            caches[path, name] = RowCache(name, sharding.cache, where)
+        elif sharding.kernel is UVM and where is not None:
+            caches[path, name] = RowCache(name, None, where)
+    return caches
+
+
+def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> None:
+    """Refuse a plan that has tables elsewhere than they are: they move between ranks, not between memories.
+
+    Raises:
+        ConfigError: a table is cached and is not to be, the other way round, or with another cache.
+    """
+    for path, name, sharding in plan.tables():
+        cache = collections[path]._tables[name].rows.cache
+        cached = None if cache is None else cache.params
+        if sharding.kernel is not UVM and (
+            cached != sharding.cache or (cache is not None) != (sharding.kernel is CACHED)
+        ):
+            kernel = "" if sharding.kernel is None else sharding.kernel.value
+            raise ConfigError(
+                f"reshard: the plan has table {_listed([(path, name)])} as '{kernel}' ({sharding.cache or 'no cache'}) "
+                f"and it is {cached or 'not cached'}; leave compute_kernel and cache_params out of the plan."
+            )
+
+
+def with_wires(
+    plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder]
+) -> ShardingPlan:
+    """The plan with the wire of every table: where it names none, the sharders' formats, or fp32."""
+
+    def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        if sharding.wire is not None:
+            return sharding
+        sharder = sharder_of(collections[path], sharders)
+        given = None if sharder is None else sharder.wire
+        return replace(sharding, wire=given or Wire())
+
+    return _mapped(plan, filled)
+
+
+def _mapped(
+    plan: ShardingPlan, change: Callable[[str, str, ParameterSharding], ParameterSharding]
+) -> ShardingPlan:
+    parts = {
+        path: EmbeddingModuleShardingPlan({name: change(path, name, s) for name, s in part.items()})
+        for path, part in plan.plan.items()
+    }
+    return replace(plan, plan=parts)
+
+
+def warn_of_idle(
+    gifts: Gifts,
+    given: ShardingPlan,
+    collections: Mapping[str, TableCollection],
+    sharders: Sequence[ModuleSharder],
+) -> None:
+    """Name the sharders that say something and change nothing.
+
+    Args:
+        given: the plan without the formats of sharders.
+    """
+    giving = {id(sharder) for sharder, _ in gifts}
+    for sharder in sharders:
+        who, kind = type(sharder).__name__, sharder.module_type.__name__
+        own = [path for path, part in collections.items() if sharder_of(part, sharders) is sharder]
+        says = [
+            word
+            for word, value in (
+                ("fused_params", sharder.optimizer),
+                ("qcomm_codecs_registry", None if sharder.wire == Wire() else sharder.wire),
+                ("fused_params about the cache", sharder.cache),
+            )
+            if value is not None
+        ]
+        if says and not own:
+            warnings.warn(
+                f"{who}: its {' and '.join(says)} have no effect, as the model has no {kind}; it has "
+                f"{sorted({type(part).__name__ for part in collections.values()})}.",
+                stacklevel=6,
+            )
+            continue
+        if sharder.optimizer is not None and id(sharder) not in giving:
+            warnings.warn(
+                f"{who}: its fused_params have no effect: every table of a {kind} has an optimizer attached, is "
+                "frozen, or is 'dense' in the plan.",
+                stacklevel=6,
+            )
+        if sharder.cache is not None and not any(
+            sharding.kernel is CACHED and sharding.cache is None
+            for path in own
+            for sharding in given.plan[path].values()
+        ):
+            warnings.warn(
+                f"{who}: its fused_params about the cache have no effect: the plan has no table of a {kind} as "
+                "'fused_uvm_caching' without cache_params.",
+                stacklevel=6,
+            )
+        # A planner that was given the sharder names its format in the plan.
+        if "qcomm_codecs_registry" in says and all(
+            sharding.wire not in (None, sharder.wire)
+            for path in own
+            for sharding in given.plan[path].values()
+        ):
+            warnings.warn(
+                f"{who}: its qcomm_codecs_registry has no effect: the plan names others for every table of a {kind}.",
+                stacklevel=6,
+            )
+
+
+def _listed(names: Sequence[Name] | Mapping[Name, Table], most: int = 8) -> str:
+    texts = [f"'{table}' of module '{path}'" if path else f"'{table}'" for path, table in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

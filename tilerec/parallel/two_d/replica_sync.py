@@ -1,0 +1,275 @@
+"""`ReplicaSync`: replicas that train apart become one again: weights and optimizer state are averaged.
+
+    union     which rows has any replica touched since the last time: numbers travel
+    average   w[row] = sum over replicas of w[row] / R, and so every slot of the optimizer: only those rows travel
+    counts    of updates (Adam's t, of a table or of a row): the largest of the replicas'
+
+A row that only some replicas touched is averaged over all: the others still have what it was. Both sums are taken in
+fp32 (fp64 for fp64 tables) and rounded once; the result has the same bits on every replica.
+
+Legend: R replicas, U rows that any of them touched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.comms.agree import agree, digest
+from tilerec.comms.group import Group, Handle
+from tilerec.ops.runtime.upload import upload
+from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
+from tilerec.sharding.update import TileRows
+
+CHUNK = 1 << 26
+"""Bytes of one message where the caller waits; two are in memory at a time."""
+
+AverageHook = Callable[[list[Tensor]], None]
+"""Averages tensors over the replica group, in place."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of one tensor."""
+
+    memory: Tensor  # [rows, D] or [rows]
+    rows_U: Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Pieces of one type on their way."""
+
+    pieces: list[_Piece]
+    flat: Tensor
+    handle: Handle | None  # None: averaged by the user's hook
+
+
+@final
+class ReplicaSync:
+    """Keeps the attached tables below some modules equal on the ranks of a replica group.
+
+    Args:
+        axis: the replica group, R ranks that hold the same tiles.
+        modules: those whose tables it looks after; tables without an attached optimizer need nothing.
+        hook: averages in place of an all-reduce.
+        ranks: what the group's ranks are called in errors; None: by their numbers in it.
+    """
+
+    def __init__(
+        self, axis: Group, modules: Sequence[nn.Module], hook: AverageHook | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.axis = axis
+        self.modules = tuple(modules)
+        self.hook, self.ranks = hook, ranks
+        self._sent: list[_Chunk] = []
+        self._waiting: list[TileRows] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaSync:
+        raise AssertionError("a copied model makes its own")
+
+    def rows(self) -> list[TileRows]:
+        """The tiles it looks after, in one order on all replicas."""
+        found: dict[int, TileRows] = {}
+        for module in self.modules:
+            for table in module.modules():
+                if isinstance(table, ShardedTable):
+                    found.update({id(rows): rows for rows in table.tile_rows if rows.touched is not None})
+        return sorted(found.values(), key=TileRows._mark)
+
+    @property
+    def steps(self) -> int:
+        """Updates since weights were agreed on; the largest of the tables. Replicas in step have the same."""
+        return max([_touched(rows).updates for rows in self.rows()], default=0)
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Updates since weights and optimizer state were agreed on."""
+        return max([_touched(rows).state_updates for rows in self.rows()], default=0)
+
+    def __call__(self, *, state: bool = True, wait: bool = True) -> None:
+        """Average what was touched. All replicas call it.
+
+        Args:
+            state: optimizer state as well; what is left out now comes along the next time.
+            wait: else it ends when the rows are next read or written (or by `settle`): until then they may not be
+                written by anybody else.
+
+        Raises:
+            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers' numbers: on all
+                of them, and no row has been written.
+        """
+        self.settle()
+        rows = self.rows()
+        for own in rows:
+            own.settle()
+        done = WEIGHTS | SLOTS if state else WEIGHTS
+        if self.axis.size == 1 or not rows:
+            _agreed(rows, done)
+            return
+        touched = self._union(rows, done)
+        for own in rows:
+            own.about_to_write()
+        if state:
+            self._take_largest_steps(rows, touched)
+        chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
+        # Marks go when rows have gone: a hook that fails leaves them for the next time.
+        if wait:
+            running: deque[_Chunk] = deque()
+            for chunk in chunks:
+                running.append(self._send(chunk))
+                if len(running) > 1:
+                    self._write(running.popleft())
+            while running:
+                self._write(running.popleft())
+            _agreed(rows, done)
+            return
+        self._sent = [self._send(chunk) for chunk in chunks]
+        _agreed(rows, done)
+        self._waiting = rows
+        for own in rows:
+            _touched(own).pending = self.settle
+
+    def settle(self) -> None:
+        """Write the rows that are on their way. No collective: ranks call it when they like."""
+        sent, self._sent = self._sent, []
+        waiting, self._waiting = self._waiting, []
+        for own in waiting:
+            _touched(own).pending = None
+        for chunk in sent:
+            self._write(chunk)
+
+    # ------------------------------------------------------------------------------------------------ which rows
+
+    def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
+        """Per tile, the rows that any replica has touched, ascending; update counts become the largest."""
+        touched = [_touched(tile) for tile in rows]
+        own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
+        said = {
+            "include_optimizer_state": bool(wanted & SLOTS),
+            "a hook averages": self.hook is not None,
+            "tables": {
+                f"{i}: {t.name}": [type(t.spec).__name__, [slot.name for slot in _slots(t)], _numbers(t)]
+                for i, t in enumerate(rows)
+            },
+        }
+        word = int.from_bytes(digest("what sync() averages", said)[:8], "little", signed=True)
+        facts = [
+            word,
+            len(rows),
+            *(n for t, u in zip(updates, own, strict=True) for n in (t, u.numel())),
+        ]
+        counts = self._tell_all(
+            "replica counts",
+            upload(facts, self.axis.device),
+            [2 + 2 * len(rows)] * self.axis.size,
+        )
+        told = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
+        if any(pairs[0] != told[0][0] for pairs in told):
+            agree(self.axis, "what sync() averages", said, self.ranks)
+        told = [pairs[1:] for pairs in told]
+        for t, tile in enumerate(rows):
+            most = max(pairs[t][0] for pairs in told)
+            if most > updates[t]:
+                tile.state[tile._counter].fill_(most)
+        numbers = torch.cat([u.to(self.axis.device) for u in own])
+        heard = self._tell_all("replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in told])
+        for peer, (pairs, theirs) in enumerate(zip(told, heard, strict=True)):
+            if peer != self.axis.rank:
+                for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
+                    _touched(tile).mark(part.to(tile.leaf.device))
+        union, _ = rows_of_all(touched, wanted)
+        return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
+
+    def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Every replica's numbers, given how many there are."""
+        peers = [rank for rank in range(self.axis.size) if rank != self.axis.rank]
+        heard = {rank: mine.new_empty(sizes[rank]) for rank in peers}
+        self.axis.swap(name, heard, dict.fromkeys(peers, mine)).wait()
+        heard[self.axis.rank] = mine
+        return [heard[rank] for rank in range(self.axis.size)]
+
+    def _take_largest_steps(self, rows: Sequence[TileRows], touched: Sequence[Tensor]) -> None:
+        """Counts per row, of rules that have them: the largest."""
+        counted = [
+            (tile.state["step"], u)
+            for tile, u in zip(rows, touched, strict=True)
+            if any(slot.name == "step" for slot in _slots(tile))
+        ]
+        if not counted:
+            return
+        mine = torch.cat([steps[u].to(self.axis.device) for steps, u in counted])
+        largest = torch.stack(self._tell_all("replica steps", mine, [mine.numel()] * self.axis.size)).amax(0)
+        for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
+            steps.index_copy_(0, u, part.to(steps))
+
+    # ------------------------------------------------------------------------------------------------ their values
+
+    @torch.no_grad()
+    def _chunks(
+        self, rows: Sequence[TileRows], touched: Sequence[Tensor], state: bool, most: int | None
+    ) -> Iterator[list[_Piece]]:
+        """Weights and slots of the rows, in messages of one type of at most `most` bytes each (None: one per type)."""
+        open_: dict[torch.dtype, tuple[list[_Piece], int]] = {}
+        for tile, rows_U in zip(rows, touched, strict=True):
+            memories = [tile.leaf.detach()]
+            if state:
+                memories += [tile.state[slot.name] for slot in _slots(tile) if slot.name != "step"]
+            for memory in memories:
+                wide = _wide(memory)
+                width = wide.itemsize * (memory.shape[1] if memory.dim() == 2 else 1)
+                for part_U in rows_U.split(max(1, (most or 1 << 62) // width)) if rows_U.numel() else ():
+                    pieces, size = open_.get(wide, ([], 0))
+                    if pieces and most is not None and size + part_U.numel() * width > most:
+                        yield pieces
+                        pieces, size = [], 0
+                    open_[wide] = ([*pieces, _Piece(memory, part_U)], size + part_U.numel() * width)
+        for pieces, _ in open_.values():
+            yield pieces
+
+    @torch.no_grad()
+    def _send(self, pieces: list[_Piece]) -> _Chunk:
+        wide = _wide(pieces[0].memory)
+        flat = torch.cat([piece.memory[piece.rows_U].to(wide).view(-1) for piece in pieces])
+        if self.hook is not None:
+            self.hook([flat])
+            return _Chunk(pieces, flat, None)
+        flat = flat.to(self.axis.device)  # rows of cached tables lie in host memory
+        return _Chunk(pieces, flat, self.axis.all_reduce_("replica rows", flat))
+
+    @torch.no_grad()
+    def _write(self, chunk: _Chunk) -> None:
+        flat = chunk.flat if chunk.handle is None else chunk.handle.wait() / self.axis.size
+        shapes = [(p.rows_U.numel(), *p.memory.shape[1:]) for p in chunk.pieces]
+        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+        for piece, shape, part in zip(chunk.pieces, shapes, parts, strict=True):
+            piece.memory.index_copy_(0, piece.rows_U, part.view(shape).to(piece.memory))
+
+
+def _touched(rows: TileRows) -> Any:
+    assert rows.touched is not None
+    return rows.touched
+
+
+def _agreed(rows: Sequence[TileRows], marks: int) -> None:
+    for own in rows:
+        _touched(own).agreed(marks)
+
+
+def _numbers(tile: TileRows) -> dict[str, str]:
+    return {} if tile.group is None else {name: repr(n) for name, n in tile.group.numbers().items()}
+
+
+def _slots(tile: TileRows) -> Sequence[Any]:
+    return tile.spec.slots if tile.spec is not None else ()
+
+
+def _wide(memory: Tensor) -> torch.dtype:
+    return torch.float64 if memory.dtype == torch.float64 else torch.float32

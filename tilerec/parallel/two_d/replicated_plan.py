@@ -1,0 +1,138 @@
+"""`ReplicatedPlan`: a plan of one sharding group, and which groups of the world follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilerec.parallel.two_d.rank_grid import RankGrid
+from tilerec.spec.plan import (
+    EmbeddingModuleShardingPlan,
+    Held,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+
+@dataclass(frozen=True)
+class ReplicatedPlan:
+    """What `print(model.plan)` shows of a model in 2D parallelism.
+
+    Args:
+        group_plan: of one sharding group, whose ranks count from 0; complete. The user's own is never changed.
+        grid: which ranks form which group.
+        topology: of the world.
+        hosts_from: what the group plan's hosts are: "the machines", "node_group_size" or "the plan".
+        kept: how replicas are kept together, in words.
+        others: of parts of the model that are sharded over groups of other sizes.
+
+    `save`, `dumps` and `to_json` write the group plan, which may be passed as `plan=` again.
+    """
+
+    group_plan: ShardingPlan
+    grid: RankGrid
+    topology: Topology
+    hosts_from: str
+    kept: str
+    others: tuple[ReplicatedPlan, ...] = ()
+
+    def world_plan(self) -> ShardingPlan:
+        """Who holds what in the whole world: every tile with its owners in all sharding groups."""
+        parts: dict[str, EmbeddingModuleShardingPlan] = {}
+        for path, part in self.group_plan.plan.items():
+            parts[path] = EmbeddingModuleShardingPlan(
+                {name: self._over_replicas(name, sharding) for name, sharding in part.items()}
+            )
+        return ShardingPlan(parts, self.grid.world_size, self.topology.host_ranks)
+
+    def _over_replicas(self, name: str, sharding: ParameterSharding) -> ParameterSharding:
+        assert sharding.tiling is not None, "the group plan is complete"
+        tiling = self.grid.over_replicas(name, sharding.tiling)
+        everywhere = sharding.kind is ShardingType.DATA_PARALLEL
+        return ParameterSharding(
+            ShardingType.DATA_PARALLEL if everywhere else ShardingType.EXPLICIT,
+            sharding.kernel,
+            tiling=tiling,
+            wire=sharding.wire,
+            data_type=sharding.data_type,
+            ids_per_bag=sharding.ids_per_bag,
+        )
+
+    def as_run(self, executed: ShardingPlan) -> ReplicatedPlan:
+        """With the kernels and wires that sharding has filled in."""
+        parts = {
+            path: EmbeddingModuleShardingPlan(
+                {
+                    name: replace(
+                        sharding,
+                        compute_kernel=executed.plan[path][name].kernel,
+                        wire=executed.plan[path][name].wire,
+                    )
+                    for name, sharding in part.items()
+                }
+            )
+            for path, part in self.group_plan.plan.items()
+        }
+        return replace(self, group_plan=replace(self.group_plan, plan=parts))
+
+    @property
+    def plan(self) -> Any:
+        """The group plan's, by module path and table."""
+        return self.group_plan.plan
+
+    @property
+    def report(self) -> Any:
+        """What the planner says of the group plan, or None."""
+        return self.group_plan.report
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """The group plan's."""
+        return self.group_plan.get_plan_for_module(module_path)
+
+    def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
+        """The group plan's."""
+        return self.group_plan.tables()
+
+    def tiling(self, path: str, table: str) -> Tiling:
+        """A table's tiling over one sharding group."""
+        tiling = self.group_plan.plan[path][table].tiling
+        assert tiling is not None, "the group plan is complete"
+        return tiling
+
+    def held_by(self, rank: int) -> tuple[Held, ...]:
+        """What a rank of the world holds."""
+        return self.group_plan.held_by(self.grid.member_of(rank))
+
+    def to_json(self) -> dict[str, Any]:
+        """The group plan's."""
+        return self.group_plan.to_json()
+
+    def dumps(self) -> str:
+        """The group plan's."""
+        return self.group_plan.dumps()
+
+    def save(self, path: str | Path) -> None:
+        """The group plan's."""
+        self.group_plan.save(path)
+
+    def __str__(self) -> str:
+        hosts = {
+            "the machines": "as the machines are",
+            "node_group_size": "runs of node_group_size members, whatever the machines are",
+            "the plan": "as the plan says, whatever the machines are",
+        }[self.hosts_from]
+        own = "\n".join(
+            [
+                self.grid.described(self.topology),
+                f"{'replicas':15}  {self.kept}",
+                f"{'hosts below':15}  {hosts}",
+                "",
+                f"of each sharding group, {self.group_plan}",
+            ]
+        )
+        return "\n\n".join([own, *map(str, self.others)])

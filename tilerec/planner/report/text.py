@@ -1,0 +1,280 @@
+"""A `PlanReport` as text: cost and bound, the bottleneck, what would help, stages, memory, the heaviest tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from tilerec.planner.report.bottleneck import BALANCED, BETWEEN_HOSTS, COLLECTIVES, Bottleneck
+from tilerec.planner.report.table_entry import PICO, TableEntry
+from tilerec.planner.report.time_text import time_text as time_text
+from tilerec.planner.report.what_if import WhatIf
+from tilerec.planner.search.instance import Ints
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.ranks import ranks_to_text
+from tilerec.spec.topology import Topology
+
+_MOST_TABLES, _MOST_ON_RANK, _MOST_NAMED = 20, 5, 8
+
+
+class Reported(Protocol):
+    """What is read of a `PlanReport`, whose text this is."""
+
+    @property
+    def tables(self) -> Sequence[TableEntry]: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def cost_ps(self) -> int: ...
+    @property
+    def bound_ps(self) -> int: ...
+    @property
+    def charge_ps(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def stages(self) -> Sequence[str]: ...
+    @property
+    def load_ps(self) -> Ints: ...
+    @property
+    def memory(self) -> Ints: ...
+    @property
+    def cap(self) -> Ints: ...
+    @property
+    def bottleneck(self) -> Bottleneck: ...
+    @property
+    def speeds_origin(self) -> str: ...
+    @property
+    def speeds_are_default(self) -> bool: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    def weighs_most(self, rank: int, most: int | None) -> list[tuple[TableEntry, float]]: ...
+
+
+def fullest(held: Ints, cap: Ints) -> int:
+    """The rank that holds most of what it may hold; of equals, the lowest."""
+    return int((held / cap.clip(1)).argmax())
+
+
+def percent_text(share: float) -> str:
+    """`0.0213` -> `"2.1 %"`, `0.213` -> `"21 %"`."""
+    return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
+
+
+def gap_text(gap: float) -> str:
+    """`0.0213` -> `"2.1 %"`."""
+    return "unknown" if gap == float("inf") else f"{100 * gap:.1f} %"
+
+
+def report_text(report: Reported, what_ifs: Sequence[WhatIf] | None = None) -> str:
+    """The text of a report; ends without a newline.
+
+    Args:
+        what_ifs: None leaves them out.
+    """
+    bound = (
+        f"no plan takes less than {time_text(report.bound_ps)} (gap {gap_text(report.gap)})"
+        if report.bound_ps
+        else "no bound is known"
+    )
+    parts = [
+        f"{len(report.tables)} table{'s' * (len(report.tables) != 1)} on "
+        f"{report.topology.world_size} {report.topology.compute_device} "
+        f"rank{'s' * (report.topology.world_size != 1)} of {report.topology.host_count} "
+        f"host{'s' * (report.topology.host_count != 1)}, {report.batch_size} samples each: "
+        f"{time_text(report.cost_ps)} a step; {bound}",
+        banner_text(report) if report.speeds_are_default else "",
+        "\n".join((f"Bottleneck: {bottleneck_text(report)}", balance_text(report), _heaviest(report))),
+        "" if what_ifs is None else _what_ifs(what_ifs),
+        _stages(report),
+        _memory(report),
+        _tables(report),
+        *(f"note: {note}" for note in report.notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def banner_text(report: Reported) -> str:
+    """That speeds are assumed, which, and the next move."""
+    topology = report.topology
+    device = topology.compute_device
+    memory = topology.ddr_mem_bw if device == "cpu" else topology.hbm_mem_bw
+    shown = [f"memory {_rate(memory)}", f"links {_rate(topology.intra_host_bw)}"]
+    if topology.host_count > 1:
+        shown.append(f"network {_rate(topology.inter_host_bw)} a rank")
+    ranks = topology.local_world_size or max(len(host) for host in topology.host_ranks)
+    return (
+        f"SPEEDS ARE DEFAULTS, NOT MEASURED: times assume '{report.speeds_origin}' ({', '.join(shown)}). To "
+        f"measure this machine: tilerec calibrate --nproc {ranks} --device {device} --out topology.json, then "
+        "plan with --topology topology.json."
+    )
+
+
+def bottleneck_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
+    """`"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` writes picoseconds."""
+    first, *others = report.bottleneck.resources
+    said = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
+    if len(first.stages) > 1:
+        parts = sorted(((int(report.load_ps[:, s].max()), s) for s in first.stages), key=lambda one: -one[0])
+        said += ": " + ", ".join(f"{report.stages[s]} {time(ps)}" for ps, s in parts if ps)
+    then = [f"{one.name} {percent_text(one.share)}" for one in others if one.ps]
+    return said + (f"; then {', '.join(then)}" if then else "") + "."
+
+
+def balance_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
+    """Which rank is the slowest; where none is by more than 5 %, that ranks are balanced."""
+    found, ranks = report.bottleneck, report.topology.world_size
+    load = time(int(report.load_ps[found.rank].sum()))
+    if ranks == 1:
+        return f"The one rank has {load} to do."
+    if not found.balanced:
+        said = f"Rank {found.rank} has the most to do: {load}, {percent_text(found.above)} above the mean."
+    else:
+        said = f"The ranks are balanced: none has more than {load} to do, {percent_text(found.above)} above the mean."
+    if found.waits:
+        said += (
+            f" Ranks wait for the slowest of each stage for {percent_text(found.waiting)} of the step, longest in "
+            f"'{report.stages[found.stage]}' for rank {found.stage_rank}, which takes "
+            f"{percent_text(found.stage_above)} more than the mean there."
+        )
+    return said
+
+
+def _heaviest(report: Reported) -> str:
+    """The tables that take most on the rank with the most to do, and how many others there are."""
+    rank = report.bottleneck.rank
+    heavy = report.weighs_most(rank, None)
+    if not heavy:
+        return ""
+    shown = ", ".join(
+        f"{_name(entry)} {time_text(seconds * PICO)}" for entry, seconds in heavy[:_MOST_ON_RANK]
+    )
+    others = heavy[_MOST_ON_RANK:]
+    if others:
+        rest = time_text(sum(seconds for _, seconds in others) * PICO)
+        shown += f"; {_count(len(others), 'other table')} there, {rest} together"
+    own = _of_no_table(report, rank, [entry for entry, _ in heavy])
+    if own > BALANCED * report.cost_ps:
+        shown += f"; {time_text(own)} for no single table (bookkeeping, and collectives that no plan avoids)"
+    return f"What weighs most on rank {rank}: {shown}."
+
+
+def _of_no_table(report: Reported, rank: int, here: Sequence[TableEntry]) -> int:
+    """Picoseconds of a rank in stages inside hosts that neither its pieces nor its own batch take; 0 where unknown."""
+    if not all(entry.owner_ps for entry in report.tables):
+        return 0
+    left = 0
+    for s, name in enumerate(report.stages):
+        if not name.endswith(BETWEEN_HOSTS):
+            owned = sum(e.owner_ps[s] * e.ps_on(rank) // sum(e.owner_ps) for e in here)
+            left += int(report.load_ps[rank, s]) - owned - sum(e.home_ps[s] for e in report.tables)
+    return max(0, left)
+
+
+def _what_ifs(found: Sequence[WhatIf]) -> str:
+    if not found:
+        return "What would help: no change applies to this plan."
+    rows = [
+        (one.change, "" if one.step_ps is None else time_text(one.step_ps), one.outcome, one.how)
+        for one in found
+    ]
+    return aligned(("what would help", "step then", "saves", "how"), rows, right=(1,))
+
+
+def _stages(report: Reported) -> str:
+    rows = []
+    for s, name in enumerate(report.stages):
+        load = report.load_ps[:, s]
+        most, mean = int(load.max()), int(load.sum()) // len(load)
+        rank = str(int(load.argmax())) if most > (1.0 + BALANCED) * mean else "balanced"
+        rows.append(
+            (name, _share(most, report), time_text(most), time_text(mean), rank if len(load) > 1 else "0")
+        )
+    if report.charge_ps:
+        charge = report.charge_ps
+        rows.append((COLLECTIVES, _share(charge, report), time_text(charge), time_text(charge), "all"))
+    return aligned(("stage", "of the step", "slowest", "mean", "slowest rank"), rows, right=(1, 2, 3, 4))
+
+
+def _share(ps: int, report: Reported) -> str:
+    return percent_text(ps / report.cost_ps) if report.cost_ps else ""
+
+
+def _memory(report: Reported) -> str:
+    rows = []
+    for m, tier in enumerate(("device", "host")):
+        held, cap = report.memory[:, m], report.cap[:, m]
+        if not held.any():
+            continue
+        full = fullest(held, cap)
+        rows.append(
+            (
+                tier,
+                bytes_text(int(held[full])),
+                bytes_text(int(held.sum()) // len(held)),
+                bytes_text(int(cap[full])),
+                f"{100 * int(held[full]) // max(1, int(cap[full]))} %",
+                str(full),
+            )
+        )
+    return aligned(("memory", "fullest", "mean", "of", "full", "rank"), rows, right=(1, 2, 3, 4, 5))
+
+
+def _tables(report: Reported) -> str:
+    order = sorted(report.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.path, e.name))
+    rows = []
+    for entry in order[:_MOST_TABLES]:
+        ranks = ranks_to_text(entry.ranks)
+        rows.append(
+            (
+                _name(entry),
+                f"{entry.rows:,} x {entry.dim}",
+                entry.data_type,
+                bytes_text(entry.bytes),
+                entry.sharding_type,
+                ranks if len(ranks) <= 24 else f"{len(entry.ranks)} ranks",
+                time_text(sum(entry.owner_ps)) if entry.owner_ps else "?",
+                time_text(sum(entry.home_ps)) if entry.owner_ps else "?",
+            )
+        )
+    head = ("table", "rows x dim", "type", "bytes", "cut", "ranks", "adds on owners", "on all ranks")
+    return aligned(head, rows, right=(1, 3, 6, 7)) + _others(order[_MOST_TABLES:])
+
+
+def _others(entries: Sequence[TableEntry]) -> str:
+    """The tables without a line of their own: how many, what they add, and the first of them by name."""
+    if not entries:
+        return ""
+    names = ", ".join(_name(entry) for entry in entries[:_MOST_NAMED])
+    if len(entries) > _MOST_NAMED:
+        names += f" … {_name(entries[-1])} (tilerec plan show --tables has them all)"
+    size = bytes_text(sum(entry.bytes for entry in entries))
+    return f"\n… and {_count(len(entries), 'table')} that add{'s' * (len(entries) == 1)} less, {size} together: {names}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _rate(bandwidth: float) -> str:
+    """Bytes per millisecond as GiB per second."""
+    return f"{bandwidth * 1000 / 2**30:,.4g} GiB/s"
+
+
+def _name(entry: TableEntry) -> str:
+    return f"{entry.path}.{entry.name}" if entry.path else entry.name
+
+
+def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Columns as wide as their widest entry; those numbered in `right` end on one line."""
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
+    lines = []
+    for row in (names, *rows):
+        cells = [
+            f"{c:>{w}}" if i in right else f"{c:<{w}}"
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

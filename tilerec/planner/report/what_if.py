@@ -1,0 +1,211 @@
+"""`WhatIf`: what a step would take after one change, planned anew; and the changes that are tried for a report.
+
+    request  ──varied──►  request with one change  ──decide──►  seconds of a step, or no plan
+
+Changes are compared by time per sample, so a larger batch and more ranks compare with what is there. Every what-if is
+a search of its own. Problems of more than `LARGE` tables x ranks get `FEW` of them, and those in device memory alone,
+as a search over host memory takes minutes there; the others are listed as left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.decision import decide
+from tilerec.planner.report.variation import varied
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.parameter_sharding import Wire
+from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.table import DataType
+
+LARGE = 1 << 19
+"""Tables x ranks. On one core of an AMD EPYC, 10,000 tables on 128 ranks take 2 s for one search in device memory."""
+FEW = 3
+NO_GAIN = 0.005
+"""Part of the time per sample; less is called no gain, as plans differ by as much within their gaps."""
+LEFT_OUT = "left out, as tables are many: tilerec plan whatif"
+FULL = 0.9
+"""Part of a rank's memory beyond which more memory is tried."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One change of a request and what came of it.
+
+    Args:
+        change: what is changed. how: the next move of a user who wants it.
+        step_ps: a step then; None where there is no plan, or none was made.
+        gain: the part of the time per sample that it saves, of all ranks together; negative where it costs more, 0.0
+            where `step_ps` is None.
+        per_sample: it changes the number of samples in a step, so `gain` is not a part of the step.
+        trouble: why `step_ps` is None.
+    """
+
+    change: str
+    how: str
+    step_ps: int | None
+    gain: float
+    per_sample: bool = False
+    trouble: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """ "12.3 % of the step", "12.3 % per sample", "no gain", or why there is no figure."""
+        if self.step_ps is None:
+            return self.trouble
+        if self.gain < NO_GAIN:
+            return "no gain"
+        return f"{100 * self.gain:.1f} % {'per sample' if self.per_sample else 'of the step'}"
+
+
+def what_ifs(
+    request: PlanRequest, step_ps: int, fullest: float = 0.0, cached: bool = False
+) -> tuple[WhatIf, ...]:
+    """Plan the changes that apply to a request; the largest gain first, those without a figure last.
+
+    Args:
+        request: of the plan. step_ps: what its step takes.
+        fullest: the part of its memory that the plan fills on the fullest rank.
+        cached: the plan has rows in host memory behind caches.
+    """
+    large = len(request.tables) * request.topology.world_size > LARGE
+    tried = (0 if cached else FEW) if large else None
+    found = []
+    for number, change in enumerate(_changes(request, fullest)):
+        if tried is None or number < tried:
+            found.append(change.planned(request, step_ps, large))
+        else:
+            found.append(replace(change.nothing, trouble=LEFT_OUT))
+    return tuple(sorted(found, key=lambda one: (one.step_ps is None, -one.gain)))
+
+
+@dataclass(frozen=True)
+class _Change:
+    what: str
+    how: str
+    made: Callable[[], PlanRequest]
+    per_sample: bool = False
+
+    @property
+    def nothing(self) -> WhatIf:
+        return WhatIf(self.what, self.how, None, 0.0, self.per_sample)
+
+    def planned(self, request: PlanRequest, step_ps: int, on_device: bool) -> WhatIf:
+        try:
+            then = self.made()
+            decision = decide(_on_device(then) if on_device else then)
+        except ConfigError as error:
+            return replace(self.nothing, trouble=f"not possible: {error}")
+        if decision.priced is None:
+            where = "device memory alone" if on_device and then.may_offload() else "the memory there is"
+            return replace(self.nothing, trouble=f"no plan within {where}")
+        cost = decision.priced.cost_ps
+        samples = (then.batch_size * then.topology.world_size) / (
+            request.batch_size * request.topology.world_size
+        )
+        gain = 1.0 - cost / samples / step_ps if step_ps else 0.0
+        return replace(self.nothing, step_ps=cost, gain=gain)
+
+
+def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
+    """Those that change anything in a request, the most telling first."""
+    topology = request.topology
+    exact = [table for table in request.tables if table.wire in (None, Wire())]
+    if topology.world_size > 1 and exact:
+        yield _Change(
+            "bf16 on the wire",
+            "QCommsConfig(CommType.BF16, CommType.BF16) in the sharders; --wire bf16",
+            lambda: varied(request, wire="bf16"),
+        )
+    wide = [table for table in request.tables if table.data_type is DataType.FP32]
+    if wide:
+        yield _Change(
+            f"bf16 rows in {_tables(len(wide))}",
+            "data_type=DataType.BF16 in the tables' configs; --dtype bf16",
+            lambda: _in_bf16(request),
+        )
+    yield _Change(
+        f"twice the batch, {2 * request.batch_size:,} samples of a rank",
+        f"--batch-size {2 * request.batch_size}",
+        lambda: varied(request, batch_size=2 * request.batch_size),
+        per_sample=True,
+    )
+    if topology.local_world_size is not None and topology.hbm_caps is None and topology.ddr_caps is None:
+        hosts = topology.host_count + 1
+        yield _Change(
+            f"one more host, {hosts} x {topology.local_world_size} ranks",
+            f"--hosts {hosts}",
+            lambda: varied(request, hosts=hosts),
+            per_sample=True,
+        )
+    bare = [table for table in request.tables if table.trained and table.optimizer is None]
+    if bare:
+        yield _Change(
+            f"an optimizer in the backward pass for {_tables(len(bare))}",
+            "apply_optimizer_in_backward(RowWiseAdagrad, ...)",
+            lambda: _attached(request),
+        )
+    if fullest > FULL and topology.hbm_caps is None and topology.ddr_caps is None:
+        cap, name = 2 * topology.memory_cap, "ddr" if topology.compute_device == "cpu" else "hbm"
+        yield _Change(
+            f"twice the memory, {bytes_text(cap)} of a rank",
+            f"--{name} {cap / 2**30:g}GiB",
+            lambda: varied(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
+        )
+    bound = [key for key, limits in request.constraints.items() if _freed(limits) != limits]
+    if bound:
+        yield _Change(
+            f"no constraints on how {_tables(len(bound))} may lie",
+            "leave out sharding_types, ranks, hosts, max_ranks, with_table, min_partition and pins",
+            lambda: replace(
+                request, constraints={key: _freed(limits) for key, limits in request.constraints.items()}
+            ),
+        )
+
+
+def _on_device(request: PlanRequest) -> PlanRequest:
+    """The request whose tables stay in device memory, unless a constraint gives the place of their rows."""
+    if not request.may_offload():
+        return request
+    free = {
+        table.key: request.limits_of(table.key) or ParameterConstraints()
+        for table in request.tables
+        if table.cached is None
+    }
+    kept = {
+        key: replace(limits, enforce_hbm=True)
+        for key, limits in free.items()
+        if not limits.kernels_allowed() and limits.sharding is None
+    }
+    return replace(request, constraints={**request.constraints, **kept})
+
+
+def _in_bf16(request: PlanRequest) -> PlanRequest:
+    tables = tuple(
+        replace(table, data_type=DataType.BF16) if table.data_type is DataType.FP32 else table
+        for table in request.tables
+    )
+    return replace(request, tables=tables)
+
+
+def _attached(request: PlanRequest) -> PlanRequest:
+    tables = tuple(
+        replace(table, optimizer=RowWiseAdagrad()) if table.trained and table.optimizer is None else table
+        for table in request.tables
+    )
+    return replace(request, tables=tables)
+
+
+def _freed(limits: ParameterConstraints) -> ParameterConstraints:
+    return replace(
+        limits, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
+        min_partition=None, sharding=None,
+    )  # fmt: skip
+
+
+def _tables(count: int) -> str:
+    return f"{count:,} table{'s' * (count != 1)}"
