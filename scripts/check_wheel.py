@@ -29,7 +29,7 @@ OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 14)
 LOADED = """
 import importlib.metadata, pathlib, sys, torch, tilerec
-from tilerec.ops.cpu import library
+from tilerec.ops.runtime.cpu import library
 found = library.library() is not None
 print(f"tilerec {importlib.metadata.version('tilerec')} from {pathlib.Path(tilerec.__file__).parent}")
 print(f"python {sys.version.split()[0]}, torch {torch.__version__}, native library loaded: {found}")
