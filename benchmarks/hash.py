@@ -43,6 +43,7 @@ from torch import Tensor
 from tilerec.ops import backends as backends
 from tilerec.ops.hash.definition import (
     REFERENCE,
+    AssignOptions,
     HashRange,
     HashState,
     Outcome,
@@ -52,6 +53,7 @@ from tilerec.ops.hash.definition import (
     zch_assign_each_,
     zch_find,
 )
+from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.cpu.library import library, status
 
 BUCKETS = 768
@@ -158,7 +160,7 @@ class Ours:
     def step(self, ids_N: Tensor) -> Any:
         self.steps += 1
         torch.set_num_threads(self.threads)
-        return zch_assign_(ids_N, self.state, self.table, step=self.steps, policy=Policy.LFU)
+        return zch_assign_(ids_N, self.state, self.table, AssignOptions(step=self.steps, policy=Policy.LFU))
 
     def find(self, ids_N: Tensor) -> Any:
         torch.set_num_threads(self.threads)
@@ -176,7 +178,7 @@ class OnGpu(Ours):
     def step(self, ids_N: Tensor) -> Any:
         self.steps += 1
         assign = zch_assign_each_ if self.each else zch_assign_
-        return self._done(assign(ids_N, self.state, self.table, step=self.steps, policy=Policy.LFU))
+        return self._done(assign(ids_N, self.state, self.table, AssignOptions(self.steps, Policy.LFU)))
 
     def find(self, ids_N: Tensor) -> Any:
         return self._done(zch_find(ids_N, self.state, self.table))
@@ -233,23 +235,11 @@ def against_reference(ours: Ours, ids_N: Tensor) -> float:
     """Seconds of the reference for a batch, whose results are compared with the native op's."""
     table = ours.table
     states = [HashState(*(values.clone() for values in ours.state)) for _ in range(2)]
-    rest = (
-        0,
-        table.buckets,
-        table.slots,
-        table.max_probe,
-        ours.steps + 1,
-        0,
-        int(Policy.LFU),
-        1.0,
-        0,
-        True,
-        1,
-    )
-    entries = (ids_N, None, None, None)
-    native = torch.ops.tilerec.zch_assign_(*entries, *states[0], *rest)
-    seconds, expected = clock(lambda: REFERENCE["zch_assign_"](*entries, *states[1], *rest))
-    for one, other in zip([*native, *states[0]], [*expected, *states[1]], strict=True):
+    options = AssignOptions(ours.steps + 1, Policy.LFU)
+    native, reference = (AssignCall.of(ids_N, state, table, options).packed() for state in states)
+    made = torch.ops.tilerec.zch_assign_(*native)
+    seconds, expected = clock(lambda: REFERENCE["zch_assign_"](*reference))
+    for one, other in zip([*made, *states[0]], [*expected, *states[1]], strict=True):
         if not torch.equal(one, other):
             raise SystemExit("The native op and the reference differ; no times are printed.")
     return seconds

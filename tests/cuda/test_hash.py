@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.cuda.sizes import real, size
-from tests.ops.hash_pair import Pair, equal
+from tests.ops.hash_pair import REFERENCE, Pair, equal, flat
 from tilerec.errors import InputError
-from tilerec.ops.hash.definition import REFERENCE, HashState, Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import HashState, Outcome, Policy, empty_state
 from tilerec.ops.hash.place import high, low, mixed
 
 pytest.importorskip("triton")
@@ -22,7 +22,7 @@ from tilerec.ops.runtime.triton.reports import raise_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-KERNELS: dict[str, Callable[..., Any]] = kernels()
+KERNELS: dict[str, Callable[..., Any]] = flat(kernels())
 
 
 @pytest.fixture

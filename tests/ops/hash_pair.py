@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.definition import REFERENCE, HashState, empty_state
+from tilerec.ops.hash.definition import REFERENCE as PACKED
+from tilerec.ops.hash.definition import HashState, empty_state
+from tilerec.ops.hash.state import AssignCall, HashRange, ResizeCall
 
 
 def equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -19,6 +21,40 @@ def equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def copy_of(state: HashState) -> HashState:
     return HashState(*(values.clone() for values in state))
+
+
+def assign_call(*arguments: Any) -> AssignCall:
+    """The call of ids, counts, may_insert, ttl, the state's tensors, first, buckets, slots, max_probe, step, ..."""
+    entries, state, (first, buckets, slots, max_probe) = arguments[:4], arguments[4:11], arguments[11:15]
+    step, now, policy, exponent, ttl, evict, threshold, *clocks = arguments[15:]
+    table = HashRange(buckets, slots, max_probe, first)
+    return AssignCall(
+        *entries, HashState(*state), table, step, now, policy, ttl, int(evict), threshold, exponent, *clocks
+    )
+
+
+def resize_call(*arguments: Any) -> ResizeCall:
+    """The call of the state's tensors per row, first, buckets, slots, new_buckets, new_slots, max_probe, step, ..."""
+    state, (first, buckets, slots, new_buckets, new_slots, max_probe) = arguments[:6], arguments[6:12]
+    step, policy, exponent = arguments[12:]
+    none = state[0].new_empty((0, 0), dtype=torch.int32)
+    table = HashRange(buckets, slots, max_probe, first)
+    return ResizeCall(HashState(*state, none), table, new_buckets, new_slots, step, policy, exponent)
+
+
+def flat(kernels: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Kernels that take what `assign_call` and `resize_call` take."""
+
+    def packing(kernel: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: kernel(*call(*arguments).packed())
+
+    calls = {"zch_assign_": assign_call, "zch_assign_each_": assign_call, "zch_resize": resize_call}
+    return {
+        name: packing(kernel, calls[name]) if name in calls else kernel for name, kernel in kernels.items()
+    }
+
+
+REFERENCE = flat(PACKED)
 
 
 class Pair:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from tests.ops.hash_pair import assign_call, resize_call
 from tilerec.ops import backends as backends
 from tilerec.ops.cache.definition import NONE
 from tilerec.ops.hash.definition import empty_state
@@ -56,7 +57,7 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         ids = torch.arange(20, device=device)
         more = (torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
         step = (whole(2)[0], whole(0)[0]) if clocks else ()
-        return (ids, *more, *made, 0, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 2, *step)
+        return assign_call(ids, *more, *made, 0, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 2, *step).packed()
 
     def cached(which: int) -> Arguments:
         """One table of 9 rows, 2 sets of 2 ways and 2 spare lines, ids (6, 8, 8); see `tests/ops/test_cache.py`."""
@@ -171,7 +172,7 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),
         "zch_assign_": lambda: state(False),
         "zch_assign_each_": lambda: state(True),
-        "zch_resize": lambda: (*state(False)[4:10], 0, 5, 4, 10, 3, 3, 2, 0, 1.0),
+        "zch_resize": lambda: resize_call(*state(False)[2][:6], 0, 5, 4, 10, 3, 3, 2, 0, 1.0).packed(),
     }  # fmt: skip
 
 

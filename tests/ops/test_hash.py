@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
+from tests.ops.hash_pair import REFERENCE, assign_call, flat, resize_call
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends as backends
 from tilerec.ops.hash.definition import (
-    REFERENCE,
     Assigned,
+    AssignOptions,
     HashRange,
     HashState,
     Outcome,
@@ -39,7 +40,7 @@ ONE = HashRange(1, 2)
 
 
 def _both(name: str) -> dict[str, Callable[..., Any]]:
-    return {"op": getattr(OPS, name), "reference": REFERENCE[name]}
+    return {"op": flat({name: getattr(OPS, name)})[name], "reference": REFERENCE[name]}
 
 
 BOTH = pytest.mark.parametrize("which", ["op", "reference"])
@@ -48,7 +49,7 @@ BOTH = pytest.mark.parametrize("which", ["op", "reference"])
 def _filled(table: HashRange, held: int, count: int, seed: int = 0, **options: Any) -> HashState:
     state = empty_state(held, table.slots, **options)
     ids = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(seed))
-    zch_assign_(_own(ids, table, held), state, table, step=1, ttl=5)
+    zch_assign_(_own(ids, table, held), state, table, AssignOptions(step=1, ttl=5))
     return state
 
 
@@ -143,14 +144,14 @@ def test_any_int64_is_an_id(slots: int, id_: int) -> None:
     table, state = HashRange(3, slots), empty_state(3, slots)
     ids = torch.tensor([id_])
     assert zch_find(ids, state, table).rows_N.tolist() == [-1]
-    row = zch_assign_(ids, state, table, step=0).rows_N
+    row = zch_assign_(ids, state, table, AssignOptions(step=0)).rows_N
     assert zch_find(ids, state, table).rows_N.tolist() == row.tolist()
     assert row.item() // slots == zch_buckets(ids, 3).item()
 
 
 def test_no_ids_change_nothing() -> None:
     table, state = HashRange(2, 3), empty_state(2, 3)
-    result = zch_assign_(torch.empty(0, dtype=torch.int64), state, table, step=1)
+    result = zch_assign_(torch.empty(0, dtype=torch.int64), state, table, AssignOptions(step=1))
     assert [values.shape[0] for values in result] == [0] * 5
     assert [values.shape[0] for values in zch_find(result.rows_N, state, table)] == [0, 0]
     assert not state.used_E.any()
@@ -161,7 +162,7 @@ def test_a_rank_without_buckets_takes_no_ids() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert (
         zch_assign_(
-            none, state, HashRange(2, 3, first=2), step=1, policy=Policy.TTL, threshold=2
+            none, state, HashRange(2, 3, first=2), AssignOptions(step=1, policy=Policy.TTL, threshold=2)
         ).rows_N.numel()
         == 0
     )
@@ -171,7 +172,7 @@ def test_a_rank_without_buckets_takes_no_ids() -> None:
 
 def test_equal_ids_share_a_row_and_count() -> None:
     table, state = HashRange(7, 3), empty_state(7, 3)
-    result = zch_assign_(torch.full((50,), -1), state, table, step=4)
+    result = zch_assign_(torch.full((50,), -1), state, table, AssignOptions(step=4))
     assert result.rows_N.unique().numel() == 1
     assert result.outcomes_N.tolist() == [Outcome.INSERTED] + [Outcome.HIT] * 49
     assert state.hits_E.sum() == 50
@@ -181,29 +182,29 @@ def test_equal_ids_share_a_row_and_count() -> None:
 def test_counts_stand_for_repeated_ids() -> None:
     table, one, other = HashRange(5, 4), empty_state(5, 4), empty_state(5, 4)
     ids = torch.arange(12)
-    zch_assign_(ids.repeat_interleave(3), one, table, step=2)
-    zch_assign_(ids, other, table, step=2, counts_N=torch.full((12,), 3))
+    zch_assign_(ids.repeat_interleave(3), one, table, AssignOptions(step=2))
+    zch_assign_(ids, other, table, AssignOptions(step=2, counts_N=torch.full((12,), 3)))
     for mine, theirs in zip(one, other, strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_rows_used_in_this_step_are_not_evicted() -> None:
     table, state = HashRange(1, 4), empty_state(1, 4)
-    first = zch_assign_(torch.arange(6), state, table, step=3)
+    first = zch_assign_(torch.arange(6), state, table, AssignOptions(step=3))
     assert first.outcomes_N.tolist() == [Outcome.INSERTED] * 4 + [Outcome.REJECTED] * 2
-    again = zch_assign_(torch.arange(100, 105), state, table, step=3)
+    again = zch_assign_(torch.arange(100, 105), state, table, AssignOptions(step=3))
     assert again.outcomes_N.tolist() == [Outcome.REJECTED] * 5
     assert again.rows_N.tolist() == [-1] * 5
-    later = zch_assign_(torch.tensor([2, 100, 101, 102, 103]), state, table, step=4)
+    later = zch_assign_(torch.tensor([2, 100, 101, 102, 103]), state, table, AssignOptions(step=4))
     assert later.outcomes_N.tolist() == [Outcome.HIT] + [Outcome.EVICTED] * 3 + [Outcome.REJECTED]
     assert sorted(later.evicted_ids_M.tolist()) == [0, 1, 3]
 
 
 def test_rejecting_keeps_who_is_there() -> None:
     table, state = HashRange(1, 4), empty_state(1, 4)
-    zch_assign_(torch.arange(4), state, table, step=1)
+    zch_assign_(torch.arange(4), state, table, AssignOptions(step=1))
     before = [values.clone() for values in state]
-    result = zch_assign_(torch.tensor([9]), state, table, step=5, evict=False)
+    result = zch_assign_(torch.tensor([9]), state, table, AssignOptions(step=5, evict=False))
     assert result.outcomes_N.tolist() == [Outcome.REJECTED]
     assert all(torch.equal(mine, old) for mine, old in zip(state, before, strict=True))
 
@@ -212,9 +213,11 @@ def test_missing_ids_are_only_looked_up() -> None:
     table, state = HashRange(2, 4), empty_state(2, 4, counters=3)
     inserts = torch.tensor([True, False, False, True])
     ids = torch.tensor([5, 5, 6, 6])
-    result = zch_assign_(ids, state, table, step=1, may_insert_N=inserts)
+    result = zch_assign_(ids, state, table, AssignOptions(step=1, may_insert_N=inserts))
     assert result.outcomes_N.tolist() == [Outcome.INSERTED, Outcome.HIT, Outcome.MISSING, Outcome.INSERTED]
-    result = zch_assign_(torch.tensor([8]), state, table, step=1, may_insert_N=inserts[1:2], threshold=2)
+    result = zch_assign_(
+        torch.tensor([8]), state, table, AssignOptions(step=1, may_insert_N=inserts[1:2], threshold=2)
+    )
     assert result.outcomes_N.tolist() == [Outcome.MISSING]
     assert not state.counters_BC.any()
 
@@ -245,11 +248,7 @@ def test_policies_choose_whom_to_evict(policy: Policy, exponent: float, goes: in
             torch.tensor([newcomer]),
             state,
             HashRange(1, 3),
-            step=10,
-            now=18,
-            ttl=9,
-            policy=policy,
-            exponent=exponent,
+            AssignOptions(step=10, now=18, ttl=9, policy=policy, exponent=exponent),
         )
         assert result.evicted_ids_M.tolist() == [10 + expected]
         assert result.rows_N.tolist() == [expected]
@@ -259,35 +258,42 @@ def test_policies_choose_whom_to_evict(policy: Policy, exponent: float, goes: in
 def test_only_expired_ids_give_way_under_ttl_and_hits_renew_them() -> None:
     table, state = HashRange(1, 2), empty_state(1, 2, expires=True)
     policy = {"policy": Policy.TTL}
-    zch_assign_(torch.tensor([1, 2]), state, table, step=1, now=100, ttl=torch.tensor([10, 3]), **policy)  # type: ignore[arg-type]
+    zch_assign_(
+        torch.tensor([1, 2]),
+        state,
+        table,
+        AssignOptions(step=1, now=100, ttl=torch.tensor([10, 3]), **policy),
+    )  # type: ignore[arg-type]
     assert (
-        zch_assign_(torch.tensor([3]), state, table, step=2, now=102, ttl=9, **policy).outcomes_N.item()
+        zch_assign_(
+            torch.tensor([3]), state, table, AssignOptions(step=2, now=102, ttl=9, **policy)
+        ).outcomes_N.item()
         == Outcome.REJECTED
     )  # type: ignore[arg-type]
-    zch_assign_(torch.tensor([1]), state, table, step=3, now=103, ttl=2, **policy)  # type: ignore[arg-type]
+    zch_assign_(torch.tensor([1]), state, table, AssignOptions(step=3, now=103, ttl=2, **policy))  # type: ignore[arg-type]
     assert zch_find(torch.tensor([1]), state, table).rows_N.item() >= 0
     assert sorted(state.expires_E.tolist()) == [103, 110]  # the later of 110 and 105
-    result = zch_assign_(torch.tensor([3, 4]), state, table, step=4, now=103, ttl=9, **policy)  # type: ignore[arg-type]
+    result = zch_assign_(torch.tensor([3, 4]), state, table, AssignOptions(step=4, now=103, ttl=9, **policy))  # type: ignore[arg-type]
     assert result.outcomes_N.tolist() == [Outcome.EVICTED, Outcome.REJECTED]
     assert result.evicted_ids_M.tolist() == [2]
 
 
 def test_without_a_time_to_live_an_id_may_go_at_once() -> None:
     table, state = HashRange(1, 1), empty_state(1, 1, expires=True)
-    zch_assign_(torch.tensor([1]), state, table, step=1, now=7, policy=Policy.TTL)
+    zch_assign_(torch.tensor([1]), state, table, AssignOptions(step=1, now=7, policy=Policy.TTL))
     assert state.expires_E is not None
     assert state.expires_E.tolist() == [7]
-    later = zch_assign_(torch.tensor([2]), state, table, step=2, now=7, policy=Policy.TTL)
+    later = zch_assign_(torch.tensor([2]), state, table, AssignOptions(step=2, now=7, policy=Policy.TTL))
     assert later.evicted_ids_M.tolist() == [1]
 
 
 def test_an_id_is_admitted_when_it_was_seen_often_enough() -> None:
     table, state = HashRange(2, 8), empty_state(2, 8, counters=64)
-    result = zch_assign_(torch.tensor([5, 6, 5, 5, 5, 6]), state, table, step=1, threshold=3)
+    result = zch_assign_(torch.tensor([5, 6, 5, 5, 5, 6]), state, table, AssignOptions(step=1, threshold=3))
     assert result.outcomes_N.tolist() == [4, 4, 4, 1, 0, 4]
     assert result.rows_N.tolist()[3] == result.rows_N.tolist()[4] >= 0
     result = zch_assign_(
-        torch.tensor([6, 7]), state, table, step=2, threshold=3, counts_N=torch.tensor([1, 3])
+        torch.tensor([6, 7]), state, table, AssignOptions(step=2, threshold=3, counts_N=torch.tensor([1, 3]))
     )
     assert result.outcomes_N.tolist() == [1, 1]
 
@@ -296,8 +302,10 @@ def test_counters_stop_at_their_limit() -> None:
     table, state = HashRange(1, 2), empty_state(1, 2, counters=1)
     for _ in range(3):
         most = torch.tensor([2**31 - 1])
-        zch_assign_(torch.tensor([5]), state, table, step=1, threshold=2, counts_N=most)
-        zch_assign_(torch.arange(3), state, table, step=1, threshold=2**31 - 1, counts_N=most.expand(3))
+        zch_assign_(torch.tensor([5]), state, table, AssignOptions(step=1, threshold=2, counts_N=most))
+        zch_assign_(
+            torch.arange(3), state, table, AssignOptions(step=1, threshold=2**31 - 1, counts_N=most.expand(3))
+        )
     assert state.counters_BC.tolist() == [[2**31 - 1]]
 
 
@@ -307,8 +315,8 @@ def test_assigning_each_says_whom_each_evicted() -> None:
     evictions = 0
     for step in range(1, 4):
         ids = torch.arange(7 * step, 7 * step + 9)
-        listed = zch_assign_(ids, one, table, step=step)
-        each = zch_assign_each_(ids, other, table, step=step)
+        listed = zch_assign_(ids, one, table, AssignOptions(step=step))
+        each = zch_assign_each_(ids, other, table, AssignOptions(step=step))
         for mine, expected in zip(each[:3], listed[:3], strict=True):
             assert torch.equal(mine, expected)
         evicts = each.outcomes_N == Outcome.EVICTED
@@ -332,8 +340,8 @@ def test_tensors_that_count_are_numbers_that_are_given() -> None:
         now_there += 5
         ids = torch.arange(7 * step, 7 * step + 9)
         options: dict[str, Any] = {"policy": Policy.TTL, "ttl": 4, "evict": 2}
-        there = zch_assign_each_(ids, mine, table, step=step_there, now=now_there, **options)
-        here = zch_assign_each_(ids, theirs, table, step=step, now=3 + 5 * step, **options)
+        there = zch_assign_each_(ids, mine, table, AssignOptions(step=step_there, now=now_there, **options))
+        here = zch_assign_each_(ids, theirs, table, AssignOptions(step=step, now=3 + 5 * step, **options))
         for one, other in zip((*there, *mine), (*here, *theirs), strict=True):
             assert torch.equal(one, other)
         seen.append(bool((here.outcomes_N == Outcome.EVICTED).any()))
@@ -372,7 +380,7 @@ def test_nobody_loses_a_row_in_silence(history: tuple[HashRange, int, list[Tenso
     state = empty_state(held, table.slots, expires=True, counters=4)
     rows: dict[int, int] = {}
     for step, ids_N in enumerate(batches):
-        result = zch_assign_(ids_N, state, table, step=step, now=step, **options)
+        result = zch_assign_(ids_N, state, table, AssignOptions(step=step, now=step, **options))
         evicted = dict(zip(result.evicted_ids_M.tolist(), result.evicted_rows_M.tolist(), strict=True))
         assert len(evicted) == result.evicted_rows_M.numel() == (result.outcomes_N == Outcome.EVICTED).sum()
         touched = set()
@@ -425,11 +433,13 @@ def test_ranks_that_hold_slices_do_what_one_rank_does(cuts: list[int]) -> None:
             "now": step,
             "ttl": 1,
         }
-        expected = zch_assign_(ids_N, whole, table, **options)
+        expected = zch_assign_(ids_N, whole, table, AssignOptions(**options))
         rows_N, bucket_N = torch.full_like(ids_N, -7), zch_buckets(ids_N, 7)
         for (begin, end), state in zip(itertools.pairwise(cuts), parts, strict=True):
             mine = (bucket_N >= begin) & (bucket_N < end)
-            rows_N[mine] = zch_assign_(ids_N[mine], state, table._replace(first=begin), **options).rows_N
+            rows_N[mine] = zch_assign_(
+                ids_N[mine], state, table._replace(first=begin), AssignOptions(**options)
+            ).rows_N
         assert torch.equal(rows_N, expected.rows_N)
     for values, slices in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(values, torch.cat(slices))
@@ -521,7 +531,7 @@ def test_splitting_buckets_keeps_everybody(factor: int, slots: int, max_probe: i
     generator = torch.Generator().manual_seed(slots)
     for step in range(6):  # later ids evict earlier ones, whose places no order of insertion would give
         ids = torch.randint(-(2**62), 2**62, (12 * slots,), generator=generator)
-        zch_assign_(ids, state, table, step=step)
+        zch_assign_(ids, state, table, AssignOptions(step=step))
     assert state.used_E.float().mean() > 0.8
     assert (
         zch_resize(state, table, 12 * factor, slots, step=9, policy=Policy.LFU).moved_E[state.used_E] >= 0
@@ -559,7 +569,7 @@ def test_nobody_is_dropped_whom_some_arrangement_would_keep(
 ) -> None:
     table = HashRange(1, 16, 16)
     state = empty_state(1, 16)
-    zch_assign_(torch.tensor(ids, dtype=torch.int64), state, table, step=1)
+    zch_assign_(torch.tensor(ids, dtype=torch.int64), state, table, AssignOptions(step=1))
     starts = [((_mixed(id_) & 0xFFFFFFFF) * slots) >> 32 for id_ in ids]
     moved_E = zch_resize(state, table._replace(max_probe=max_probe), 1, slots, step=2).moved_E
     assert bool((moved_E != -2).all()) == _all_fit(starts, slots, max_probe)
@@ -568,11 +578,13 @@ def test_nobody_is_dropped_whom_some_arrangement_would_keep(
 def test_admission_still_holds_after_buckets_split_and_merge() -> None:
     table, state = HashRange(4, 8), empty_state(4, 8, counters=16)
     seen = torch.arange(-20, 20)
-    zch_assign_(seen, state, table, step=1, threshold=3)
-    zch_assign_(seen, state, table, step=1, threshold=3, may_insert_N=torch.ones(40, dtype=torch.bool))
+    zch_assign_(seen, state, table, AssignOptions(step=1, threshold=3))
+    zch_assign_(
+        seen, state, table, AssignOptions(step=1, threshold=3, may_insert_N=torch.ones(40, dtype=torch.bool))
+    )
     for buckets in (8, 2, 1):
         resized = zch_resize(state, table, buckets, 64, step=2).state
-        third = zch_assign_(seen, resized, HashRange(buckets, 64), step=2, threshold=3)
+        third = zch_assign_(seen, resized, HashRange(buckets, 64), AssignOptions(step=2, threshold=3))
         assert set(third.outcomes_N.tolist()) <= {Outcome.HIT, Outcome.INSERTED}
     full = state._replace(counters_BC=torch.full((4, 16), 2**31 - 1, dtype=torch.int32))
     assert zch_resize(full, table, 1, 8, step=1).state.counters_BC.unique().tolist() == [2**31 - 1]
@@ -584,7 +596,7 @@ def test_admission_still_holds_after_buckets_split_and_merge() -> None:
 
 def _assign(state: HashState, table: HashRange = ONE, ids: Any = (1,), **options: Any) -> Any:
     ids_N = torch.tensor(ids) if not isinstance(ids, Tensor) else ids
-    return zch_assign_(ids_N, state, table, **{"step": 1, **options})
+    return zch_assign_(ids_N, state, table, AssignOptions(**{"step": 1, **options}))
 
 
 @pytest.mark.parametrize(
@@ -744,18 +756,22 @@ def test_ops_are_well_formed(extras: bool) -> None:
     opcheck(OPS.zch_buckets.default, (ids, 7))
     opcheck(OPS.zch_find.default, (ids, state.ids_E, state.used_E, 1, 5, 4, 3))
     opcheck(
-        OPS.zch_assign_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 2 if extras else 1)
+        OPS.zch_assign_.default,
+        assign_call(*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, True, 2 if extras else 1).packed(),
     )
     clocks = (torch.tensor(2), torch.tensor(0)) if extras else ()
-    opcheck(OPS.zch_assign_each_.default, (*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 1, *clocks))
-    opcheck(OPS.zch_resize.default, (*state[:6], 1, 5, 4, 10, 3, 3, 2, 0, 1.0))
+    opcheck(
+        OPS.zch_assign_each_.default,
+        assign_call(*entries, *state, 1, 5, 4, 3, 2, 0, 1, 1.0, 0, 1, 1, *clocks).packed(),
+    )
+    opcheck(OPS.zch_resize.default, resize_call(*state[:6], 1, 5, 4, 10, 3, 3, 2, 0, 1.0).packed())
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         table, state = HashRange(5, 4), empty_state(5, 4, expires=True)
         ids = torch.empty(9, dtype=torch.int64)
-        result = zch_assign_(ids, state, table, step=1)
+        result = zch_assign_(ids, state, table, AssignOptions(step=1))
         assert [values.dtype for values in result] == [
             torch.int64,
             torch.uint8,
@@ -776,7 +792,7 @@ def test_assigning_compiles_without_a_break_and_without_recompiling_for_steps() 
     table = HashRange(3, 8)
 
     def assign(ids_N: Tensor, state: HashState, step: int) -> tuple[Tensor, Tensor]:
-        result = zch_assign_(ids_N, state, table, step=step)
+        result = zch_assign_(ids_N, state, table, AssignOptions(step=step))
         return result.rows_N * 2, result.evicted_ids_M
 
     graphs = 0

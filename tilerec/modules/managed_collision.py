@@ -52,7 +52,7 @@ from tilerec.ops.hash.definition import (
     zch_buckets,
     zch_find,
 )
-from tilerec.ops.hash.state import Assigned, AssignedEach
+from tilerec.ops.hash.state import Assigned, AssignedEach, AssignOptions
 from tilerec.ops.runtime.upload import capturing, constants, upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.torch_private import buffers
@@ -320,10 +320,11 @@ class ManagedCollisionModule(nn.Module):
                 inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
             )
         step, now_ = self._count(now)
-        made, evicted_M = self._assign(
-            ids_N, step=step, policy=evicting.policy, exponent=evicting.exponent, now=now_, ttl=ttl,
-            evict=0 if self._evicting is None else self._interval, threshold=self._threshold, may_insert_N=may_insert,
+        options = AssignOptions(
+            step, evicting.policy, evicting.exponent, now_, ttl, 0 if self._evicting is None else self._interval,
+            self._threshold, may_insert_N=may_insert,
         )  # fmt: skip
+        made, evicted_M = self._assign(ids_N, options)
         bucket_N = zch_buckets(ids_N, self._buckets.count)
         here_N = bucket_N - self._buckets.first if self._buckets.first else bucket_N
         add_counts(
@@ -359,13 +360,13 @@ class ManagedCollisionModule(nn.Module):
         if not self.host_looks and self._policy is Policy.TTL:
             self._clock_2[1].fill_(self.now())
 
-    def _assign(self, ids_N: Tensor, **options: Any) -> tuple[Assigned | AssignedEach, Tensor]:
+    def _assign(self, ids_N: Tensor, options: AssignOptions) -> tuple[Assigned | AssignedEach, Tensor]:
         """What became of the ids, and places that lost theirs."""
         if self.host_looks:
-            listed = zch_assign_(ids_N, self._state, self._range, **options)
+            listed = zch_assign_(ids_N, self._state, self._range, options)
             return listed, listed.evicted_rows_M
-        each = zch_assign_each_(ids_N, self._state, self._range, **options)
-        if not options["evict"]:
+        each = zch_assign_each_(ids_N, self._state, self._range, options)
+        if not options.evict:
             return each, ids_N.new_empty(0)
         return each, torch.where(each.outcomes_N == Outcome.EVICTED, each.rows_N, -1)
 

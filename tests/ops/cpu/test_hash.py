@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.hash_pair import Pair
+from tests.ops.hash_pair import REFERENCE, Pair, flat
 from tilerec.ops.hash.cpu import kernels
-from tilerec.ops.hash.definition import REFERENCE, Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import Outcome, Policy, empty_state
 from tilerec.ops.runtime.cpu.library import library
 
 LIBRARY = library()
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library 
 @pytest.fixture(scope="module")
 def native() -> dict[str, Callable[..., Any]]:
     assert LIBRARY is not None
-    return kernels(LIBRARY)
+    return flat(kernels(LIBRARY))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_native_equals_reference_on_random_histories(
     torch.set_num_threads(threads)
     buckets, slots = shape
     begin, end = sorted(round(part * buckets) for part in cut)
-    pair = Pair(kernels(LIBRARY), buckets, slots, begin, end - begin, expires=True, counters=5)
+    pair = Pair(flat(kernels(LIBRARY)), buckets, slots, begin, end - begin, expires=True, counters=5)
     generator = torch.Generator().manual_seed(seed)
     for step, (count, space) in enumerate(batches):
         ids = pair.own(torch.randint(-space, space, (count,), generator=generator))

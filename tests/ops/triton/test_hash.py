@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops import test_hash
-from tests.ops.hash_pair import Pair, copy_of, equal
+from tests.ops.hash_pair import REFERENCE, Pair, copy_of, equal, flat
 
 # With these kernels behind the ops (`_served_by_triton`). Left out: cases of thousands of insertions, and random ones.
 from tests.ops.test_hash import (  # noqa: F401
@@ -52,7 +52,8 @@ from tilerec.modules import (
     ManagedCollisionEmbeddingBagCollection,
 )
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.hash.definition import REFERENCE, Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import REFERENCE as PACKED_REFERENCE
+from tilerec.ops.hash.definition import Outcome, Policy, empty_state
 from tilerec.ops.hash.place import high, low, mixed
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -68,7 +69,7 @@ from tilerec.ops.runtime.triton import library
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
 )
-KERNELS: dict[str, Callable[..., Any]] = kernels()
+KERNELS: dict[str, Callable[..., Any]] = flat(kernels())
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def served_by(kernels_: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _served_by_triton() -> Iterator[None]:
-    with served_by(KERNELS), quick():
+    with served_by(kernels()), quick():
         yield
 
 
@@ -316,7 +317,7 @@ def trained_with_managed_collision() -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # few rows a bucket
 def test_managed_collision_over_these_kernels_trains_the_same() -> None:
     mine = trained_with_managed_collision()
-    with served_by(REFERENCE):
+    with served_by(PACKED_REFERENCE):
         equal(mine, trained_with_managed_collision())
 
 

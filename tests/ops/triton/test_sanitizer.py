@@ -411,6 +411,7 @@ def test_lookups_that_take_rows_for_aligned(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share flags and reports meet here only: elsewhere one program takes a whole batch."""
+    from tests.ops.hash_pair import assign_call, resize_call
     from tilerec.ops.hash.state import empty_state
     from tilerec.ops.hash.triton import assign as hash_assign
     from tilerec.ops.hash.triton import find as hash_find
@@ -419,10 +420,9 @@ def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch:
     def assigned() -> list[Tensor]:
         state = empty_state(3, 4)
         used = [*state]
-        got = hash_assign.zch_assign_each_(
-            torch.arange(14) % 9, None, None, None, *state, 0, 3, 4, 2, 1, 0, 0, 1.0, 0, 1, 1
-        )  # fmt: skip
-        moved = hash_resize.zch_resize(*used[:6], 0, 3, 4, 6, 4, 2, 3, 0, 1.0)
+        entries = (torch.arange(14) % 9, None, None, None)
+        got = hash_assign.zch_assign_each_(assign_call(*entries, *state, 0, 3, 4, 2, 1, 0, 0, 1.0, 0, 1, 1))
+        moved = hash_resize.zch_resize(resize_call(*used[:6], 0, 3, 4, 6, 4, 2, 3, 0, 1.0))
         return [values.clone() for values in (*got, *used, *moved)]
 
     wanted = assigned()

@@ -20,7 +20,7 @@ from tests.ops.triton.launches import Given, counted
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.hash.definition import zch_assign_each_, zch_find
-from tilerec.ops.hash.state import HashRange, empty_state
+from tilerec.ops.hash.state import AssignOptions, HashRange, empty_state
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer
@@ -293,7 +293,9 @@ def _hash(assign: bool) -> Callable[[int], Call]:
     def prepare(ids: int) -> Call:
         state, table, some = empty_state(4, 8), HashRange(4, 8, 8), torch.arange(ids)
         return lambda: (
-            zch_assign_each_(some, state, table, step=ids) if assign else zch_find(some, state, table)
+            zch_assign_each_(some, state, table, AssignOptions(step=ids))
+            if assign
+            else zch_find(some, state, table)
         )
 
     return prepare

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash.checks import COUNTER_LIMIT, LONGEST, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import Outcome, Policy, Score, score_of
+from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.library import LIBRARY
 
+# `AssignCall.packed`, in its order.
 _ARGUMENTS = (
-    "(Tensor ids_N, Tensor? counts_N, Tensor? may_insert_N, Tensor? ttl_N, Tensor(a!) ids_E, Tensor(b!) used_E, "
-    "Tensor(c!) since_E, Tensor(d!) last_E, Tensor(e!) hits_E, Tensor(f!) expires_E, Tensor(g!) counters_BC, "
-    "int first, int buckets, int slots, int max_probe, SymInt step, SymInt now, int policy, float exponent, "
-    "SymInt ttl, int evict, int threshold, Tensor? step_there=None, Tensor? now_there=None)"
+    "(Tensor ids_N, Tensor?[] entries, Tensor(a!)[] state, int[] table, SymInt[] numbers, float exponent, "
+    "Tensor?[] clocks)"
 )
 LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
@@ -73,44 +73,7 @@ class Bucket(NamedTuple):
         self.since[slot] = self.last[slot] = step
 
 
-def numbers_of(
-    step: int, now: int, evict: int, step_there: Tensor | None, now_there: Tensor | None
-) -> tuple[int, int, bool]:
-    """The step and the time of a batch, for a host that may look at them, and whether somebody may be evicted.
-
-    step 6, evict 4 -> no; step 8 -> yes
-    """
-    step = step if step_there is None else int(step_there)
-    now = now if now_there is None else int(now_there)
-    return step, now, evict > 0 and step % evict == 0
-
-
-def zch_assign_reference(
-    ids_N: Tensor,
-    counts_N: Tensor | None,
-    may_insert_N: Tensor | None,
-    ttl_N: Tensor | None,
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    counters_BC: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    max_probe: int,
-    step: int,
-    now: int,
-    policy: int,
-    exponent: float,
-    ttl: int,
-    evict: int,
-    threshold: int,
-    step_there: Tensor | None = None,
-    now_there: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Give every id a row, one after the other.
 
     Entry n stands for `counts_N[n]` occurrences (1 without). In its window, up to the first empty slot:
@@ -124,9 +87,6 @@ def zch_assign_reference(
     6. otherwise rejected.
     An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
 
-    `step_there` and `now_there` (int64 of no dimension, on the ids' device) are read in place of `step` and `now`: a
-    CUDA graph keeps the numbers of its capture, and reads tensors as they are at each replay. Nothing is written there.
-
     Returns rows_N (int64, of the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32, slots looked at
     to find the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of their evictors; a row is
     there at most once).
@@ -134,18 +94,24 @@ def zch_assign_reference(
     1 bucket of 2 slots, LRU, step 9, both used: ids [5, 6], last [3, 9]. Assigning [7, 8]: 7 evicts 5 (6 is touched)
     and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
     """
-    op = "zch_assign_"
-    step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
+    op, ids_N, (first, slots, max_probe) = (
+        "zch_assign_",
+        call.ids_N,
+        (call.table.first, call.table.slots, call.table.max_probe),
+    )
+    ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC = call.state
+    step, now = call.numbers()
+    evicts = call.evicts(step)
     mixed_N = mixed(ids_N)
-    bucket_N = local_buckets(op, ids_N, mixed_N, first, ids_E.shape[0] // slots, buckets)
+    bucket_N = local_buckets(op, ids_N, mixed_N, first, call.held, call.table.buckets)
     ids, starts = ids_N.tolist(), low(mixed_N, slots).tolist()
-    counts = [1] * len(ids) if counts_N is None else counts_N.tolist()
-    inserts = [True] * len(ids) if may_insert_N is None else may_insert_N.tolist()
-    ttls = [ttl] * len(ids) if ttl_N is None else ttl_N.tolist()
+    counts = [1] * len(ids) if call.counts_N is None else call.counts_N.tolist()
+    inserts = [True] * len(ids) if call.may_insert_N is None else call.may_insert_N.tolist()
+    ttls = [call.ttl] * len(ids) if call.ttl_N is None else call.ttl_N.tolist()
     for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
         if not 1 <= count <= COUNTER_LIMIT:
             raise_bad_count(op, n, count)
-        if not 0 <= time <= 2**61:
+        if not 0 <= time <= LONGEST:
             raise_bad_ttl(op, n, time)
     expiring = expires_E.shape[0] > 0
     second_N = mixed(mixed_N ^ SECOND)
@@ -175,12 +141,12 @@ def zch_assign_reference(
                 outcome = Outcome.HIT
             elif not inserts[n]:
                 outcome = Outcome.MISSING
-            elif not content.admits(places[n], counts[n], threshold):
+            elif not content.admits(places[n], counts[n], call.threshold):
                 outcome = Outcome.NOT_ADMITTED
             else:
                 outcome = Outcome.INSERTED
                 if slot is None:
-                    slot = content.victim(window, policy, exponent, step, now) if evicts else None
+                    slot = content.victim(window, call.policy, call.exponent, step, now) if evicts else None
                     outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
                 if slot is not None:
                     if outcome == Outcome.EVICTED:
@@ -203,8 +169,8 @@ def zch_assign_reference(
     )
 
 
-def zch_assign_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    evictions = torch.library.get_ctx().new_dynamic_size()
+def zch_assign_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids_N, evictions = call.ids_N, torch.library.get_ctx().new_dynamic_size()
     return (
         torch.empty_like(ids_N),
         torch.empty_like(ids_N, dtype=torch.uint8),
@@ -234,6 +200,7 @@ def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tenso
     return zch_assign_each_
 
 
-def zch_assign_each_fake(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def zch_assign_each_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids_N = call.ids_N
     uint8, int32 = (torch.empty_like(ids_N, dtype=kind) for kind in (torch.uint8, torch.int32))
     return torch.empty_like(ids_N), uint8, int32, torch.empty_like(ids_N)

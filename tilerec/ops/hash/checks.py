@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
 COUNTER_LIMIT = 2**31 - 1  # of what admission counts, and of an entry's occurrences
 MOST = 2**31  # of buckets, and of slots: their product with 32 bits of hash fits int64
@@ -101,14 +102,19 @@ def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: i
     return held
 
 
-def _policy(op: str, policy: int, exponent: float, expires_E: Tensor) -> None:
+def _by_name(state: HashState) -> dict[str, Tensor]:
+    """Return the tensors with an entry per row, by the names that errors give them."""
+    return dict(zip(("ids", "used", "since", "last", "hits", "expires"), state[:6], strict=True))
+
+
+def _policy(op: str, policy: int, exponent: float, state: HashState) -> None:
     if policy not in range(_POLICIES):
         raise ConfigError(
             f"{op}: policy {policy} is none of tilerec.ops.hash.definition.Policy (0 to {_POLICIES - 1})."
         )
     if not (math.isfinite(exponent) and 0 <= exponent <= 16):
         raise ConfigError(f"{op}: the exponent is {exponent}, wanted 0 to 16.")
-    if policy == _POLICIES - 1 and expires_E.numel() == 0 and expires_E.dim() == 1:
+    if policy == _POLICIES - 1 and state.ids_E.numel() and not state.expires_E.numel():
         raise ConfigError(f"{op}: policy TTL needs `expires`, one per row; make the state with expires=True.")
 
 
@@ -126,48 +132,16 @@ def _zch_find(
     _number(op, "max_probe", max_probe, 1, MOST)
 
 
-def _zch_assign_(
-    ids_N: Tensor,
-    counts_N: Tensor | None,
-    may_insert_N: Tensor | None,
-    ttl_N: Tensor | None,
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    counters_BC: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    max_probe: int,
-    step: int,
-    now: int,
-    policy: int,
-    exponent: float,
-    ttl: int,
-    evict: int,
-    threshold: int,
-    step_there: Tensor | None = None,
-    now_there: Tensor | None = None,
-) -> None:
-    op = "zch_assign_"
+def _zch_assign_(call: AssignCall) -> None:
+    op, ids_N, counters_BC = "zch_assign_", call.ids_N, call.state.counters_BC
     _ids(op, ids_N)
     for name, values, dtype in (
-        ("counts", counts_N, torch.int64), ("may_insert", may_insert_N, torch.bool), ("ttl", ttl_N, torch.int64),
+        ("counts", call.counts_N, torch.int64), ("may_insert", call.may_insert_N, torch.bool),
+        ("ttl", call.ttl_N, torch.int64),
     ):  # fmt: skip
         if values is not None:
             _flat(op, name, values, dtype, ids_N.shape[0], "one per id")
-    state = {
-        "ids": ids_E,
-        "used": used_E,
-        "since": since_E,
-        "last": last_E,
-        "hits": hits_E,
-        "expires": expires_E,
-    }
-    held = _state(op, state, first, buckets, slots)
+    held = _state(op, _by_name(call.state), call.table.first, call.table.buckets, call.table.slots)
     if counters_BC.dtype != torch.int32 or counters_BC.dim() != 2 or counters_BC.shape[0] != held:
         raise InputError(
             f"{op}: counters are {counters_BC.dtype} of shape {list(counters_BC.shape)}, wanted int32 of shape "
@@ -176,57 +150,34 @@ def _zch_assign_(
     if not counters_BC.is_contiguous():
         raise InputError(f"{op}: counters are not contiguous; give them as one slice of memory.")
     _number(op, "the number of counters per bucket", counters_BC.shape[1], 0, MOST)
-    _number(op, "max_probe", max_probe, 1, MOST)
-    _number(op, "step", step, 0, LONGEST)
-    _number(op, "now", now, -LONGEST, LONGEST)
-    _number(op, "ttl", ttl, 0, LONGEST)
-    _number(op, "evict", evict, 0, MOST - 1)
-    for name, value in (("step", step_there), ("now", now_there)):
+    _number(op, "max_probe", call.table.max_probe, 1, MOST)
+    _number(op, "step", call.step, 0, LONGEST)
+    _number(op, "now", call.now, -LONGEST, LONGEST)
+    _number(op, "ttl", call.ttl, 0, LONGEST)
+    _number(op, "evict", call.evict, 0, MOST - 1)
+    for name, value in (("step", call.step_there), ("now", call.now_there)):
         if value is not None and (value.dtype != torch.int64 or value.dim() or value.device != ids_N.device):
             raise InputError(
                 f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}, wanted int64 of no "
                 f"dimension on {ids_N.device}, where the ids are; or give a number."
             )
-    _number(op, "threshold", threshold, 1, 2**31 - 1)
-    if threshold > 1 and counters_BC.shape[1] == 0 and ids_N.shape[0]:
+    _number(op, "threshold", call.threshold, 1, 2**31 - 1)
+    if call.threshold > 1 and counters_BC.shape[1] == 0 and ids_N.shape[0]:
         raise ConfigError(
-            f"{op}: threshold {threshold} needs counters, the state has none; make it with empty_state(counters=...)."
+            f"{op}: threshold {call.threshold} needs counters, the state has none; make it with "
+            "empty_state(counters=...)."
         )
-    _policy(op, policy, exponent, expires_E if ids_E.numel() else ids_E.new_empty(1))
+    _policy(op, call.policy, call.exponent, call.state)
 
 
-def _zch_resize(
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    new_buckets: int,
-    new_slots: int,
-    max_probe: int,
-    step: int,
-    policy: int,
-    exponent: float,
-) -> None:
-    op = "zch_resize"
-    state = {
-        "ids": ids_E,
-        "used": used_E,
-        "since": since_E,
-        "last": last_E,
-        "hits": hits_E,
-        "expires": expires_E,
-    }
-    held = _state(op, state, first, buckets, slots)
+def _zch_resize(call: ResizeCall) -> None:
+    op, (buckets, slots, max_probe, first), new_buckets = "zch_resize", call.table, call.new_buckets
+    held = _state(op, _by_name(call.state), first, buckets, slots)
     _number(op, "the new number of buckets", new_buckets, 1, MOST)
-    _number(op, "the new number of slots per bucket", new_slots, 1, MOST)
+    _number(op, "the new number of slots per bucket", call.new_slots, 1, MOST)
     _number(op, "max_probe", max_probe, 1, MOST)
-    _number(op, "step", step, 0, LONGEST)
-    _policy(op, policy, exponent, expires_E if ids_E.numel() else ids_E.new_empty(1))
+    _number(op, "step", call.step, 0, LONGEST)
+    _policy(op, call.policy, call.exponent, call.state)
     if new_buckets % buckets and buckets % new_buckets:
         raise ConfigError(
             f"{op}: {buckets} buckets cannot become {new_buckets}; wanted a multiple or a divisor, "
@@ -247,14 +198,22 @@ CHECKS: dict[str, Callable[..., None]] = {
     "zch_assign_each_": _zch_assign_,
     "zch_resize": _zch_resize,
 }
-"""By op name: raises for arguments that do not fit, as the op takes them."""
+"""By op name: raises for arguments that do not fit, as kernels take them."""
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "zch_assign_": AssignCall.unpack,
+    "zch_assign_each_": AssignCall.unpack,
+    "zch_resize": ResizeCall.unpack,
+}
 
 
 def checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel behind its op's checks."""
-    check = CHECKS[op]
+    """Return a kernel behind its op's checks, with the op's arguments as the record that kernels take."""
+    check, unpack = CHECKS[op], _CALLS.get(op)
 
     def run(*arguments: Any) -> Any:
+        if unpack is not None:
+            arguments = (unpack(*arguments),)
         check(*arguments)
         return kernel(*arguments)
 

@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.assign import numbers_of
 from tilerec.ops.hash.checks import checked, raise_bad_count, raise_bad_ttl, raise_lost_id, raise_wrong_bucket
 from tilerec.ops.hash.place import high, mixed
-from tilerec.ops.hash.resize import new_held_of
+from tilerec.ops.hash.state import AssignCall, ResizeCall
 from tilerec.ops.runtime.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import Zch, ZchResizing
@@ -89,47 +88,23 @@ def _zch_assign_(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Te
     function = library.tr_zch_assign
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
 
-    def zch_assign_(
-        ids_N: Tensor,
-        counts_N: Tensor | None,
-        may_insert_N: Tensor | None,
-        ttl_N: Tensor | None,
-        ids_E: Tensor,
-        used_E: Tensor,
-        since_E: Tensor,
-        last_E: Tensor,
-        hits_E: Tensor,
-        expires_E: Tensor,
-        counters_BC: Tensor,
-        first: int,
-        buckets: int,
-        slots: int,
-        max_probe: int,
-        step: int,
-        now: int,
-        policy: int,
-        exponent: float,
-        ttl: int,
-        evict: int,
-        threshold: int,
-        step_there: Tensor | None = None,
-        now_there: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        step, now, evicts = numbers_of(step, now, evict, step_there, now_there)
-        ids_N, counts_N, may_insert_N, ttl_N = (
-            ids_N.contiguous(), _dense(counts_N), _dense(may_insert_N), _dense(ttl_N),
-        )  # fmt: skip
+    def zch_assign_(batch: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        step, now = batch.numbers()
+        ids_N = batch.ids_N.contiguous()
+        counts_N, may_insert_N, ttl_N = map(_dense, (batch.counts_N, batch.may_insert_N, batch.ttl_N))
+        *state_E, expires_E, counters_BC = batch.state
+        buckets, slots, max_probe, first = batch.table
         count = ids_N.shape[0]
         rows_N, probes_N = reused_empty(count, torch.int64), reused_empty(count, torch.int32)
         outcomes_N = reused_empty(count, torch.uint8)
         evicted_rows_N, evicted_ids_N = reused_empty(count, torch.int64), reused_empty(count, torch.int64)
         call = Zch(
-            ids_N.data_ptr(), count, _address(counts_N), _address(may_insert_N), _address(ttl_N), ids_E.data_ptr(),
-            used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),
-            expires_E.data_ptr() if expires_E.shape[0] else None, counters_BC.data_ptr(), counters_BC.shape[1], first,
-            ids_E.shape[0] // slots, buckets, slots, max_probe, step, now, ttl, policy, evicts, threshold, exponent,
-            rows_N.data_ptr(), outcomes_N.data_ptr(), probes_N.data_ptr(), evicted_rows_N.data_ptr(),
-            evicted_ids_N.data_ptr(), 0, torch.get_num_threads(),
+            ids_N.data_ptr(), count, _address(counts_N), _address(may_insert_N), _address(ttl_N),
+            *(values.data_ptr() for values in state_E), expires_E.data_ptr() if expires_E.shape[0] else None,
+            counters_BC.data_ptr(), counters_BC.shape[1], first, batch.held, buckets, slots, max_probe, step, now,
+            batch.ttl, batch.policy, batch.evicts(step), batch.threshold, batch.exponent, rows_N.data_ptr(),
+            outcomes_N.data_ptr(), probes_N.data_ptr(), evicted_rows_N.data_ptr(), evicted_ids_N.data_ptr(), 0,
+            torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
             _raise("zch_assign_", call)
@@ -148,36 +123,19 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
     function = library.tr_zch_resize
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
 
-    def zch_resize(
-        ids_E: Tensor,
-        used_E: Tensor,
-        since_E: Tensor,
-        last_E: Tensor,
-        hits_E: Tensor,
-        expires_E: Tensor,
-        first: int,
-        buckets: int,
-        slots: int,
-        new_buckets: int,
-        new_slots: int,
-        max_probe: int,
-        step: int,
-        policy: int,
-        exponent: float,
-    ) -> tuple[Tensor, ...]:
-        held = ids_E.shape[0] // slots
-        rows = new_held_of(held, buckets, new_buckets) * new_slots
-        expiring = expires_E.shape[0] > 0
-        new = [values.new_zeros(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
+    def zch_resize(old: ResizeCall) -> tuple[Tensor, ...]:
+        *state_E, expires_E, _ = old.state
+        buckets, slots, max_probe, first = old.table
+        rows, expiring = old.become(old.held) * old.new_slots, expires_E.shape[0] > 0
+        new = [values.new_zeros(rows) for values in state_E]
         new.append(expires_E.new_zeros(rows if expiring else 0))
         for values in new:
             advise_huge_pages(values)
-        moved_E = torch.empty_like(ids_E)
+        moved_E = torch.empty_like(old.state.ids_E)
         call = ZchResizing(
-            ids_E.data_ptr(), used_E.data_ptr(), since_E.data_ptr(), last_E.data_ptr(), hits_E.data_ptr(),
-            expires_E.data_ptr() if expiring else None, *(values.data_ptr() for values in new), moved_E.data_ptr(),
-            first, held, buckets, slots, new_buckets, new_slots, max_probe, step, policy, exponent,
-            torch.get_num_threads(),
+            *(values.data_ptr() for values in state_E), expires_E.data_ptr() if expiring else None,
+            *(values.data_ptr() for values in new), moved_E.data_ptr(), first, old.held, buckets, slots,
+            old.new_buckets, old.new_slots, max_probe, old.step, old.policy, old.exponent, torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:

@@ -42,7 +42,17 @@ from tilerec.ops.hash.find import zch_buckets_fake, zch_buckets_reference, zch_f
 from tilerec.ops.hash.policy import Outcome as Outcome
 from tilerec.ops.hash.policy import Policy, Score, score_of
 from tilerec.ops.hash.resize import resized_counters, zch_resize_fake, zch_resize_reference
-from tilerec.ops.hash.state import Assigned, AssignedEach, Found, HashRange, HashState, Resized
+from tilerec.ops.hash.state import (
+    AssignCall,
+    Assigned,
+    AssignedEach,
+    Found,
+    HashRange,
+    HashState,
+    ResizeCall,
+    Resized,
+)
+from tilerec.ops.hash.state import AssignOptions as AssignOptions
 from tilerec.ops.hash.state import empty_state as empty_state
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -86,115 +96,16 @@ def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
     )
 
 
-def zch_assign_(
-    ids_N: Tensor,
-    state: HashState,
-    table: HashRange,
-    *,
-    step: int | Tensor,
-    policy: Policy = Policy.LRU,
-    exponent: float = 1.0,
-    now: int | Tensor = 0,
-    ttl: int | Tensor = 0,
-    evict: int = 1,
-    threshold: int = 1,
-    counts_N: Tensor | None = None,
-    may_insert_N: Tensor | None = None,
-) -> Assigned:
-    """Give ids rows, in their order; `state` changes in place.
-
-    Args:
-        step: of training; `since` and `last` are steps. Rows used in a step are not evicted in it. Must not go back. A
-            number, or a tensor (int64, no dimension) on the ids' device: what a CUDA graph reads at each replay.
-        now, ttl: the clock of expiry (a number, or a tensor as `step`) and the time an id lives after its last use (a
-            number, or int64 [N]).
-        evict: in steps that it divides ids whose window is full evict; in others, and with 0, they are rejected.
-        threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.
-        counts_N: int64, how many occurrences each id stands for. may_insert_N: bool, False only looks an id up.
-    """
-    return Assigned(
-        *_OPS.zch_assign_.default(
-            *_arguments(
-                ids_N,
-                state,
-                table,
-                step,
-                policy,
-                exponent,
-                now,
-                ttl,
-                evict,
-                threshold,
-                counts_N,
-                may_insert_N,
-            )
-        )
-    )
+def zch_assign_(ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions) -> Assigned:
+    """Give ids rows, in their order; `state` changes in place."""
+    return Assigned(*_OPS.zch_assign_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 
 
 def zch_assign_each_(
-    ids_N: Tensor,
-    state: HashState,
-    table: HashRange,
-    *,
-    step: int | Tensor,
-    policy: Policy = Policy.LRU,
-    exponent: float = 1.0,
-    now: int | Tensor = 0,
-    ttl: int | Tensor = 0,
-    evict: int = 1,
-    threshold: int = 1,
-    counts_N: Tensor | None = None,
-    may_insert_N: Tensor | None = None,
+    ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions
 ) -> AssignedEach:
     """`zch_assign_` without a list of evictions, whose length a host would have to wait for: all have the batch's."""
-    return AssignedEach(
-        *_OPS.zch_assign_each_.default(
-            *_arguments(
-                ids_N,
-                state,
-                table,
-                step,
-                policy,
-                exponent,
-                now,
-                ttl,
-                evict,
-                threshold,
-                counts_N,
-                may_insert_N,
-            )
-        )
-    )
-
-
-def _arguments(
-    ids_N: Tensor,
-    state: HashState,
-    table: HashRange,
-    step: int | Tensor,
-    policy: Policy,
-    exponent: float,
-    now: int | Tensor,
-    ttl: int | Tensor,
-    evict: int,
-    threshold: int,
-    counts_N: Tensor | None,
-    may_insert_N: Tensor | None,
-) -> tuple[Any, ...]:
-    """What both ops take, in their order."""
-    ttl_N, ttl = _there(ttl)
-    step_there, step = _there(step)
-    now_there, now = _there(now)
-    return (
-        ids_N, counts_N, may_insert_N, ttl_N, *state, table.first, table.buckets, table.slots, table.max_probe, step,
-        now, int(policy), exponent, ttl, int(evict), threshold, step_there, now_there,
-    )  # fmt: skip
-
-
-def _there(number: int | Tensor) -> tuple[Tensor | None, int]:
-    """A tensor, and a number in its place; or no tensor, and the number."""
-    return (number, 0) if isinstance(number, Tensor) else (None, number)
+    return AssignedEach(*_OPS.zch_assign_each_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 
 
 def zch_resize(
@@ -212,10 +123,8 @@ def zch_resize(
     One number of buckets must divide the other, and whole new buckets must be held. Counters of a bucket that is split
     go to each of its children; those of buckets that merge are added.
     """
-    results = _OPS.zch_resize.default(
-        *state[:6], table.first, table.buckets, table.slots, new_buckets, new_slots, table.max_probe, step,
-        int(policy), exponent,
-    )  # fmt: skip
+    call = ResizeCall(state, table, new_buckets, new_slots, step, int(policy), exponent)
+    results = _OPS.zch_resize.default(*call.packed())
     counters = resized_counters(state.counters_BC, table.buckets, new_buckets)
     ids_E, used_E, since_E, last_E, hits_E, expires_E, moved_E = results
     return Resized(HashState(ids_E, used_E, since_E, last_E, hits_E, expires_E, counters), moved_E)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +10,12 @@ from torch import Tensor
 from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_lost_id
 from tilerec.ops.hash.place import by_bucket, high, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import score_of
+from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.runtime.library import LIBRARY
 
 LIBRARY.define(
-    "zch_resize(Tensor ids_E, Tensor used_E, Tensor since_E, Tensor last_E, Tensor hits_E, Tensor expires_E, "
-    "int first, int buckets, int slots, int new_buckets, int new_slots, int max_probe, SymInt step, int policy, "
-    "float exponent) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "zch_resize(Tensor[] state, int[] table, SymInt[] numbers, float exponent)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -51,26 +50,8 @@ def _cut(starts: Sequence[int], slots: int) -> int:
     return cut
 
 
-def new_held_of(held: int, buckets: int, new_buckets: int) -> int:
-    return held * new_buckets // buckets
-
-
 def zch_resize_reference(
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    new_buckets: int,
-    new_slots: int,
-    max_probe: int,
-    step: int,
-    policy: int,
-    exponent: float,
+    call: ResizeCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The state of another number of slots, or of k times (or a k-th of) the buckets; the old one is left as it is.
 
@@ -84,8 +65,10 @@ def zch_resize_reference(
 
     1 bucket of 2 slots to 1 slot, LRU, ids [5, 6], last [3, 9] -> ids [6], moved [-2, 0].
     """
-    held = ids_E.shape[0] // slots
-    new_first, new_held = first * new_buckets // buckets, new_held_of(held, buckets, new_buckets)
+    ids_E, used_E, since_E, last_E, hits_E, expires_E, _ = call.state
+    buckets, slots, max_probe, first = call.table
+    new_buckets, new_slots = call.new_buckets, call.new_slots
+    new_first, new_held = call.become(first), call.become(call.held)
     old = used_E.nonzero().squeeze(1)
     mixed_U = mixed(ids_E[old])
     own_U = high(mixed_U, buckets)
@@ -109,7 +92,8 @@ def zch_resize_reference(
     kept_old, kept_new = [], []
     for bucket, positions in by_bucket(high(mixed_U, new_buckets) - new_first):
         positions.sort(
-            key=lambda u: score_of(policy, exponent, step, last[u], hits[u], expires[u]), reverse=True
+            key=lambda u: score_of(call.policy, call.exponent, call.step, last[u], hits[u], expires[u]),
+            reverse=True,
         )
         placed = _placed(positions, starts, new_slots, max_probe)
         if len(placed) < len(positions) <= new_slots:
@@ -127,24 +111,11 @@ def zch_resize_reference(
     return (*new_E, moved_E)  # type: ignore[return-value]
 
 
-def zch_resize_fake(
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    new_buckets: int,
-    new_slots: int,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    rows = new_held_of(ids_E.shape[0] // slots, buckets, new_buckets) * new_slots
-    state = [values.new_empty(rows) for values in (ids_E, used_E, since_E, last_E, hits_E)]
+def zch_resize_fake(call: ResizeCall) -> tuple[Tensor, ...]:
+    rows = call.become(call.held) * call.new_slots
+    *state, expires_E, _ = call.state
     expires = expires_E.new_empty(rows if expires_E.shape[0] else 0)
-    return (*state, expires, torch.empty_like(ids_E))
+    return (*(values.new_empty(rows) for values in state), expires, torch.empty_like(call.state.ids_E))
 
 
 def resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Tensor:

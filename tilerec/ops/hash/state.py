@@ -5,10 +5,18 @@ Nouns as in `definition.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilerec.ops.hash.policy import Policy
+
+
+def _number_or_tensor(number: int | Tensor) -> tuple[Tensor | None, int]:
+    """Return a tensor and 0, or None and the number."""
+    return (number, 0) if isinstance(number, Tensor) else (None, number)
 
 
 class HashRange(NamedTuple):
@@ -30,6 +38,138 @@ class HashState(NamedTuple):
     hits_E: Tensor  # int64
     expires_E: Tensor  # int64, the caller's clock
     counters_BC: Tensor  # int32
+
+
+class AssignOptions(NamedTuple):
+    """How `zch_assign_` gives ids rows.
+
+    Args:
+        step: of training; `since` and `last` are steps. Rows used in a step are not evicted in it. Steps must not
+            decrease. A number, or a tensor (int64, no dimension) on the ids' device: a CUDA graph reads it at each
+            replay.
+        policy, exponent: which row is evicted first; the exponent is that of `Policy.DISTANCE_LFU`.
+        now: the clock of expiry; a number, or a tensor as `step`.
+        ttl: the time an id lives after its last use; a number, or int64 [N].
+        evict: ids whose window is full evict in the steps that this number divides. In other steps, and with 0, they
+            are rejected.
+        threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.
+        counts_N: int64, how many occurrences each id stands for. may_insert_N: bool, False only looks an id up.
+    """
+
+    step: int | Tensor
+    policy: int = Policy.LRU
+    exponent: float = 1.0
+    now: int | Tensor = 0
+    ttl: int | Tensor = 0
+    evict: int = 1
+    threshold: int = 1
+    counts_N: Tensor | None = None
+    may_insert_N: Tensor | None = None
+
+
+class AssignCall(NamedTuple):
+    """One call of `zch_assign_` as kernels take it: each number as a number or as a tensor.
+
+    step_there, now_there: int64 of no dimension, on the ids' device, read in place of `step` and `now`.
+    """
+
+    ids_N: Tensor
+    counts_N: Tensor | None
+    may_insert_N: Tensor | None
+    ttl_N: Tensor | None
+    state: HashState
+    table: HashRange
+    step: int
+    now: int
+    policy: int
+    ttl: int
+    evict: int
+    threshold: int
+    exponent: float
+    step_there: Tensor | None = None
+    now_there: Tensor | None = None
+
+    @staticmethod
+    def of(ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions) -> AssignCall:
+        """Return the call of a batch."""
+        ttl_N, ttl = _number_or_tensor(options.ttl)
+        step_there, step = _number_or_tensor(options.step)
+        now_there, now = _number_or_tensor(options.now)
+        return AssignCall(
+            ids_N, options.counts_N, options.may_insert_N, ttl_N, state, table, step, now, int(options.policy), ttl,
+            int(options.evict), options.threshold, options.exponent, step_there, now_there,
+        )  # fmt: skip
+
+    @staticmethod
+    def unpack(
+        ids_N: Tensor, entries: Sequence[Tensor | None], state: Sequence[Tensor], table: Sequence[int],
+        numbers: Sequence[int], exponent: float, clocks: Sequence[Tensor | None],
+    ) -> AssignCall:  # fmt: skip
+        """Return the call that the arguments of the op stand for; the inverse of `packed`."""
+        counts_N, may_insert_N, ttl_N = entries
+        step, now, policy, ttl, evict, threshold = numbers
+        return AssignCall(
+            ids_N, counts_N, may_insert_N, ttl_N, HashState(*state), HashRange(*table), step, now, policy, ttl, evict,
+            threshold, exponent, *clocks,
+        )  # fmt: skip
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return the arguments of the op."""
+        return (
+            self.ids_N, [self.counts_N, self.may_insert_N, self.ttl_N], list(self.state), list(self.table),
+            [self.step, self.now, self.policy, self.ttl, self.evict, self.threshold], self.exponent,
+            [self.step_there, self.now_there],
+        )  # fmt: skip
+
+    @property
+    def held(self) -> int:
+        """Buckets that the state holds."""
+        return self.state.ids_E.shape[0] // self.table.slots
+
+    def evicts(self, step: int) -> bool:
+        """Return whether ids may evict in a step. evict 4: not in step 6, but in step 8."""
+        return self.evict > 0 and step % self.evict == 0
+
+    def numbers(self) -> tuple[int, int]:
+        """Return the step and the time, for a host that may read the device."""
+        step = self.step if self.step_there is None else int(self.step_there)
+        return step, self.now if self.now_there is None else int(self.now_there)
+
+
+class ResizeCall(NamedTuple):
+    """One call of `zch_resize` as kernels take it. The state's counters are not used."""
+
+    state: HashState
+    table: HashRange
+    new_buckets: int
+    new_slots: int
+    step: int
+    policy: int
+    exponent: float
+
+    @staticmethod
+    def unpack(
+        state: Sequence[Tensor], table: Sequence[int], numbers: Sequence[int], exponent: float
+    ) -> ResizeCall:
+        """Return the call that the arguments of the op stand for; the inverse of `packed`."""
+        new_buckets, new_slots, step, policy = numbers
+        return ResizeCall(
+            HashState(*state), HashRange(*table), new_buckets, new_slots, step, policy, exponent
+        )
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return the arguments of the op."""
+        numbers = [self.new_buckets, self.new_slots, self.step, self.policy]
+        return list(self.state), list(self.table), numbers, self.exponent
+
+    @property
+    def held(self) -> int:
+        """Buckets that the state holds."""
+        return self.state.ids_E.shape[0] // self.table.slots
+
+    def become(self, buckets: int) -> int:
+        """Return how many new buckets some old ones become, which is also the new number of the bucket behind them."""
+        return buckets * self.new_buckets // self.table.buckets
 
 
 class Found(NamedTuple):

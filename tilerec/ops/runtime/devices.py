@@ -53,6 +53,7 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         if "Tensor" in str(argument.type) and argument.name not in ANYWHERE:
             (lists if "List" in str(argument.type) else single).append(at)
 
+    optional = frozenset(at for at in lists if "Optional[Tensor]" in str(schema.arguments[at].type))
     host_last = frozenset(at for at in lists if names[at] in HOST_LAST)
 
     @functools.wraps(kernel)
@@ -62,7 +63,8 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         found = [args[at] for at in single if at < count and args[at] is not None]
         for at in lists:
             if at < count and args[at]:
-                found += args[at][:-1] if at in host_last else args[at]
+                several = args[at][:-1] if at in host_last else args[at]
+                found += [tensor for tensor in several if tensor is not None] if at in optional else several
         if len(set(map(device_of, found))) > 1:
             given = {names[at]: args[at] for at in sorted((*single, *lists)) if at < count}
             given |= {names[at]: args[at][:-1] for at in host_last if given.get(names[at])}
@@ -98,4 +100,4 @@ def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif value:
-            yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
+            yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value) if tensor is not None)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import raise_lost_id
 from tilerec.ops.hash.policy import Policy
-from tilerec.ops.hash.resize import new_held_of
+from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.hash.triton.place import (
     FAR,
     blocks,
@@ -224,30 +224,17 @@ def carry_kernel(
     tl.store(moved_E + r, e + offset, mask=taken)
 
 
-def zch_resize(
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    new_buckets: int,
-    new_slots: int,
-    max_probe: int,
-    step: int,
-    policy: int,
-    exponent: float,
-) -> tuple[Tensor, ...]:
+def zch_resize(call: ResizeCall) -> tuple[Tensor, ...]:
     """See `tilerec/ops/hash/resize.py`. Waits for the device at the end: a bad state must not be replaced."""
+    ids_E, used_E, since_E, last_E, hits_E, expires_E, _ = call.state
+    buckets, slots, max_probe, first = call.table
+    new_buckets, new_slots = call.new_buckets, call.new_slots
     raise_due(ids_E.device)
-    rows, held = ids_E.shape[0], ids_E.shape[0] // slots
+    rows, held = ids_E.shape[0], call.held
     expiring = expires_E.shape[0] > 0
     used_bytes_E = used_E.view(torch.uint8)
     old = (ids_E, used_bytes_E, since_E, last_E, hits_E, *([expires_E] if expiring else []))
-    new_rows = new_held_of(held, buckets, new_buckets) * new_slots
+    new_rows = call.become(held) * new_slots
     new = [torch.empty(new_rows, dtype=values.dtype, device=values.device) for values in old]
     moved_E, report = torch.empty_like(ids_E), new_report(ids_E.device)
 
@@ -255,13 +242,13 @@ def zch_resize(
     at_once = max(_RESIZED_ROWS // (slots * merged), 1) * merged
     for begin in range(0, held, at_once):
         end = min(begin + at_once, held)
-        new_begin, new_end = (new_held_of(at, buckets, new_buckets) for at in (begin, end))
+        new_begin, new_end = call.become(begin), call.become(end)
         _resize_part(
             [values[begin * slots : end * slots] for values in (*old, moved_E)],
             [values[new_begin * new_slots : new_end * new_slots] for values in new],
             report, rows, begin * slots, first + begin, buckets, slots,
-            new_held_of(first, buckets, new_buckets) + new_begin, new_end - new_begin, new_buckets, new_slots,
-            min(max_probe, new_slots), step, policy, exponent,
+            call.become(first) + new_begin, new_end - new_begin, new_buckets, new_slots,
+            min(max_probe, new_slots), call.step, call.policy, call.exponent,
         )  # fmt: skip
 
     def raise_(lost: int, _: int, __: int) -> None:
