@@ -1,4 +1,4 @@
-"""Dense gradients of tiles that have no optimizer attached: what fills `.grad`, for any torch optimizer to step.
+"""Dense gradients of tiles that have no optimizer attached. They fill `.grad`, so any torch optimizer can step them.
 
     grad[tile] = (sum over all homes) / W      the same on every owner of the tile
 
@@ -23,14 +23,14 @@ def dense_grads(
     group: Group, leaves: Sequence[Tensor], owners: Sequence[tuple[int, ...]], leaf_of: Sequence[int],
     wanted: Sequence[int], record: GradientRecord, *, exact: bool, teams: Teams | None = None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """Gradients by leaf, in the leaves' shapes and dtypes.
+    """Return dense gradients by leaf, in the leaves' shapes and dtypes. Collective among the owners of each tile.
 
     Args:
         owners: per leaf, the ranks that hold its tile.
-        leaf_of: per feature of the record, the leaf it read.
-        wanted: leaves that need a gradient, the same tiles on all owners of each.
-        exact: one sum in unsharded order over all replicas' bags; else replicas add up their sums.
-        teams: where ranks are several teams. Gradients are those of all of them, outside of the group, too.
+        leaf_of: per feature of the record, the leaf that it read.
+        wanted: leaves that need a gradient; all owners of a tile list it.
+        exact: take one sum in unsharded order over the bags of all replicas; else add up the replicas' sums.
+        teams: set if the ranks form several teams. The gradients then cover all teams, also those outside the group.
     """
     dense = {
         i: torch.zeros(leaves[i].shape, dtype=_wide_of(leaves[i]), device=leaves[i].device) for i in wanted
@@ -57,7 +57,11 @@ def dense_grads(
 
 
 def _store(dense: list[Tensor], tables: Sequence[int], record: GradientRecord) -> None:
-    """Write a record's row sums into zeros. `tables`: per feature, which of `dense` it concerns."""
+    """Write a record's row sums into zeros.
+
+    Args:
+        tables: per feature, the position in `dense` of its gradient.
+    """
     zeros = [0] * len(dense)
     torch.ops.tilerec.update_rows_(
         dense, [], record.grad, record.ids, record.offsets, record.sample_weights, list(tables), record.starts,
@@ -69,7 +73,7 @@ def _store(dense: list[Tensor], tables: Sequence[int], record: GradientRecord) -
 def _store_agreed(
     group: Group, ranks: Sequence[int], dense: dict[int, Tensor], leaf_of: Sequence[int], record: GradientRecord
 ) -> None:  # fmt: skip
-    """As `_store`, of the bags of all replicas."""
+    """Write the row sums over the bags of all replicas into zeros; see `_store`."""
     own = record.only([f for f, i in enumerate(leaf_of) if i in dense])
     mine = [i for i in leaf_of if i in dense]
     tables = [
@@ -81,7 +85,7 @@ def _store_agreed(
 
 
 def _add_over(group: Group, ranks: Sequence[int], grads: Sequence[Tensor]) -> None:
-    """Replicas' sums, added in the order of the ranks; one message for all tiles."""
+    """Add up the replicas' sums in rank order, in place, with one message for all tiles."""
     flat = torch.cat([grad.view(-1) for grad in grads])
     if len(ranks) == group.size:
         group.all_reduce_("dense gradients", flat).wait()
