@@ -1,14 +1,16 @@
-"""Replicas of a tile agree on its gradients: each has those of the homes that read from it, all apply those of all.
+"""Gradient exchange between the replicas of a tile: each has the gradients of the homes that read from it; all apply
+the gradients of all.
 
-Per table and step, whichever form moves fewer bytes (all replicas see the same counts and choose alike); D columns:
+Per table and step, the form that sends the fewest bytes is used (all replicas choose from the same counts); D columns:
   bags    output gradients of bags and the ids: 4 D P + 4 N bytes from each replica to each; sums keep unsharded order
   rows    summed gradients of touched rows: at most (4 D + 4) N bytes from each to each
-  dense   one all-reduce of the whole gradient and of which rows were touched: 8 (D + 1) rows (W - 1) / W bytes from
-          each; where every rank of the group is a replica
+  dense   one all-reduce of the whole gradient and of the touch counts of rows: 8 (D + 1) rows (W - 1) / W bytes from
+          each; only if every rank of the group is a replica
 
     G[row] = sum over features, then replicas, then occurrences      (bags: in that order; rows, dense: sums of sums)
 
-However many tables: one message with counts, one with numbers, one with gradients to every peer, and one all-reduce.
+For any number of tables: one message with counts, one with integers, one with gradients to every peer, and one
+all-reduce.
 
 Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R replicas, W ranks.
 """
@@ -30,7 +32,7 @@ from tilerec.ops.upload import upload
 
 
 class Form(Enum):
-    """How the gradients of a table travel."""
+    """Form in which the gradients of a table are sent."""
 
     BAGS = "bags"
     ROWS = "rows"
@@ -39,7 +41,7 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class ReplicaTable:
-    """One table's part in an agreement, the same on all replicas but for `features`."""
+    """One table of a gradient exchange. All fields but `features` are the same on all replicas."""
 
     handle: int
     rows: int
@@ -49,7 +51,7 @@ class ReplicaTable:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What one replica has of one table."""
+    """Counts of one replica's gradients of one table."""
 
     features: int
     bags: int
@@ -59,15 +61,15 @@ class _Counts:
 def choose_form(
     rows: int, dim: int, counts: Sequence[tuple[int, int]], group_size: int, *, bags_can_travel: bool, exact: bool
 ) -> Form:  # fmt: skip
-    """The cheapest form for one table.
+    """Return the form that sends the fewest bytes for one table.
 
     Args:
         counts: (bags, ids) of every replica.
-        bags_can_travel: whether the gradients of bags are all it takes (no sample weights).
+        bags_can_travel: True if the gradients of bags suffice (no sample weights).
         exact: sums must run in unsharded order.
 
-    Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB, rows at most 0.26 MB (no
-    more rows than there are), dense 0.26 MB: rows.
+    Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB; rows at most 0.26 MB (at most
+    all rows of the table); dense 0.26 MB. The result is rows.
     """
     if exact:
         return Form.BAGS
@@ -83,10 +85,10 @@ def choose_form(
 def agree_on_gradients(
     group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
 ) -> GradientRecord:  # fmt: skip
-    """The gradients of all replicas as one record, equal on all of them.
+    """Return the gradients of all replicas as one record, equal on all of them. Collective among `replicas`.
 
     Args:
-        replicas: owners of the tables, this rank included, ascending; all of them call.
+        replicas: owners of the tables, this rank included, ascending.
         record: this rank's gradients of the tables.
     """
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
@@ -130,7 +132,7 @@ def agree_on_gradients(
         wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
         wide += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
         sizes.append(sum(wide))
-    # All replicas' gradients side by side, mine among them: what arrives is where it is read.
+    # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
     room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
     rows = dict(zip(replicas, room.split(sizes), strict=True))
     gradients = rows[me]
@@ -153,12 +155,12 @@ def agree_on_gradients(
 
 
 def _talk_of(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
-    """How replicas talk: all ranks of the group with one call, some of them point to point."""
+    """Return the call that exchanges messages: one for all ranks of the group, or point to point for some of them."""
     return group.swap if len(others) == group.size - 1 else group.exchange
 
 
 def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
-    """As many whole numbers from every peer as this rank has."""
+    """Send integers to every peer, and return as many from each peer."""
     mine = upload(own, group.device)
     heard = {rank: torch.empty_like(mine) for rank in others}
     _talk_of(group, others)(name, heard, dict.fromkeys(others, mine)).wait()
@@ -166,7 +168,7 @@ def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) ->
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers on a device, by one wait."""
+    """Copy integers from the device to the host, with one wait for all tensors."""
     if not tensors:
         return []
     numbers = iter(torch.cat(list(tensors)).tolist())
@@ -184,7 +186,7 @@ def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) ->
 
 
 def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
-    """Where each feature's ids lie in `record.ids`."""
+    """Return the range of each feature's ids in `record.ids`."""
     if record.offsets is None:
         return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
     edges = [
@@ -200,7 +202,7 @@ def _pack_numbers(
     record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable],
     as_bags: Sequence[int], rows: Sequence[Tensor], small: bool,
 ) -> Tensor:  # fmt: skip
-    """(Place in the sum, bags) of each feature, the bags' lengths, their ids, then touched rows."""
+    """Return one tensor: (position in the sum, bags) of each feature, lengths of bags, their ids, touched rows."""
     device = record.grad.device
     features = [f for t in as_bags for f in tables[t].features]
     about = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
@@ -222,7 +224,7 @@ def _pack_gradients(
     room: Tensor, record: GradientRecord, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
     sums: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Write gradients of bags, then of touched rows, into `room`."""
+    """Write the gradients of bags, then those of touched rows, into `room`."""
     features = [f for t in as_bags for f in tables[t].features]
     counts, dims = [record.bags[f] for f in features], [record.dims[f] for f in features]
     end = sum(count * dim for count, dim in zip(counts, dims, strict=True))
@@ -239,9 +241,9 @@ def _pack_gradients(
 def _reduce_dense(
     group: Group, tables: Sequence[ReplicaTable], sums: dict[int, tuple[Tensor, Tensor]]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Touched rows and their gradients, summed over all ranks.
+    """Return the touched rows of each table and their gradients, summed over all ranks.
 
-    One tensor travels: who touched how often, for the rows of all tables, then their gradients.
+    One tensor is reduced: the number of ranks that touched each row, for all tables, then the gradients.
     """
     rows = [tables[t].rows for t in sums]
     edges = list(itertools.accumulate(rows, initial=0))
@@ -264,13 +266,13 @@ def _reduce_dense(
 
 
 class _Unpacked:
-    """The replicas' messages, taken apart and laid one after the other."""
+    """Contents of all replicas' messages, concatenated."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.lengths: list[Tensor] = []
         self.ids: list[Tensor] = []
         self.grads = [gradients]
-        # Per feature: (table, place in the sum, arrival), first bag, bags, first gradient.
+        # Per feature: (table, position in the sum, order of arrival), first bag, bags, first gradient.
         self.features: list[tuple[tuple[int, int, int], int, int, int]] = []
         self._bag = self._element = 0
 
@@ -283,7 +285,11 @@ class _Unpacked:
         self, numbers: Tensor, about: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
         counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
     ) -> None:  # fmt: skip
-        """One replica's message; `about`: how it begins, on the host."""
+        """Append one replica's message.
+
+        Args:
+            about: the beginning of the message, on the host: (position in the sum, bags) of each feature.
+        """
         sizes = [len(about), sum(c.bags for c in counts), sum(c.ids for c in counts)]
         _, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
         pairs = list(zip(about[::2], about[1::2], strict=True))
@@ -298,7 +304,7 @@ class _Unpacked:
         self.ids += [ids, rows]
 
     def add_dense(self, found: dict[int, tuple[Tensor, Tensor]], tables: Sequence[ReplicaTable]) -> None:
-        """Rows that every replica has now."""
+        """Append the rows that `_reduce_dense` has summed."""
         for t, (rows_U, grads_UD) in found.items():
             self._take(t, 0, rows_U.numel(), tables[t].dim)
             self.lengths.append(torch.ones_like(rows_U))
@@ -306,7 +312,7 @@ class _Unpacked:
             self.grads.append(grads_UD.reshape(-1))
 
     def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
-        """One record; features of a table in the order of the sum."""
+        """Return everything as one record, with the features of a table in the order of the sum."""
         lengths_P = torch.cat(self.lengths)
         offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
         torch.cumsum(lengths_P, 0, out=offsets[1:])
