@@ -204,11 +204,11 @@ class Combiner:
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
         here = sum(routed.present[s.count] * s.width for s in self._local)
-        local, rows = self._kept(self._rows_here, rows[:here], routed), rows[here:]
+        local, rows = self._wire_round_trip(self._rows_here, rows[:here], routed), rows[here:]
         if layout.hierarchical:
             rows = self._merge(routed, rows)
         received = self._home_rows(routed)
-        into = self._room(self._rows_in, received, rows.device)
+        into = self._receive_buffer(self._rows_in, received, rows.device)
         handle = self._send(
             "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
         )
@@ -290,7 +290,7 @@ class Combiner:
             assert cache is not None
             cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
 
-    def _kept(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
+    def _wire_round_trip(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
         """Return local rows after a round trip through the wire format.
 
         Values then do not depend on the ranks that hold a table.
@@ -300,7 +300,7 @@ class Combiner:
         counts, widths = [routed.present[s.count] for s in self._local], [s.width for s in self._local]
         return wire.decode(wire.encode(rows, counts, widths), counts, widths)
 
-    def _room(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
+    def _receive_buffer(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
         return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
 
     def _send(
@@ -435,9 +435,9 @@ class Combiner:
         Args:
             live: per table, False if it is frozen.
         """
-        return replace(looked, routed=self._thawed(looked.routed, live))
+        return replace(looked, routed=self._without_frozen(looked.routed, live))
 
-    def _thawed(self, routed: Routed, live: Sequence[bool]) -> Routed:
+    def _without_frozen(self, routed: Routed, live: Sequence[bool]) -> Routed:
         if all(live):
             return routed
 
@@ -466,7 +466,7 @@ class Combiner:
         # One buffer for local and received gradients, so that received ones need no copy.
         plain = self._grads_in.plain and not layout.hierarchical
         both = reused_empty(here + sum(received.sizes()), grad.dtype, grad.device) if plain else None
-        into = self._room(self._grads_in, received, grad.device) if both is None else both[here:]
+        into = self._receive_buffer(self._grads_in, received, grad.device) if both is None else both[here:]
         handle = self._send(
             "gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in
         )
@@ -479,7 +479,7 @@ class Combiner:
             return both
         if layout.hierarchical:
             rows = self._unmerge(routed, rows)
-        return torch.cat([self._kept(self._grads_here, local, routed), rows])
+        return torch.cat([self._wire_round_trip(self._grads_here, local, routed), rows])
 
     def record(
         self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]
@@ -522,7 +522,7 @@ class Combiner:
         if routed.in_place and routed.weights_need_grad:  # an optimizer may change the batch's own weights
             return
         live = [True] * len(trained) if routed.weights_need_grad else trained
-        fewer = self._thawed(routed.wait(), live)
+        fewer = self._without_frozen(routed.wait(), live)
         order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
 
     def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> Reader:

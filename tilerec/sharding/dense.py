@@ -33,7 +33,8 @@ def dense_grads(
         teams: set if the ranks form several teams. The gradients then cover all teams, also those outside the group.
     """
     dense = {
-        i: torch.zeros(leaves[i].shape, dtype=_wide_of(leaves[i]), device=leaves[i].device) for i in wanted
+        i: torch.zeros(leaves[i].shape, dtype=_accum_dtype_of(leaves[i]), device=leaves[i].device)
+        for i in wanted
     }
     by_owners: dict[tuple[int, ...], list[int]] = {}
     for i in wanted:
@@ -41,7 +42,7 @@ def dense_grads(
     alone: list[int] = []
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and exact:
-            _store_agreed(*meeting(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record)
+            _store_over_replicas(*meeting(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record)
         else:
             alone.extend(held)
     features = [f for f, i in enumerate(leaf_of) if i in set(alone)]
@@ -50,7 +51,7 @@ def dense_grads(
         _store([dense[i] for i in alone], [position[leaf_of[f]] for f in features], record.only(features))
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and not exact:
-            _add_over(*meeting(group, teams, ranks), [dense[i] for i in held])
+            _sum_over_replicas(*meeting(group, teams, ranks), [dense[i] for i in held])
     if teams is not None and teams.apart and dense:
         mean_over_teams(teams, list(dense.values()))
     return {i: (grad / group.size).to(leaves[i].dtype) for i, grad in dense.items()}
@@ -70,7 +71,7 @@ def _store(dense: list[Tensor], tables: Sequence[int], record: GradientRecord) -
     )  # fmt: skip
 
 
-def _store_agreed(
+def _store_over_replicas(
     group: Group, ranks: Sequence[int], dense: dict[int, Tensor], leaf_of: Sequence[int], record: GradientRecord
 ) -> None:  # fmt: skip
     """Write the row sums over the bags of all replicas into zeros; see `_store`."""
@@ -84,19 +85,19 @@ def _store_agreed(
     _store(list(dense.values()), agreed.sinks, agreed)
 
 
-def _add_over(group: Group, ranks: Sequence[int], grads: Sequence[Tensor]) -> None:
+def _sum_over_replicas(group: Group, ranks: Sequence[int], grads: Sequence[Tensor]) -> None:
     """Add up the replicas' sums in rank order, in place, with one message for all tiles."""
     flat = torch.cat([grad.view(-1) for grad in grads])
     if len(ranks) == group.size:
         group.all_reduce_("dense gradients", flat).wait()
     else:
-        heard = {rank: torch.empty_like(flat) for rank in ranks if rank != group.rank}
-        group.exchange("dense gradients", heard, dict.fromkeys(heard, flat)).wait()
-        heard[group.rank] = flat
-        flat = functools.reduce(torch.add, [heard[rank] for rank in ranks])
+        received = {rank: torch.empty_like(flat) for rank in ranks if rank != group.rank}
+        group.exchange("dense gradients", received, dict.fromkeys(received, flat)).wait()
+        received[group.rank] = flat
+        flat = functools.reduce(torch.add, [received[rank] for rank in ranks])
     for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(summed.view(grad.shape))
 
 
-def _wide_of(leaf: Tensor) -> torch.dtype:
+def _accum_dtype_of(leaf: Tensor) -> torch.dtype:
     return torch.float64 if leaf.dtype == torch.float64 else torch.float32

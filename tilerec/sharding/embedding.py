@@ -135,7 +135,7 @@ class Exchange:
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
         # Slots of tables that are cut by columns: (slot, table, dtype in which its gradients are sent).
         self.column_cut = [
-            (s, slot.table, _travelling(tables[slot.table].wire.backward))
+            (s, slot.table, _wire_dtype(tables[slot.table].wire.backward))
             for s, slot in enumerate(slots)
             if len(tables[slot.table].tiling.blocks) > 1
         ]
@@ -295,7 +295,7 @@ class ShardedCollection(TableCollection):
                 rules[name] = table.rows.group
         return LookupFacts(exchange.number, exchange.name, names, trains, training, rules)
 
-    def _fits(self, routed: RoutedFeatures) -> bool:
+    def _is_current(self, routed: RoutedFeatures) -> bool:
         """Return True if tiling and accumulation dtype have not changed since this batch was routed."""
         return self.exchange.made(routed.stages) and routed.stages.router.wide == self._wide()
 
@@ -306,7 +306,7 @@ class ShardedCollection(TableCollection):
         A batch is routed again, on every rank, if the tables were resharded (`reshard`) or became float64 since it
         was routed.
         """
-        if not self._fits(routed):
+        if not self._is_current(routed):
             routed.behind()
             routed = self.route(routed.wait().features)
         routed.behind()
@@ -344,7 +344,7 @@ class ShardedCollection(TableCollection):
             The routed batch, to pass to the forward. (The forward of an unsharded collection takes the features.)
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        if not self._fits(routed):
+        if not self._is_current(routed):
             return routed
         routed.behind()
         combiner, holders = routed.stages.combiner, self._holders()
@@ -428,7 +428,9 @@ class ShardedCollection(TableCollection):
             for trains, table, leaf in zip(trained, tables, first, strict=True)
         ]
         guarded = [
-            (s, dtype) for s, t, dtype in self.exchange.column_cut if attached[t] and _by_elements(tables[t])
+            (s, dtype)
+            for s, t, dtype in self.exchange.column_cut
+            if attached[t] and _is_elementwise(tables[t])
         ]
         exchange = self.exchange
         return Gradients(
@@ -589,13 +591,13 @@ def _attached(table: ShardedTable, leaf: nn.Parameter) -> bool:
     return table.rows.takes_gradients and table.rows.leaf is leaf
 
 
-def _travelling(name: str) -> torch.dtype:
+def _wire_dtype(name: str) -> torch.dtype:
     """Return the dtype whose range limits the values that a wire format can carry."""
     dtype = codec(name).wire_dtype
     return dtype if dtype is not None and dtype.is_floating_point else torch.float32
 
 
-def _by_elements(table: ShardedTable) -> bool:
+def _is_elementwise(table: ShardedTable) -> bool:
     """Return True if the attached rule is element-wise: owners of a row's columns then exchange no sums."""
     spec = table.rows.spec
     return spec is not None and not spec.phases
@@ -646,7 +648,7 @@ def shard_collection(
         group, route_group, topology, layouts,
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
         weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
-        name=_collection_word(name, names),
+        name=_collection_name(name, names),
     )  # fmt: skip
     caches = caches or {}
     places = _memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
@@ -668,7 +670,7 @@ def shard_collection(
     module._renew_sinks()
 
 
-def _collection_word(name: str, tables: Sequence[str]) -> str:
+def _collection_name(name: str, tables: Sequence[str]) -> str:
     """Return the collection's name in errors: `name`, or a list of its tables."""
     if name:
         return f"'{name}'"

@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
     order_N: Tensor  # position in the batch of each id, in the order sent
     counts: list[list[int]]  # [W][F]
-    heard: list[list[int]]  # [W], headers
+    headers: list[list[int]]  # [W], those received
 
 
 class IdExchange:
@@ -127,16 +127,16 @@ class IdExchange:
         self._exchange_headers(header_WH)
         raise failure
 
-    def _exchange_headers(self, said_WH: Tensor) -> Tensor:
+    def _exchange_headers(self, headers_WH: Tensor) -> Tensor:
         """Send row p to every rank p, and return the rows received from all ranks.
 
         On the wire, rows are padded to the size of the channel's headers.
         """
         words = self._room.sizes([0] * self.group.size, [0] * self.group.size)
         outs, ins = ([n // 2 for n in side] for side in words)
-        place, taken = self._places(outs, ins, said_WH.device)
-        heard = self._all_to_all("id header", said_WH.reshape(-1).index_select(0, place), ins, outs)
-        return heard.index_select(0, taken).view(self.group.size, self._width)
+        place, taken = self._places(outs, ins, headers_WH.device)
+        received = self._all_to_all("id header", headers_WH.reshape(-1).index_select(0, place), ins, outs)
+        return received.index_select(0, taken).view(self.group.size, self._width)
 
     def _places(self, outs: list[int], ins: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the source position of each element sent, and the positions of the rows in the elements received.
@@ -160,17 +160,17 @@ class IdExchange:
             InputError: another rank refused its batch, or trains while this one evaluates; nothing has changed.
         """
         sent, received = self._send(batch)
-        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.heard]
+        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.headers]
         ordered = _reordered(received, received_counts)
         failure: Exception | None = None
         try:
-            rows_R, evicted = self._map(ordered, received_counts, sent.heard[0])
+            rows_R, evicted = self._map(ordered, received_counts, sent.headers[0])
         except Exception as error:  # raised later: the other ranks wait for rows
             failure, rows_R = error, torch.full_like(ordered, -1)
             evicted = [ordered.new_empty(0)] * len(self.modules)
         turned = [list(column) for column in zip(*received_counts, strict=True)]
         home_rows = _reordered(rows_R, turned) if turned else rows_R
-        return self._answer(batch, sent, home_rows, received_counts, evicted, failure)
+        return self._return_rows(batch, sent, home_rows, received_counts, evicted, failure)
 
     # ------------------------------------------------------------------------------------------------------- home
 
@@ -188,26 +188,26 @@ class IdExchange:
         place_N = owner_N.to(torch.int64) * count + feature_N
         counts_WF = sums_at(place_N, None, group.size * count).view(group.size, count)
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
-        said = [
+        prefix = [
             self.facts.digest() << FLAG_BITS,
             writes % (1 << 62),
             *(batch.times[table] for table in self.modules),
         ]
-        head = upload(said, ids_N.device).expand(group.size, len(said))
+        head = upload(prefix, ids_N.device).expand(group.size, len(prefix))
         width = self._width
-        heard_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))
-        both = torch.cat([heard_WH, counts_WF], dim=1).tolist()
-        heard, counts = [row[:width] for row in both], [row[width:] for row in both]
-        self._check(heard)
+        received_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))
+        both = torch.cat([received_WH, counts_WF], dim=1).tolist()
+        headers, counts = [row[:width] for row in both], [row[width:] for row in both]
+        self._check(headers)
         order_N = torch.sort(owner_N, stable=True).indices
         received = self._all_to_all(
-            "ids to map", ids_N[order_N], [sum(row[len(said) :]) for row in heard], [sum(row) for row in counts]
+            "ids to map", ids_N[order_N], [sum(row[len(prefix) :]) for row in headers], [sum(row) for row in counts]
         )  # fmt: skip
-        return Sent(order_N, counts, heard), received
+        return Sent(order_N, counts, headers), received
 
-    def _check(self, heard: list[list[int]]) -> None:
+    def _check(self, headers: list[list[int]]) -> None:
         """Raise an `InputError` if the headers disagree; all ranks receive all headers, so all raise or none."""
-        refused = [rank for rank, header in enumerate(heard) if header[0] & _REFUSED]
+        refused = [rank for rank, header in enumerate(headers) if header[0] & _REFUSED]
         if refused:
             raise InputError(
                 f"Rank {refused[0]} refused its batch (its own error gives the reason), so no rank maps this step; see "
@@ -215,9 +215,9 @@ class IdExchange:
             )
         own = self.facts.digest()
         # The low half of the first element is the first word of a lookup's header.
-        if any((header[0] & 0xFFFFFFFF) >> FLAG_BITS != own for header in heard):
+        if any((header[0] & 0xFFFFFFFF) >> FLAG_BITS != own for header in headers):
             raise_difference(self.group, range(self.group.size), self.facts)
-        modes = [header[1] for header in heard]
+        modes = [header[1] for header in headers]
         if len(set(modes)) > 1:
             rank = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
             t = next(t for t in range(len(self.modules)) if (modes[0] ^ modes[rank]) >> t & 1)
@@ -227,18 +227,18 @@ class IdExchange:
                 "eval() on all ranks alike."
             )
 
-    def _answer(
+    def _return_rows(
         self, batch: TableIds, sent: Sent, home_rows: Tensor, received_counts: list[list[int]], evicted: list[Tensor],
         failure: Exception | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Send rows to their homes, and rows that lost their id to their holders."""
         group, tables = self.group, len(self.modules)
         # Per holder and table, a mask of the rows that lost their id (-1: none). Their counts are on the device.
-        told = [
+        masks = [
             [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
             for own in self.holders()
         ]
-        counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in told])
+        counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in masks])
         total = torch.stack([(rows >= 0).sum() for rows in evicted]).sum() - int(failure is not None)
         tails_WT1 = torch.cat([total.expand(group.size, 1), counts_WT], 1)
         own = home_rows.split([sum(counts) for counts in received_counts])
@@ -267,15 +267,15 @@ class IdExchange:
             return rows, {}
         lost = [
             own[torch.nonzero_static(here, size=number)[:, 0]]
-            for own_told, (_, *numbers) in zip(told, own_tails, strict=True)
-            for own, here, number in zip(evicted, own_told, numbers, strict=True)
+            for own_masks, (_, *numbers) in zip(masks, own_tails, strict=True)
+            for own, here, number in zip(evicted, own_masks, numbers, strict=True)
         ]
-        return rows, self._tell(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
+        return rows, self._exchange_evicted(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
 
-    def _tell(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
+    def _exchange_evicted(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
         """Exchange the rows that lost their id; return, by table, those held here."""
-        heard = self._all_to_all("evicted rows", lost, [sum(words[1:]) for words in tails], outs)
-        pieces = heard.split([n for words in tails for n in words[1:]])
+        received = self._all_to_all("evicted rows", lost, [sum(words[1:]) for words in tails], outs)
+        pieces = received.split([n for words in tails for n in words[1:]])
         tables = len(self.modules)
         return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.modules)}
 

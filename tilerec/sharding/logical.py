@@ -143,30 +143,30 @@ class Logical:
         for t in cover.written:
             tile = cover.tiles[t]
             if t in own:
-                self._range(out, tile).copy_(own[t])
+                self._view_of(out, tile).copy_(own[t])
             else:
                 receives.setdefault(tile.owners[0], []).append(t)
             if tile.owners[0] == me:
                 for rank in range(self.group.size):
                     if rank not in tile.owners:
                         sends.setdefault(rank, []).append(own[t].reshape(-1))
-        heard = {rank: self._room(tiles) for rank, tiles in receives.items()}
+        received = {rank: self._buffer_for(tiles) for rank, tiles in receives.items()}
         self.group.exchange(
-            "full tensor", heard, {rank: _joined(parts) for rank, parts in sends.items()}
+            "full tensor", received, {rank: _concatenated(parts) for rank, parts in sends.items()}
         ).wait()
         for rank, tiles in receives.items():
             at = 0
             for t in tiles:
-                place = self._range(out, cover.tiles[t])
-                place.copy_(heard[rank][at : at + place.numel()].view(place.shape))
+                place = self._view_of(out, cover.tiles[t])
+                place.copy_(received[rank][at : at + place.numel()].view(place.shape))
                 at += place.numel()
         return out
 
-    def _room(self, tiles: Sequence[int]) -> Tensor:
+    def _buffer_for(self, tiles: Sequence[int]) -> Tensor:
         sizes = [self.cover.tiles[t].rectangle.cells for t in tiles]
         return self.like.new_empty(sum(sizes))
 
-    def _range(self, whole: Tensor, tile: Tile) -> Tensor:
+    def _view_of(self, whole: Tensor, tile: Tile) -> Tensor:
         """Return the view of a rectangle in a whole tensor."""
         if not self.cover.shape:
             return whole
@@ -179,7 +179,7 @@ class Logical:
     def load_whole(self, value: Tensor) -> None:
         """Copy the values of a whole tensor of this shape; each rank reads its part."""
         for tile, memory in self.pieces:
-            _take(memory, self._range(value.detach(), self.cover.tiles[tile]))
+            _copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
 
     @torch.no_grad()
     def load(self, source: Logical) -> None:
@@ -191,11 +191,11 @@ class Logical:
         if source.cover == self.cover:
             theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
             for tile, memory in self.pieces:  # equal covers may repeat a rectangle on different ranks
-                _take(memory, theirs[tile])
+                _copy_into(memory, theirs[tile])
         else:
-            self._take_over(source)
+            self._exchange_load(source)
 
-    def _take_over(self, source: Logical) -> None:
+    def _exchange_load(self, source: Logical) -> None:
         me = self.group.rank
         self.group.begin("a load of state")
         theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
@@ -218,19 +218,21 @@ class Logical:
                     continue
                 if s in theirs:
                     for memory in places:
-                        _take(_within(memory, target, both), _within(theirs[s], tile, both))
+                        _copy_into(_within(memory, target, both), _within(theirs[s], tile, both))
                 else:
                     receives.setdefault(_sender(tile, me), []).append((places[0], both, target))
-        heard = {
+        received = {
             rank: source.like.new_empty(sum(both.cells for _, both, _ in items))
             for rank, items in receives.items()
         }
-        self.group.exchange("state", heard, {rank: _joined(parts) for rank, parts in sends.items()}).wait()
+        self.group.exchange(
+            "state", received, {rank: _concatenated(parts) for rank, parts in sends.items()}
+        ).wait()
         for rank, items in receives.items():
             at = 0
             for memory, both, target in items:
                 place = _within(memory, target, both)
-                place.copy_(heard[rank][at : at + both.cells].view(place.shape))
+                place.copy_(received[rank][at : at + both.cells].view(place.shape))
                 at += both.cells
         first: dict[int, Tensor] = {}
         for t, memory in self.pieces:  # fill further copies of a rectangle that this rank holds twice
@@ -263,12 +265,12 @@ def _within(memory: Tensor, tile: Tile, part: Rectangle) -> Tensor:
     return rows[:, part.c0 - tile.c0 : part.c1 - tile.c0] if memory.dim() == 2 else rows
 
 
-def _take(memory: Tensor, values: Tensor) -> None:
+def _copy_into(memory: Tensor, values: Tensor) -> None:
     """Copy, unless both are the same memory, as after a checkpoint was read into it in place."""
     same = memory.dtype == values.dtype and memory.data_ptr() == values.data_ptr() and memory.numel()
     if not (same and memory.stride() == values.stride()):
         memory.copy_(values)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))

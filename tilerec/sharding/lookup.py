@@ -200,7 +200,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
     reached = [True] * len(gradients.trained)
     if torch._C._current_graph_task_id() == -1:
         return reached
-    asked = [False] * len(reached)
+    included = [False] * len(reached)
     nodes = ctx.next_functions[
         len(ctx.next_functions) - len(gradients.tables) :
     ]  # leaves are the last inputs
@@ -208,7 +208,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
         if not gradients.attached[t] or node is None:
             continue
         try:
-            asked[t] |= torch._C._will_engine_execute_node(node)
+            included[t] |= torch._C._will_engine_execute_node(node)
         except (
             RuntimeError
         ) as error:  # torch raises it if the pass returns this leaf's gradient to its caller
@@ -217,7 +217,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
                 "backward pass (it has an attached optimizer, or a sparse .grad by set_sparse_grad); call "
                 "loss.backward(), or call torch.autograd.grad before either is set."
             ) from error
-    return [a or not attached for a, attached in zip(asked, gradients.attached, strict=True)]
+    return [a or not attached for a, attached in zip(included, gradients.attached, strict=True)]
 
 
 def combine(

@@ -56,9 +56,9 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
     def stats(self) -> dict[str, IdStats]:
         own = {table: module.summary() for table, module in self.modules_by_table.items()}
         self.exchange.group.begin("stats")
-        heard = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
+        gathered = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
         return {
-            table: module.stats_of([parts[table] for parts in heard])
+            table: module.stats_of([parts[table] for parts in gathered])
             for table, module in self.modules_by_table.items()
         }
 
@@ -71,18 +71,18 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
                 place = replace(module.inspect(feature, id_), rank=group.rank)
         except Exception as error:
             failure = error
-        asked = f"{feature}, {id_}"
-        said = (asked, failure is not None, place)
-        heard = cast("list[tuple[str, bool, IdPlace | None]]", group.all_gather_object(said))
+        query = f"{feature}, {id_}"
+        own_answer = (query, failure is not None, place)
+        answers = cast("list[tuple[str, bool, IdPlace | None]]", group.all_gather_object(own_answer))
         if failure is not None:
             raise failure
-        for rank, (other, failed, _) in enumerate(heard):
-            if other != asked or failed:
+        for rank, (other, failed, _) in enumerate(answers):
+            if other != query or failed:
                 raise InputError(
-                    f"inspect: rank {group.rank} inspects ({asked}) and rank {rank} inspects ({other}); expected the "
+                    f"inspect: rank {group.rank} inspects ({query}) and rank {rank} inspects ({other}); expected the "
                     "same id on all ranks. Inspect one id at a time, on all ranks."
                 )
-        return next(found for _, _, found in heard if found is not None)
+        return next(found for _, _, found in answers if found is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedManagedCollisionCollection:
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)

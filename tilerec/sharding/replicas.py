@@ -101,7 +101,7 @@ def agree_on_gradients(
         )
         for table in tables
     ]
-    counts = _tell_counts(group, others, own)
+    counts = _exchange_counts(group, others, own)
     forms = [
         choose_form(
             table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
@@ -117,18 +117,22 @@ def agree_on_gradients(
     sums = dict(
         zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True)
     )
-    distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
+    distinct = (
+        _exchange_ints(group, others, "replica rows", [sums[t][0].numel() for t in as_rows])
+        if as_rows
+        else {}
+    )
 
     small = all(table.rows < 1 << 31 for table in tables)
     distinct[me] = [sums[t][0].numel() for t in as_rows]
     numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
-    heard: dict[int, Tensor] = {me: numbers}
+    received: dict[int, Tensor] = {me: numbers}
     sizes: list[int] = []  # of each replica's gradients
     for rank in replicas:
         bags = [counts[rank][t] for t in as_bags]
         if rank != me:
             size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
-            heard[rank] = numbers.new_empty(size)
+            received[rank] = numbers.new_empty(size)
         wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
         wide += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
         sizes.append(sum(wide))
@@ -137,37 +141,43 @@ def agree_on_gradients(
     rows = dict(zip(replicas, room.split(sizes), strict=True))
     gradients = rows[me]
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
-    talk = _talk_of(group, others)
+    exchange = _exchange_call(group, others)
     if as_bags or as_rows:
-        told = talk("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
-        sent = talk("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients))
-        told.wait()
-        sent.wait()
+        ids_pending = exchange(
+            "replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers)
+        )
+        gradients_pending = exchange(
+            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
+        )
+        ids_pending.wait()
+        gradients_pending.wait()
     unpacked = _Unpacked(room)
     features = [sum(counts[rank][t].features for t in as_bags) for rank in replicas]
-    about = _read([heard[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
-    for rank, own_about in zip(replicas, about, strict=True):
-        unpacked.add(heard[rank], own_about, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
+    head = _read_ints([received[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
+    for rank, own_head in zip(replicas, head, strict=True):
+        unpacked.add(received[rank], own_head, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
                      distinct.get(rank, []))  # fmt: skip
     if as_dense:
         unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
     return unpacked.record(record, tables)
 
 
-def _talk_of(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
+def _exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
     """Return the call that exchanges messages: one for all ranks of the group, or point to point for some of them."""
     return group.swap if len(others) == group.size - 1 else group.exchange
 
 
-def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
+def _exchange_ints(
+    group: Group, others: Sequence[int], name: str, own: Sequence[int]
+) -> dict[int, list[int]]:
     """Send integers to every peer, and return as many from each peer."""
     mine = upload(own, group.device)
-    heard = {rank: torch.empty_like(mine) for rank in others}
-    _talk_of(group, others)(name, heard, dict.fromkeys(others, mine)).wait()
-    return dict(zip(others, _read(list(heard.values())), strict=True))
+    received = {rank: torch.empty_like(mine) for rank in others}
+    _exchange_call(group, others)(name, received, dict.fromkeys(others, mine)).wait()
+    return dict(zip(others, _read_ints(list(received.values())), strict=True))
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _read_ints(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Copy integers from the device to the host, with one wait for all tensors."""
     if not tensors:
         return []
@@ -175,14 +185,14 @@ def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
 
 
-def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
+def _exchange_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
     flat = [number for c in own for number in (c.features, c.bags, c.ids)]
-    heard = _tell(group, others, "replica counts", flat)
-    told = {
+    received = _exchange_ints(group, others, "replica counts", flat)
+    of_peers = {
         rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        for rank, numbers in heard.items()
+        for rank, numbers in received.items()
     }
-    return {**told, group.rank: list(own)}
+    return {**of_peers, group.rank: list(own)}
 
 
 def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
@@ -205,7 +215,7 @@ def _pack_numbers(
     """Return one tensor: (position in the sum, bags) of each feature, lengths of bags, their ids, touched rows."""
     device = record.grad.device
     features = [f for t in as_bags for f in tables[t].features]
-    about = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
+    head = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
     ids = [record.ids[bounds[f][0] : bounds[f][1]] for f in features]
     lengths: list[Tensor] = []
     for f in features:
@@ -215,7 +225,7 @@ def _pack_numbers(
             edges = record.offsets[record.starts[f] : record.starts[f] + record.bags[f] + 1]
             lengths.append(edges[1:] - edges[:-1])
     dtype = torch.int32 if small else torch.int64
-    pieces = [upload(about, device).to(dtype)]
+    pieces = [upload(head, device).to(dtype)]
     pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, list(rows)) if part]
     return torch.cat(pieces)
 
@@ -282,17 +292,17 @@ class _Unpacked:
         self._element += bags * dim
 
     def add(
-        self, numbers: Tensor, about: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+        self, numbers: Tensor, head: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
         counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
     ) -> None:  # fmt: skip
         """Append one replica's message.
 
         Args:
-            about: the beginning of the message, on the host: (position in the sum, bags) of each feature.
+            head: the beginning of the message, on the host: (position in the sum, bags) of each feature.
         """
-        sizes = [len(about), sum(c.bags for c in counts), sum(c.ids for c in counts)]
+        sizes = [len(head), sum(c.bags for c in counts), sum(c.ids for c in counts)]
         _, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
-        pairs = list(zip(about[::2], about[1::2], strict=True))
+        pairs = list(zip(head[::2], head[1::2], strict=True))
         at = 0
         for t, c in zip(as_bags, counts, strict=True):
             for order, bags in pairs[at : at + c.features]:

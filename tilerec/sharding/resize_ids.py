@@ -96,7 +96,7 @@ def new_ids(
     parts = _spread(
         group, parts, made.buckets, tuple(cut * split // merged for cut in cuts), even
     )  # fmt: skip
-    old_rows_M, new_rows_M = _told(group, made.moved, ranges)
+    old_rows_M, new_rows_M = _exchange_moves(group, made.moved, ranges)
     own = whole.cut(even[group.rank], even[group.rank + 1])
     return NewIds(
         own, even, {name: tensor for name, (tensor, _) in parts.items()}, made.moved, old_rows_M, new_rows_M
@@ -174,7 +174,7 @@ def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Til
     return Tiling.of(table, new.rows, tiling.dim, tiles)
 
 
-def _told(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:
+def _exchange_moves(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:
     """Send moves to the holders of their rows; return the old and new rows of the moves in this rank's tiles."""
     pairs_M2 = torch.stack([moved.old_rows, moved.new_rows], dim=1)
     outs = []
@@ -185,8 +185,8 @@ def _told(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, T
         outs.append(pairs_M2[inside].view(-1))
     sizes_W = torch.tensor([part.numel() for part in outs], device=pairs_M2.device)
     ones = [1] * group.size
-    heard = group.all_to_all("moved rows", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
-    into = torch.zeros(sum(heard), dtype=torch.int64, device=pairs_M2.device)
-    group.all_to_all("moved rows", into, torch.cat(outs), heard, [part.numel() for part in outs]).wait()
+    ins = group.all_to_all("moved rows", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
+    into = torch.zeros(sum(ins), dtype=torch.int64, device=pairs_M2.device)
+    group.all_to_all("moved rows", into, torch.cat(outs), ins, [part.numel() for part in outs]).wait()
     old_rows_M, new_rows_M = into.view(-1, 2).unbind(1)
     return old_rows_M, new_rows_M

@@ -145,10 +145,10 @@ class Router:
         self._room = room_of(group)
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
         # A single rank with one row range per table: its lookups can read batches as they are.
-        self._at_home = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
-        self._make_room()
+        self._single_range = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
+        self._lay_out_headers()
 
-    def _make_room(self) -> None:
+    def _lay_out_headers(self) -> None:
         """Lay out the headers, each as long as the longest of its channel."""
         self._version = self._room.version
         self._header_out, self._header_in = self._room.sizes(*header_sizes(self.layout))
@@ -187,10 +187,10 @@ class Router:
             InputError: the batch of this rank or of another rank cannot be routed; every rank raises.
         """
         weights = batch.weights if self.weighted else None
-        if self._at_home and self._lies_in_order(batch, keys):
-            return self._kept(batch, weights, keys)
+        if self._single_range and self._can_read_in_place(batch, keys):
+            return self._routed_in_place(batch, weights, keys)
         try:
-            told, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
+            summary, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
@@ -199,9 +199,9 @@ class Router:
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
-        counts_K2 = told[1:].view(-1, 2)
+        counts_K2 = summary[1:].view(-1, 2)
         marks = self._mark(slots, counts_K2, batch.bags)
-        headers = self._exchange_headers(flags, told, marks.sizes_M)
+        headers = self._exchange_headers(flags, summary, marks.sizes_M)
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
         self._check(headers, flags, batch.facts)
@@ -215,7 +215,7 @@ class Router:
         unions = self._unite(marks, headers.counts, headers.sizes)
         return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
 
-    def _lies_in_order(self, batch: Batch, keys: Sequence[int]) -> bool:
+    def _can_read_in_place(self, batch: Batch, keys: Sequence[int]) -> bool:
         """Return True if each key is read by one route, in batch order, as far as host-side sizes show."""
         if list(keys) != list(range(len(keys))):
             return False
@@ -224,7 +224,7 @@ class Router:
         bags = sum(batch.bags) if len(batch.batches) == 1 else sum(batch.batches)
         return batch.offsets.numel() == bags + 1
 
-    def _kept(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
+    def _routed_in_place(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
         """Return a batch that stays on this rank as routed, without sorting, counting, sending or waiting.
 
         Only the lookup reads the ids. Bags without ids count as present.
@@ -253,7 +253,7 @@ class Router:
 
     def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:
         """Raise an `InputError` on all ranks if one of them cannot continue."""
-        refused = [home for home, header in enumerate(headers.heard) if header[0] & REFUSED]
+        refused = [home for home, header in enumerate(headers.received) if header[0] & REFUSED]
         if refused:
             raise InputError(
                 f"Rank {self._ranks[refused[0]]} refused its batch (its own error gives the reason), so no rank routes "
@@ -267,7 +267,7 @@ class Router:
                 f"{who} batch in another sharding group (the error there gives the reason), so no rank routes this "
                 "step."
             )
-        if any(header[0] >> FLAG_BITS != flags >> FLAG_BITS for header in headers.heard):
+        if any(header[0] >> FLAG_BITS != flags >> FLAG_BITS for header in headers.received):
             raise_difference(self.group, self._ranks, facts)
 
     # ------------------------------------------------------------------------------------------------ home
@@ -309,24 +309,24 @@ class Router:
             unions.append(_Union(slots, [marks.ranks_P[starts[w] : starts[w + 1]] for w in wires]))
         return unions
 
-    def _exchange_headers(self, flags: int, told: Tensor, sizes_M: Tensor) -> _Headers:
+    def _exchange_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> _Headers:
         """Exchange headers with every rank. The only wait of the host.
 
         Args:
-            told: first result of `route_ids`: the fault, sent to other ranks as a flag only, and the counts.
+            summary: first result of `route_ids`: the fault, sent to other ranks as a flag only, and the counts.
         """
-        device, parts = told.device, len(self.layout.parts)
+        device, parts = summary.device, len(self.layout.parts)
         if self._room.version != self._version:
-            self._make_room()
+            self._lay_out_headers()
         fault = None
         if device.type == "cpu":  # the CPU op has raised its faults already
-            said = told.clone()
-            said[0] = flags
+            words_out = summary.clone()
+            words_out[0] = flags
         else:
-            fault = told[:1].view(torch.int32)
+            fault = summary[:1].view(torch.int32)
             # A fault sets REFUSED, which is 1; flags that contain REFUSED already come without a fault.
-            said = torch.cat(((told[:1] != 0) + flags, told[1:]))
-        values = (torch.cat((said, sizes_M)) if sizes_M.numel() else said).to(torch.int32)
+            words_out = torch.cat(((summary[:1] != 0) + flags, summary[1:]))
+        values = (torch.cat((words_out, sizes_M)) if sizes_M.numel() else words_out).to(torch.int32)
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
@@ -363,7 +363,8 @@ class Router:
         self, batch: Batch, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor, slots: Tensor,
         positions: Tensor, unions: list[_Union],
     ) -> Routed:  # fmt: skip
-        layout, weighted, counts, heard = self.layout, weights is not None, headers.counts, headers.heard
+        layout, weighted = self.layout, weights is not None
+        counts, received = headers.counts, headers.received
         words = self._id_words + self._weight_words * weighted
         pieces: list[Tensor] = []
         out_splits, sent_ids = [], []
@@ -374,13 +375,13 @@ class Router:
         for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
             first = len(pieces)
             n = 0
-            said = _Runs()
+            length_runs = _Runs()
             for p_k, n_k in counts[k : k + size]:
                 if not self.each_id and p_k != n_k:
-                    said.add(p_at, p_k)
+                    length_runs.add(p_at, p_k)
                 p_at += p_k
                 n += n_k
-            pieces.extend([lengths[begin:end] for begin, end in said.runs])
+            pieces.extend([lengths[begin:end] for begin, end in length_runs.runs])
             k += size
             pieces.append(ids_words[n_at * self._id_words : (n_at + n) * self._id_words])
             if weights is not None:
@@ -398,7 +399,7 @@ class Router:
         present: list[int] = []
         all_unions: list[int] = []
         members: list[int] = []
-        for parts, merges_in, header in zip(layout.received, layout.merging, heard, strict=True):
+        for parts, merges_in, header in zip(layout.received, layout.merging, received, strict=True):
             pairs = list(
                 zip(header[1 : 1 + 2 * len(parts) : 2], header[2 : 2 + 2 * len(parts) : 2], strict=True)
             )
@@ -430,22 +431,22 @@ class Router:
             -1 if count == batch.bags[slot] else start
             for count, slot, start in zip(own_counts, self._slot_of, starts, strict=True)
         ]
-        weights_need_grad = any(header[0] & WEIGHTS_NEED_GRAD for header in heard)
+        weights_need_grad = any(header[0] & WEIGHTS_NEED_GRAD for header in received)
         # A batch stays alive until its backward, so keep only tensors that will be read.
         routed = Routed(
             batch.bags, own_counts, slot_starts,
-            _held(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
-            _held(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
+            _compact(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
+            _compact(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
             all_unions, members,
         )  # fmt: skip
         sent = Moment(payload.device) if payload.is_cuda else None
-        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, heard, weighted)
+        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, received, weighted)
         return routed
 
     # ------------------------------------------------------------------------------------------------ owner
 
     def _receive(
-        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], heard: list[list[int]],
+        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], received: list[list[int]],
         weighted: bool,
     ) -> None:  # fmt: skip
         """Unpack the payloads: concatenate the ids of all homes, and compute the offsets of their bags.
@@ -459,7 +460,7 @@ class Router:
         ids, weights, member_slots = [], [], []
         lengths = _Runs()
         at = member = merge_at = member_at = 0
-        for parts, merges, header in zip(layout.received, layout.merging, heard, strict=True):
+        for parts, merges, header in zip(layout.received, layout.merging, received, strict=True):
             n = 0
             for k in range(len(parts)):
                 p_k, n_k = header[1 + 2 * k], header[2 + 2 * k]
@@ -495,7 +496,7 @@ class Router:
         routed.member_slots = _joined(member_slots, payload)
 
 
-def _held(part: Tensor) -> Tensor:
+def _compact(part: Tensor) -> Tensor:
     """Return a tensor to keep for long: `part`, or a copy if `part` keeps over twice its own memory alive."""
     return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
 
@@ -519,7 +520,8 @@ class _Headers:
     fault: int  # of this rank's batch, for `raise_fault`; 0: none
     counts: list[tuple[int, int]]  # P and N of each part sent, in wire order
     sizes: list[int]  # U of each merge of this home
-    heard: list[list[int]]  # per home: flags; P and N of each part received; U and P of each merge made here
+    # Per home: flags; P and N of each part received; U and P of each merge made on this rank.
+    received: list[list[int]]
     refusals: int  # number of ranks of all teams that refused this step (0 without `everyone`)
     refusers: int  # sum of the numbers of these ranks
 

@@ -210,8 +210,8 @@ class ShardedTable(Table, TiledTable):
         group, count = self._group, values.numel()
         sent = values.detach().to(group.device).repeat(group.size)
         sizes = [count] * group.size
-        heard = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
-        return heard.to(values.device).view(group.size, count)
+        received = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
+        return received.to(values.device).view(group.size, count)
 
     @contextmanager
     def on_all_ranks(self, what: str, step: str) -> Iterator[None]:

@@ -281,7 +281,7 @@ def load(logical: Logical, value: Tensor) -> None:
         logical.load(value.logical)
         return
     if isinstance(value, DTensor):
-        source = _in_tiles(value, logical.group)
+        source = _as_logical(value, logical.group)
         if source is not None:
             logical.load(source)
             return
@@ -304,7 +304,7 @@ def _same_ranks(mesh: DeviceMesh, group: Group) -> bool:
     )
 
 
-def _in_tiles(value: DTensor, group: Group) -> Logical | None:
+def _as_logical(value: DTensor, group: Group) -> Logical | None:
     """Return a plain DTensor cut along one dimension over the same ranks as a logical tensor; None for any other."""
     if len(value.placements) != 1 or not _same_ranks(value.device_mesh, group):
         return None

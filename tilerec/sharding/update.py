@@ -147,12 +147,12 @@ class TileRows(TableRows):
 
         All ranks exchange in one order, that of the tiles' positions, which no write on a single rank can change.
         """
-        for peers, own in _shares(tables, record):
+        for peers, own in _by_replicas_here(tables, record):
             replicas = peers[0].peers.replicas
             if len(replicas) > 1 and not record.agreed:
                 group, ranks = meeting(self.peers.group, self.peers.teams, replicas)
-                told = [table._as_replica(own) for table in peers]
-                own = agree_on_gradients(group, ranks, own, told, exact=self.peers.exact)
+                replica_tables = [table._as_replica(own) for table in peers]
+                own = agree_on_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
             yield peers, own
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
@@ -188,7 +188,7 @@ class TileRows(TableRows):
         """
         tables = cast("list[TileRows]", list(sinks))
         rules = _rules(tables)
-        for peers, own in _shares(tables, record):
+        for peers, own in _by_replicas_here(tables, record):
             if len(peers[0].peers.replicas) == 1:
                 ways = _Ways.of(peers, rules)
                 for same in ways.together:
@@ -201,8 +201,10 @@ class TileRows(TableRows):
         teams = self.peers.teams
         if teams is None or not teams.apart or teams.axis.size == 1:
             return record
-        told = [self._as_replica(record)]
-        return agree_on_gradients(teams.axis, range(teams.axis.size), record, told, exact=self.peers.exact)
+        replica_tables = [self._as_replica(record)]
+        return agree_on_gradients(
+            teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
+        )
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""
@@ -214,7 +216,7 @@ class TileRows(TableRows):
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
 
 
-def _shares(
+def _by_replicas_here(
     tables: Sequence[TileRows], record: GradientRecord
 ) -> Iterator[tuple[list[TileRows], GradientRecord]]:
     """Yield lists of tables with the same replicas, with this rank's gradients of them, in the order of `_mark`."""
@@ -506,14 +508,14 @@ def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
         for update in active:
             mine = iter(update.shares(phase))
             shares.update({own: [next(mine) for _ in own.tiles] for own in update.rows})
-        blocks = _tell_sums(group, {own: shares[own] for own in rows if own in shares})
+        blocks = _exchange_sums(group, {own: shares[own] for own in rows if own in shares})
         for update in active:
             update.add(phase, [blocks[own] for own in update.rows])
     for update in updates:
         update.apply()
 
 
-def _tell_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:
+def _exchange_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:
     """Exchange partial sums; return, by rows, the sums of all their column blocks, left to right.
 
     Each rank sends one message to every listener, and receives one from every rank that computes sums.
@@ -532,9 +534,9 @@ def _tell_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_Sp
             if rank != group.rank:
                 sizes.setdefault(rank, []).append(sums[0].numel() // own.counts[mine] * count)
     like = next(iter(shares.values()))[0]
-    heard = {rank: like.new_empty(sum(own)) for rank, own in sizes.items()}
-    group.exchange("row sums", heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
-    parts = {rank: iter(heard[rank].split(own)) for rank, own in sizes.items()}
+    received = {rank: like.new_empty(sum(own)) for rank, own in sizes.items()}
+    group.exchange("row sums", received, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
+    parts = {rank: iter(received[rank].split(own)) for rank, own in sizes.items()}
     blocks: dict[_SplitRows, list[Tensor]] = {}
     for own, sums in shares.items():
         parts[group.rank] = iter(sums)
