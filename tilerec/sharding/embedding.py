@@ -79,7 +79,7 @@ class RoutedFeatures:
     routed: Routed
     stages: Stages
     sample_weights: Tensor | None
-    divisors: Sequence[Tensor | None] = ()  # per mean slot, the ids of each bag when the batch was routed
+    divisors: Sequence[Tensor | None] = ()  # per mean slot: number of ids in each bag at routing
     made: Moment | None = None  # on a GPU: end of the work for the batch so far; other streams wait for it
 
     def behind(self) -> None:

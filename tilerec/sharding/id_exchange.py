@@ -2,7 +2,7 @@
 
 Nouns
   owner    the rank of a bucket: rank r has buckets [c_r, c_r+1) of a table, contiguous and spread as evenly as possible
-  home     the rank that reads the batch
+  home     the rank that a batch belongs to
   holder   a rank whose tiles contain a row: it receives the row's number when the row loses its id
 
     header   home -> owner    number of ids of each feature, the clock, and flags                (the host waits)
@@ -175,7 +175,7 @@ class IdExchange:
     # ------------------------------------------------------------------------------------------------------- home
 
     def _send(self, batch: TableIds) -> tuple[Sent, Tensor]:
-        """Send the ids to the owners of their buckets; return what was sent and the ids received."""
+        """Send the ids to the owners of their buckets; return a `Sent` and the ids received."""
         group, count = self.group, len(self.features)
         owners, ids = [], []
         for t, (table, module) in enumerate(self.modules.items()):

@@ -27,7 +27,7 @@ class Output:
 
     places: list[Place]
     size: int
-    bag_sizes: list[Tensor | None]  # per slot: ids of each bag, float [bags], if it is a mean slot
+    bag_sizes: list[Tensor | None]  # per slot: number of ids in each bag, float [bags]; None: no mean
     dims: list[int]  # per slot
     bags: list[int]  # per slot
 
@@ -187,7 +187,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _no_rows(leaf: Tensor, attached: bool) -> Tensor | None:
-    """Return the gradient of an empty leaf: of the same kind as that of a leaf with rows."""
+    """Return the gradient of an empty leaf: empty, or None where leaves with rows get none."""
     return torch.zeros_like(leaf) if leaf.requires_grad and not attached else None
 
 

@@ -310,7 +310,7 @@ class Router:
         return unions
 
     def _exchange_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> _Headers:
-        """Exchange headers with every rank. The only wait of the host.
+        """Exchange headers with every rank. The host waits only here.
 
         Args:
             summary: first result of `route_ids`: the fault, sent to other ranks as a flag only, and the counts.
