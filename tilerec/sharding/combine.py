@@ -117,16 +117,17 @@ class Combiner:
         self._direct = [[] if home == me else own for home, own in enumerate(layout.direct)]
         self._to_homes: list[OwnerSegment] = [*self._local, *(s for own in self._direct for s in own)]
         self._to_proxies: list[OwnerSegment] = [s for own in layout.inner for s in own]
-        self._looked_up = self._to_homes + self._to_proxies
-        self._tables = [s.leaf for s in self._looked_up]
-        self._keys = [s.count for s in self._looked_up]
-        self._widths = [s.width for s in self._looked_up]
+        self._read_segments = self._to_homes + self._to_proxies
+        self._tables = [s.leaf for s in self._read_segments]
+        self._keys = [s.count for s in self._read_segments]
+        self._widths = [s.width for s in self._read_segments]
         # A row's gradients are summed in the order (slot, home), as for the concatenated batches.
         self._order = sorted(
-            range(len(self._looked_up)), key=lambda i: (self._looked_up[i].slot, self._looked_up[i].home)
+            range(len(self._read_segments)),
+            key=lambda i: (self._read_segments[i].slot, self._read_segments[i].home),
         )
         # Leaf of each feature of a record.
-        self.leaf_order = [self._looked_up[i].leaf for i in self._order]
+        self.leaf_order = [self._read_segments[i].leaf for i in self._order]
         # Segments received as home: this rank's own, parallel to `_local`, then those of other ranks in rank order.
         self._local_home = layout.home[me]
         self._per_owner = [0 if owner == me else len(own) for owner, own in enumerate(layout.home)]
@@ -174,7 +175,7 @@ class Combiner:
         self._table_of_member = [table_of[layout.parts[p].slot] for _, merge in merges for p in merge.parts]
         self._names = ",".join(
             f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
-            for s in self._looked_up
+            for s in self._read_segments
         )
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -188,15 +189,15 @@ class Combiner:
         """
         routed.wait().check()
         layout = self.layout
-        if self._looked_up and holders:
+        if self._read_segments and holders:
             with alone([holder.cache for holder in holders]):
                 placed = self._placed(routed, holders)
-                features = list(range(len(self._looked_up)))
+                features = list(range(len(self._read_segments)))
                 rows, _ = torch.ops.tilerec.pooled_lookup(
                     placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables,
                     features, [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
                 )  # fmt: skip
-        elif self._looked_up:
+        elif self._read_segments:
             rows, _ = torch.ops.tilerec.pooled_lookup(
                 list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
                 self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
@@ -491,9 +492,9 @@ class Combiner:
             present: bags of each received part, of frozen tables too.
         """
         bag_starts = list(itertools.accumulate(present, initial=0))
-        sizes = [routed.present[s.count] * s.width for s in self._looked_up]
+        sizes = [routed.present[s.count] * s.width for s in self._read_segments]
         grad_starts = list(itertools.accumulate(sizes, initial=0))
-        own = [self._looked_up[i] for i in self._order]
+        own = [self._read_segments[i] for i in self._order]
         return GradientRecord(
             serial=next_serial(),
             grad=grads,
@@ -517,7 +518,7 @@ class Combiner:
             sinks: handle per leaf.
             trained: per table.
         """
-        if not self._looked_up:
+        if not self._read_segments:
             return
         if routed.in_place and routed.weights_need_grad:  # an optimizer may change the batch's own weights
             return
@@ -567,8 +568,8 @@ class Combiner:
         Args:
             rows: copies that the reader kept; None: the leaves still hold the rows unchanged.
         """
-        features = list(range(len(self._looked_up)))
-        if self._looked_up and holders:
+        features = list(range(len(self._read_segments)))
+        if self._read_segments and holders:
             placed, tables = self._placed(routed, holders), self._tables
             if rows is not None:
                 placed, tables = placed.of_copies(rows), features
@@ -578,7 +579,7 @@ class Combiner:
             )  # fmt: skip
             own = placed.back(values, routed.ids.numel())
             self.looked_up(routed, holders, updates=True)
-        elif self._looked_up:
+        elif self._read_segments:
             weights, ids, tables = list(leaves), routed.ids, self._tables
             if rows is not None:
                 ids = places_in_copies(ids, self._segments_of_ids(routed, features))

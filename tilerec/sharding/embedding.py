@@ -216,7 +216,7 @@ class ShardedCollection(TableCollection):
                     if leaf.requires_grad != first.requires_grad:
                         leaf.requires_grad_(first.requires_grad)
 
-    def _wide(self) -> torch.dtype:
+    def _accum_dtype(self) -> torch.dtype:
         dtypes = {leaf.dtype for leaf in self._first_leaves()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -228,7 +228,7 @@ class ShardedCollection(TableCollection):
             InputError: the batch of this rank or of another rank (then named) is wrong. Every rank raises. A single
                 rank with whole tables routes nothing: there the lookup raises.
         """
-        stages = self.exchange.stages(self._wide())
+        stages = self.exchange.stages(self._accum_dtype())
         try:
             batch, keys = self._batch(features)
         except Exception as error:
@@ -297,7 +297,7 @@ class ShardedCollection(TableCollection):
 
     def _is_current(self, routed: RoutedFeatures) -> bool:
         """Return True if tiling and accumulation dtype have not changed since this batch was routed."""
-        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._wide()
+        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._accum_dtype()
 
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
@@ -507,7 +507,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             return [None] * len(self._slots)
         position = {key: k for k, key in enumerate(features.keys())}
         own = [position[slot.feature] for slot in self._slots]
-        lengths = features.lengths().clamp(min=1).to(self._wide())
+        lengths = features.lengths().clamp(min=1).to(self._accum_dtype())
         starts = [0]
         strides = (
             features.stride_per_key()
@@ -547,7 +547,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         batches = features.stride_per_key() if variable else [features.stride()]
         out, _ = torch.ops.tilerec.pooled_lookup(
             rows, self._no_sinks, ids - starts[key_N], features.offsets(), weights, slots,
-            list(own), [int(slot.mean) for slot in self._slots], batches, self._wide(),
+            list(own), [int(slot.mean) for slot in self._slots], batches, self._accum_dtype(),
             ",".join(f"{slot.feature}@{slot.table}" for slot in self._slots),
         )  # fmt: skip
         if variable and len(batches) == 1:  # one key: the op treated the batch as uniform

@@ -133,9 +133,9 @@ def agree_on_gradients(
         if rank != me:
             size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
             received[rank] = numbers.new_empty(size)
-        wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
-        wide += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
-        sizes.append(sum(wide))
+        elements = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
+        elements += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
+        sizes.append(sum(elements))
     # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
     room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
     rows = dict(zip(replicas, room.split(sizes), strict=True))

@@ -241,14 +241,18 @@ class Router:
             [*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device
         )
         begins_K, ends_K = offsets[edges].view(2, -1)
-        wide = None if weights is None else weights.detach().to(self.wide).contiguous()
+        sample_weights = None if weights is None else weights.detach().to(self.wide).contiguous()
         self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
-        read = [tensor for tensor in (ids, offsets, wide) if tensor is not None and not tensor.is_inference()]
+        read = [
+            tensor
+            for tensor in (ids, offsets, sample_weights)
+            if tensor is not None and not tensor.is_inference()
+        ]
         return Routed(
             bags, list(bags), [-1] * len(bags), torch.empty(0, dtype=torch.int32, device=device),
             _counting(ids.numel(), device) if needs else None, [ids.numel()], list(bags), [ids.numel()], needs, [], [],
             ids=ids, offsets=_counting(ids.numel() + 1, device) if self.each_id else offsets,
-            sample_weights=wide, in_place=tuple([(tensor, tensor._version) for tensor in read]),
+            sample_weights=sample_weights, in_place=tuple([(tensor, tensor._version) for tensor in read]),
         )  # fmt: skip
 
     def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:

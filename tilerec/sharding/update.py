@@ -335,7 +335,7 @@ class _SplitRows:
         self.makers = [rank for rank, _, _ in first.peers.columns]
         self.counts = tuple([width // unit if unit else 1 for _, _, width in first.peers.columns])
         # Gradients are sent and summed in float64 beside a float64 table; rules run in the precision of their table.
-        self.wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
+        self.accum_dtype = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
         self.skipped, self.first_skipped = 0, -1
 
     def keep(self, whole_U: Tensor) -> None:
@@ -364,7 +364,7 @@ class _PhasedUpdate:
         self.columns = [tile.place.column_offset for tile in self.tiles]
         distinct = sum([own.rows_U.numel() for own in rows])
         # Row sums of the phases so far, rows of all tables concatenated.
-        self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].wide)
+        self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].accum_dtype)
 
     def _per_tile(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the rows, gradients and scalars of each tile."""
@@ -482,8 +482,8 @@ def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) ->
     for tile, sums in sorted(tiles, key=lambda item: item[0]._mark()):
         of_rows.setdefault(tile._mark()[:4], []).append((tile, sums))
     rows = [_SplitRows(own) for own in of_rows.values()]
-    for wide in (torch.float32, torch.float64):
-        _update_of_precision(group, [own for own in rows if own.wide == wide])
+    for accum_dtype in (torch.float32, torch.float64):
+        _update_of_precision(group, [own for own in rows if own.accum_dtype == accum_dtype])
     failures: list[NonFiniteGradientError] = []
     for own in rows:
         if own.skipped:
