@@ -136,7 +136,7 @@ def test_an_unsharded_model_is_resized_too() -> None:
         ("user", 49, None, "49 rows do not fill 6 buckets"),
         ("user", None, 4, "6 buckets cannot become 4"),
         ("user", None, 2, "2 buckets cannot be shared by 3 ranks"),
-        ("item", 80, None, r"cut at 14, inside of a bucket \(4 rows\); cut at multiples of 4"),
+        ("item", 80, None, r"cut at 14, inside a bucket \(4 rows\); cut at multiples of 4"),
         ("plain", 80, None, "0 modules map a table 'plain'"),
     ],
 )

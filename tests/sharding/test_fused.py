@@ -110,8 +110,8 @@ def test_state_that_does_not_fit_is_refused_before_anything_is_written() -> None
             ({}, "lacks"),
             ({KEY: {"sum": torch.ones(7, 6)}}, "lacks"),
             ({KEY: {**fits, "more": torch.ones(1)}}, "also has"),
-            ({KEY: {**fits, "sum": torch.ones(7, 2)}}, r"wanted a tensor of shape \(7, 6\)"),
-            ({KEY: 3}, "wanted a dict"),
+            ({KEY: {**fits, "sum": torch.ones(7, 2)}}, r"expected a tensor of shape \(7, 6\)"),
+            ({KEY: 3}, "expected a dict"),
         ):
             with pytest.raises(ConfigError, match=says):
                 face.load_state_dict({"state": wrong})

@@ -613,11 +613,11 @@ def test_ranks_that_ask_for_different_ids_are_named() -> None:
         shard(module, row_wise(), group)
         with pytest.raises(InputError) as caught:
             module.inspect("u", 5 + group.rank)
-        with pytest.raises(InputError, match="is a str" if group.rank else "asks for"):
+        with pytest.raises(InputError, match="is a str" if group.rank else "inspects"):
             module.inspect("u", "5" if group.rank else 5)
         return str(caught.value)
 
-    assert "rank 0 asks for (u, 5) and rank 1 for (u, 6)" in run_virtual_ranks(2, fn)[0]
+    assert "rank 0 inspects (u, 5) and rank 1 inspects (u, 6)" in run_virtual_ranks(2, fn)[0]
 
 
 def test_more_ranks_than_buckets_are_refused_before_anything_changes() -> None:

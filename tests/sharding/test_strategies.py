@@ -160,10 +160,10 @@ def test_every_strategy_covers_every_table(
 @pytest.mark.parametrize(
     ("kind", "ranks", "message"),
     [
-        ("table_wise", None, "table_wise got ranks None, wanted one"),
-        ("table_wise", [0, 1], r"table_wise got ranks \[0, 1\], wanted one"),
-        ("table_wise", [4], "ranks name 4; the world has ranks 0 to 3"),
-        ("row_wise", [], "ranks name nobody"),
+        ("table_wise", None, "table_wise got ranks None; expected one rank"),
+        ("table_wise", [0, 1], r"table_wise got ranks \[0, 1\]; expected one rank"),
+        ("table_wise", [4], "ranks contain 4; the world has ranks 0 to 3"),
+        ("row_wise", [], "ranks are empty"),
         ("row_wise", [0, 0], r"row_wise got ranks \[0, 0\]; name one or more from 0 up, each of them once"),
         ("data_parallel", [1, 1], r"data_parallel got ranks \[1, 1\]"),
         (
@@ -175,11 +175,11 @@ def test_every_strategy_covers_every_table(
         (
             "table_row_wise",
             [1, 2],
-            r"got ranks 1-2 of hosts \[0, 1\], wanted ranks of one host .* or use row_wise",
+            r"got ranks 1-2 of hosts \[0, 1\]; expected ranks of one host .* or use row_wise",
         ),
-        ("table_column_wise", [0, 3], "wanted ranks of one host .* or use column_wise"),
+        ("table_column_wise", [0, 3], "expected ranks of one host .* or use column_wise"),
         ("grid_shard", [0, 1, 2, 3, 0, 1], "grid_shard got 3 hosts, and 3 column tiles do not divide"),
-        ("explicit", [0], "sharding_type explicit comes without a tiling"),
+        ("explicit", [0], "sharding_type is explicit and no tiling is given"),
     ],
 )
 def test_ranks_that_do_not_fit_a_type_are_refused(kind: str, ranks: list[int] | None, message: str) -> None:

@@ -350,7 +350,7 @@ def test_exact_sums_refuse_a_wire_that_rounds() -> None:
     tilings = {t: Tiling.of(t, ROWS[t], DIMS[t], TILES["tables"][t]) for t in ROWS}
 
     def ask(group: Group) -> None:
-        with pytest.raises(ConfigError, match="Table 'b': exact=True wants the same bits under every plan"):
+        with pytest.raises(ConfigError, match="Table 'b': exact=True needs the same bits under every plan"):
             shard_collection(
                 collection(True),
                 tilings,

@@ -1,4 +1,4 @@
-"""The state of buckets that lie on many ranks, as tensors of the whole table."""
+"""State of buckets that are spread over ranks, as tensors of the whole table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ class BucketsView(StateView):
         self.group, self.cuts = group, tuple(cuts)
 
     def logical(self, own: Tensor, per_bucket: int) -> Logical:
-        """Args: own: this rank's part, whole buckets."""
+        """Return the logical tensor of which this rank holds `own`.
+
+        Args:
+            own: this rank's part: whole buckets.
+            per_bucket: rows of each bucket.
+        """
         width = own.shape[1] if own.dim() == 2 else 1
         tiles = [
             Tile(first * per_bucket, last * per_bucket, 0, width, (rank,))
@@ -42,22 +47,24 @@ class BucketsView(StateView):
         load(self.logical(own, per_bucket), value)
 
     def fill(self, made: Tensor, per_bucket: int, before: BucketsView, own: Tensor) -> None:
-        """Buckets that lay elsewhere come to their new ranks. A collective.
+        """Move the buckets from their ranks under `before` to their ranks under this view. Collective.
 
         Args:
-            made: this rank's part under this view, to be written. own: its part under the view before.
+            made: output: this rank's part under this view.
+            before: the view that `own` belongs to.
+            own: this rank's part under `before`.
         """
-        # As 64-bit words: backends do not know every type of whole numbers.
+        # As int64: communication backends do not support every integer dtype.
         words = torch.zeros_like(made, dtype=torch.int64)
         self.logical(words, per_bucket).load(before.logical(own.to(torch.int64), per_bucket))
         made.copy_(words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketsView:
-        return self  # a copied module talks through the same group
+        return self  # a copied module uses the same group
 
 
 def full_state_of(module: ManagedCollisionModule, destination: dict[str, Any], prefix: str) -> None:
-    """What `state_dict` has of a table's ids, as whole plain tensors. All ranks call it."""
+    """Add the `state_dict` entries of a table's ids to `destination`, as whole plain tensors. Collective."""
     view = module._view
     for name, (tensor, per_bucket) in module.state_tensors().items():
         whole = view.logical(tensor, per_bucket).full() if isinstance(view, BucketsView) else tensor

@@ -1,11 +1,11 @@
-"""Lookup and combine: rows come back to the rank whose batch it is; gradients take the way back.
+"""Lookup and combine: rows travel from their owners to the home ranks, and gradients travel back.
 
-    lookup    owners read and pool rows; sums of a host's parts meet on a proxy; rows travel home
-    combine   rows are put into the output, column block by column block; parts of one block are added
-    backward  the same records, transposed: output gradients travel to the rows' owners
+    lookup    owners read and pool rows; a proxy adds up the parts of its host; rows are sent to their homes
+    combine   rows are written into the output, one column block at a time; parts of one block are added
+    backward  the same records, transposed: output gradients are sent to the owners of the rows
 
-One autograd function has the whole output as its result, so an output that the loss skips still gives zeros, and
-every rank that calls backward takes part in its collectives.
+The whole output is the result of one autograd function. An output that the loss does not use therefore gets zeros as
+its gradient, and every rank that calls backward takes part in its collectives.
 
 Legend: W ranks, B samples, C columns of the output, P present bags of a part.
 """
@@ -37,7 +37,7 @@ _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Place(NamedTuple):
-    """Where a slot's bags lie in the output: bag b at element `base + b * stride`."""
+    """Location of a slot's bags in the flat output: bag b begins at element `base + b * stride`."""
 
     base: int
     stride: int
@@ -45,21 +45,21 @@ class Place(NamedTuple):
 
 @dataclass
 class Looked:
-    """Rows on their way home, and those that are there already."""
+    """Rows in transit to this rank, and rows of its batch that it holds itself."""
 
     routed: Routed
     handle: Handle
-    local: Tensor  # rows of my own bags that I hold
+    local: Tensor  # rows of this rank's own bags that this rank holds
     reader: Reader | None = None  # where sample weights need gradients: the rows as they were read
 
     def without_rows(self) -> Looked:
-        """What the backward needs of it."""
+        """Return a copy without the rows, which the backward does not need."""
         nothing = self.local[:0].clone()
         return Looked(self.routed, Here(nothing), nothing, self.reader)
 
 
 class Segments(NamedTuple):
-    """Arguments of `place_rows_` and `pick_rows`."""
+    """Arguments of the ops `place_rows_` and `pick_rows`, one element per segment."""
 
     counts: list[int]
     widths: list[int]
@@ -70,30 +70,30 @@ class Segments(NamedTuple):
 
 
 def sizes_per_peer(segments: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[int]:
-    """Elements of each peer's segments."""
+    """Return the number of elements in each peer's segments."""
     return [sum(counts[s.count] * s.width for s in own) for own in segments]
 
 
 class Rows(NamedTuple):
-    """Segments of rows between this rank and every other, in the order in which they lie."""
+    """Segments of rows exchanged between this rank and every other rank, in memory order."""
 
     counts: list[int]
     widths: list[int]
-    per_peer: list[int]  # how many of them are each peer's; none of them is this rank's own
+    per_peer: list[int]  # number of segments of each peer; 0 for this rank
 
     def sizes(self) -> list[int]:
-        """Elements of each segment."""
+        """Return the number of elements of each segment."""
         return [count * width for count, width in zip(self.counts, self.widths, strict=True)]
 
     def sums(self, sizes: Sequence[int]) -> list[int]:
-        """Sizes of segments, added up per peer."""
+        """Return the sum of the segments' `sizes` for each peer."""
         ends = list(itertools.accumulate(self.per_peer, initial=0))
         return [sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 @dataclass
 class _Decoded:
-    """Rows that came in another number format."""
+    """Handle of rows that arrive in another number format; `wait` decodes them."""
 
     handle: Handle
     decoder: RowWire
@@ -107,27 +107,28 @@ class _Decoded:
 
 
 class Combiner:
-    """Rows and gradients of one module, between their owners and the homes."""
+    """Exchange of one module's rows and gradients between the owners of rows and the home ranks."""
 
     def __init__(self, layout: Layout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
         self.layout, self.group, self.wide, self.each_id = layout, group, wide, each_id
-        # Rows for my own bags come first: they stay here, and what follows travels.
+        # Rows for this rank's own bags come first: they stay on this rank. All rows after them are sent.
         me = layout.rank
         self._local = layout.direct[me]
         self._direct = [[] if home == me else own for home, own in enumerate(layout.direct)]
         self._to_homes: list[OwnerSegment] = [*self._local, *(s for own in self._direct for s in own)]
         self._to_proxies: list[OwnerSegment] = [s for own in layout.inner for s in own]
-        self._looked_up = self._to_homes + self._to_proxies
-        self._tables = [s.leaf for s in self._looked_up]
-        self._keys = [s.count for s in self._looked_up]
-        self._widths = [s.width for s in self._looked_up]
-        # Sums of a row's gradients run in the order (slot, home), as they would over the concatenated batches.
+        self._read_segments = self._to_homes + self._to_proxies
+        self._tables = [s.leaf for s in self._read_segments]
+        self._keys = [s.count for s in self._read_segments]
+        self._widths = [s.width for s in self._read_segments]
+        # A row's gradients are summed in the order (slot, home), as for the concatenated batches.
         self._order = sorted(
-            range(len(self._looked_up)), key=lambda i: (self._looked_up[i].slot, self._looked_up[i].home)
+            range(len(self._read_segments)),
+            key=lambda i: (self._read_segments[i].slot, self._read_segments[i].home),
         )
         # Leaf of each feature of a record.
-        self.leaf_order = [self._looked_up[i].leaf for i in self._order]
-        # Where they go: mine, segment for segment those of `_local`, then the others' in the order of the ranks.
+        self.leaf_order = [self._read_segments[i].leaf for i in self._order]
+        # Segments received as home: this rank's own, parallel to `_local`, then those of other ranks in rank order.
         self._local_home = layout.home[me]
         self._per_owner = [0 if owner == me else len(own) for owner, own in enumerate(layout.home)]
         self._home = [s for owner, own in enumerate(layout.home) if owner != me for s in own]
@@ -142,7 +143,7 @@ class Combiner:
         table_of = [slot.table for slot in layout.slots]
         at_home = [table_of[s.slot] for s in self._home]
         at_owner: list[int] = []
-        self._merged: list[list[tuple[int, int]]] = []  # per home: (merge, width) of the merged rows it gets
+        self._merged: list[list[tuple[int, int]]] = []  # per home: (merge, width) of merged rows sent there
         for home, own in enumerate(self._direct):
             at_owner.extend(table_of[s.slot] for s in own)
             merged = [(m, width) for m, h, width in self._merge_units if h == home]
@@ -163,7 +164,7 @@ class Combiner:
         here = [table_of[s.slot] for s in self._local]
         self._rows_here = RowWire([forward[t] for t in here], forward, wide)
         self._grads_here = RowWire([backward[t] for t in here], backward, wide)
-        # Table of each of a `Routed`'s counts.
+        # Table of each element of the count lists of `Routed`.
         wire_tables = [0] * len(layout.parts)
         for p, part in enumerate(layout.parts):
             wire_tables[layout.wire[p]] = table_of[part.slot]
@@ -174,29 +175,29 @@ class Combiner:
         self._table_of_member = [table_of[layout.parts[p].slot] for _, merge in merges for p in merge.parts]
         self._names = ",".join(
             f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
-            for s in self._looked_up
+            for s in self._read_segments
         )
 
     # ------------------------------------------------------------------------------------------------ forward
 
     @torch.no_grad()
     def lookup(self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[Holder] = ()) -> Looked:
-        """Read the rows that other ranks' (and my own) bags ask for, and send them home.
+        """Read the rows of every rank's bags that this rank holds, and send them to their homes.
 
         Args:
-            holders: of the leaves, if some of them are cached.
+            holders: of the leaves, if some of them are cached; else empty.
         """
         routed.wait().check()
         layout = self.layout
-        if self._looked_up and holders:
+        if self._read_segments and holders:
             with alone([holder.cache for holder in holders]):
                 placed = self._placed(routed, holders)
-                features = list(range(len(self._looked_up)))
+                features = list(range(len(self._read_segments)))
                 rows, _ = torch.ops.tilerec.pooled_lookup(
                     placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables,
                     features, [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
                 )  # fmt: skip
-        elif self._looked_up:
+        elif self._read_segments:
             rows, _ = torch.ops.tilerec.pooled_lookup(
                 list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
                 self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
@@ -204,29 +205,33 @@ class Combiner:
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
         here = sum(routed.present[s.count] * s.width for s in self._local)
-        local, rows = self._kept(self._rows_here, rows[:here], routed), rows[here:]
+        local, rows = self._wire_round_trip(self._rows_here, rows[:here], routed), rows[here:]
         if layout.hierarchical:
             rows = self._merge(routed, rows)
         received = self._home_rows(routed)
-        into = self._room(self._rows_in, received, rows.device)
+        into = self._receive_buffer(self._rows_in, received, rows.device)
         handle = self._send(
             "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
         )
         return Looked(routed, handle, local)
 
     def _bags(self, routed: Routed) -> list[int]:
-        """Of each part that I look up."""
+        """Return the number of bags of each part that this rank looks up."""
         return [routed.present[key] for key in self._keys]
 
     def _starts(self, routed: Routed) -> list[int]:
-        """The first bag of each part that I look up."""
+        """Return the first bag of each part that this rank looks up."""
         first = list(itertools.accumulate(routed.present, initial=0))
         return [first[key] for key in self._keys]
 
     def _placed(
         self, routed: Routed, holders: Sequence[Holder], features: Sequence[int] | None = None
     ) -> Placed:
-        """The ids with line numbers in place of cached rows. `features`: of the parts that I look up; None: all."""
+        """Return the batch's ids with cache line numbers in place of cached rows.
+
+        Args:
+            features: positions among the parts that this rank looks up; None: all of them.
+        """
         every, starts, bags = self._names.split(","), self._starts(routed), self._bags(routed)
         own = range(len(self._tables)) if features is None else features
         return place(
@@ -257,13 +262,13 @@ class Combiner:
         return per_table(holders, tables, segments)
 
     def prefetch(self, routed: Routed, holders: Sequence[Holder]) -> None:
-        """Bring the rows that a batch asks for into the caches of these tables."""
+        """Load the rows that a batch reads into the caches of these tables."""
         routed.wait()
         starts, bags = self._starts(routed), self._bags(routed)
         segments = segments_of(holders, self._tables, routed.ids, routed.offsets, starts, bags)
         wants = wanted(holders, self._tables, segments, self._refuse(holders), self._names)
         prefetch_all([want for _, _, want in wants], routed.ids)
-        for _, features, want in wants:  # so that its lookup need not ask the device again
+        for _, features, want in wants:  # the lookup of this batch then needs no readback from the device
             ranges = [(starts[f], bags[f], *segments[f]) for f in features]
             want.cache.knows(routed.ids, want.segments, bags_of(routed.offsets, ranges))
 
@@ -275,26 +280,34 @@ class Combiner:
         updates: bool,
         features: Sequence[int] | None = None,
     ) -> None:
-        """A batch was looked up; `updates`: its update is to come. `features`: as of `_placed`."""
+        """Notify the caches that a batch was looked up.
+
+        Args:
+            updates: the batch's update will follow.
+            features: as in `_placed`.
+        """
         for t, _, own in self._cached(routed, holders, features):
             cache = holders[t].cache
             assert cache is not None
             cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
 
-    def _kept(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
-        """Rows that stay here, as they would have arrived: no value depends on where its table lies."""
+    def _wire_round_trip(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
+        """Return local rows after a round trip through the wire format.
+
+        Values then do not depend on the ranks that hold a table.
+        """
         if wire.plain:
             return rows
         counts, widths = [routed.present[s.count] for s in self._local], [s.width for s in self._local]
         return wire.decode(wire.encode(rows, counts, widths), counts, widths)
 
-    def _room(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
+    def _receive_buffer(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
         return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
 
     def _send(
         self, name: str, rows: Tensor, into: Tensor, sent: Rows, received: Rows, encoder: RowWire, decoder: RowWire
     ) -> Handle:  # fmt: skip
-        """Rows to their homes, or gradients to their owners, in their number formats."""
+        """Send rows to their homes, or gradients to the owners, in the tables' wire formats."""
         if self.layout.alone:
             return Here(into)
         out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
@@ -314,7 +327,12 @@ class Combiner:
         return Rows(counts, self._owner_widths, self._owner_segments)
 
     def combine(self, looked: Looked, places: Sequence[Place], size: int) -> Tensor:
-        """Put the rows into a flat output of `size` elements; `places`: per slot."""
+        """Write the rows into a flat output and return it.
+
+        Args:
+            places: per slot.
+            size: elements of the output.
+        """
         routed = looked.routed
         local = self._segments(self._local_home, routed, places)
         others = self._segments(self._home, routed, places)
@@ -322,7 +340,7 @@ class Combiner:
             (*local.adds, *others.adds)
         )
         out = reused_empty(size, self.wide, looked.local.device)
-        fresh = not whole  # bags without ids are zeros, and sums begin there
+        fresh = not whole  # start from zeros, for bags without ids and for sums
         if local.counts:
             torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local, fresh)
             fresh = False
@@ -332,7 +350,7 @@ class Combiner:
         return out
 
     def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[Place]) -> Segments:
-        """Where rows go in the output."""
+        """Return the positions in the output of the rows of these segments."""
         return Segments(
             [routed.counts[s.count] for s in home],
             [s.width for s in home],
@@ -352,7 +370,7 @@ class Combiner:
         return to_proxies, from_siblings
 
     def _merge_segments(self, routed: Routed) -> tuple[Segments, list[int]]:
-        """Where siblings' rows go in the merged rows; elements of merged rows per home."""
+        """Return the positions of the siblings' rows in the merged rows, and the merged elements of each home."""
         places: dict[tuple[int, int], int] = {}
         per_home = [0] * self.layout.size
         at = 0
@@ -378,7 +396,11 @@ class Combiner:
         )
 
     def _merge(self, routed: Routed, rows: Tensor) -> Tensor:
-        """Send rows to their proxies, add what siblings send; rows for homes: direct ones, then merged ones."""
+        """Send rows to their proxies and add up the rows that siblings send to this rank.
+
+        Returns:
+            The rows to send to homes: for each home its direct rows, then its merged ones.
+        """
         direct = sizes_per_peer(self._direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         cut = sum(direct)
@@ -395,7 +417,7 @@ class Combiner:
         return torch.cat(pieces)
 
     def _unmerge(self, routed: Routed, grads: Tensor) -> Tensor:
-        """The transpose of `_merge`: gradients of merged rows go to every sibling that fed them."""
+        """Send the gradients of merged rows to every sibling that contributed to them: the transpose of `_merge`."""
         direct = sizes_per_peer(self._direct, routed.present)
         to_proxies, from_siblings = self._inner_sizes(routed)
         segments, per_home = self._merge_segments(routed)
@@ -409,10 +431,14 @@ class Combiner:
     # ------------------------------------------------------------------------------------------------ backward
 
     def thawed(self, looked: Looked, live: Sequence[bool]) -> Looked:
-        """As if the frozen tables had had no bags: nothing of theirs travels back. `live`: per table."""
-        return replace(looked, routed=self._thawed(looked.routed, live))
+        """Return the lookup with the bag counts of frozen tables set to 0, so that none of their gradients are sent.
 
-    def _thawed(self, routed: Routed, live: Sequence[bool]) -> Routed:
+        Args:
+            live: per table, False if it is frozen.
+        """
+        return replace(looked, routed=self._without_frozen(looked.routed, live))
+
+    def _without_frozen(self, routed: Routed, live: Sequence[bool]) -> Routed:
         if all(live):
             return routed
 
@@ -428,16 +454,20 @@ class Combiner:
         )
 
     def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
-        """Gradients of the rows I looked up, in lookup order, from the flat gradients of every home's output."""
+        """Return the gradients of the rows that this rank looked up, in lookup order. Collective.
+
+        Args:
+            grad: flat gradient of this rank's output; the other homes send theirs.
+        """
         routed, layout = looked.routed, self.layout
         others = self._segments(self._home, routed, places)
         out = torch.ops.tilerec.pick_rows(grad, routed.slots, *others[:-1])
         received = self._owner_rows(routed)
         here = sum(routed.present[s.count] * s.width for s in self._local)
-        # Mine and theirs side by side, so that nothing is copied once it is here.
+        # One buffer for local and received gradients, so that received ones need no copy.
         plain = self._grads_in.plain and not layout.hierarchical
         both = reused_empty(here + sum(received.sizes()), grad.dtype, grad.device) if plain else None
-        into = self._room(self._grads_in, received, grad.device) if both is None else both[here:]
+        into = self._receive_buffer(self._grads_in, received, grad.device) if both is None else both[here:]
         handle = self._send(
             "gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in
         )
@@ -450,21 +480,21 @@ class Combiner:
             return both
         if layout.hierarchical:
             rows = self._unmerge(routed, rows)
-        return torch.cat([self._kept(self._grads_here, local, routed), rows])
+        return torch.cat([self._wire_round_trip(self._grads_here, local, routed), rows])
 
     def record(
         self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]
     ) -> GradientRecord:
-        """The gradients as row gradients of my leaves.
+        """Return the gradients as row gradients of this rank's leaves.
 
         Args:
             sinks: handle per leaf.
             present: bags of each received part, of frozen tables too.
         """
         bag_starts = list(itertools.accumulate(present, initial=0))
-        sizes = [routed.present[s.count] * s.width for s in self._looked_up]
+        sizes = [routed.present[s.count] * s.width for s in self._read_segments]
         grad_starts = list(itertools.accumulate(sizes, initial=0))
-        own = [self._looked_up[i] for i in self._order]
+        own = [self._read_segments[i] for i in self._order]
         return GradientRecord(
             serial=next_serial(),
             grad=grads,
@@ -482,33 +512,33 @@ class Combiner:
         )
 
     def order(self, routed: Routed, sinks: Sequence[int], trained: Sequence[bool]) -> None:
-        """Have a batch's rows sorted for the update to come, as `record` will hand them in.
+        """Sort a batch's rows ahead of its update, in the order in which `record` will list them.
 
         Args:
             sinks: handle per leaf.
             trained: per table.
         """
-        if not self._looked_up:
+        if not self._read_segments:
             return
-        if routed.in_place and routed.weights_need_grad:  # the batch's own, which an optimizer may step
+        if routed.in_place and routed.weights_need_grad:  # an optimizer may change the batch's own weights
             return
         live = [True] * len(trained) if routed.weights_need_grad else trained
-        fewer = self._thawed(routed.wait(), live)
+        fewer = self._without_frozen(routed.wait(), live)
         order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
 
     def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> Reader:
-        """The rows that the gradients of sample weights are to read.
+        """Return the reader of the rows that the gradients of sample weights need.
 
         Args:
             holders: of the leaves, cached or not.
-            bare: of tables that this rank holds nothing of: what is written on all ranks shows in them, too.
+            bare: of tables of which this rank holds no rows: a write that all ranks make is detected in them, too.
         """
         cached = any(holder.cache is not None for holder in holders)
         every = [*holders, *bare]
 
         def copy(features: Sequence[int]) -> list[Tensor]:
             if cached:
-                # Of no other table: its cache may be settled already, to be written to behind this one's.
+                # Only these tables: the cache of another one may be settled already, for a later write.
                 tables = [self._tables[f] for f in features]
                 with alone([holder.cache for holder in holders]):
                     copies = self._placed(routed, holders, features).copies(tables, range(len(features)))
@@ -533,13 +563,13 @@ class Combiner:
         self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, rows: Sequence[Tensor] | None,
         holders: Sequence[Holder] = (),
     ) -> Tensor:  # fmt: skip
-        """Gradients of my batch's sample weights `[count]`; a collective of its own.
+        """Return the gradients of the sample weights of this rank's batch, `[count]`. A separate collective.
 
         Args:
-            rows: as the reader has them; None: they are in the leaves as they were.
+            rows: copies that the reader kept; None: the leaves still hold the rows unchanged.
         """
-        features = list(range(len(self._looked_up)))
-        if self._looked_up and holders:
+        features = list(range(len(self._read_segments)))
+        if self._read_segments and holders:
             placed, tables = self._placed(routed, holders), self._tables
             if rows is not None:
                 placed, tables = placed.of_copies(rows), features
@@ -549,7 +579,7 @@ class Combiner:
             )  # fmt: skip
             own = placed.back(values, routed.ids.numel())
             self.looked_up(routed, holders, updates=True)
-        elif self._looked_up:
+        elif self._read_segments:
             weights, ids, tables = list(leaves), routed.ids, self._tables
             if rows is not None:
                 ids = places_in_copies(ids, self._segments_of_ids(routed, features))

@@ -1,9 +1,9 @@
-"""The sharded collections: same results, same names, rows on many ranks.
+"""Sharded collections: results and names of the unsharded ones, with rows on many ranks.
 
-    route(features) -> Routed     ids travel to the rows' owners; may run early, for the next batch
-    lookup(routed) -> Looked      owners pool rows and send them home
-    combine(looked) -> output     rows become the unsharded module's output
-    forward                       the three in a row; takes a Routed in place of features
+    route(features) -> Routed     sends ids to the owners of their rows; may run early, for the next batch
+    lookup(routed) -> Looked      owners pool rows and send them to their homes
+    combine(looked) -> output     turns the rows into the unsharded module's output
+    forward                       runs the three in a row; takes features, or a Routed
 
 Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns of a slot.
 """
@@ -55,17 +55,17 @@ from tilerec.storage.made_ahead import Moment
 from tilerec.storage.table_rows import TableRows
 
 APART_FROM = 1 << 20
-"""Bytes of a rank's tiles of a table from which they have a storage of their own."""
+"""Minimum bytes of a rank's tiles of one table for a storage of their own."""
 
 TOGETHER_UP_TO = 4 << 20
-"""Bytes, about, of a storage that smaller tables share."""
+"""Approximate bytes of a storage that smaller tables share."""
 
-# Collectives and ctypes are nothing to trace: a compiled model has one clean break around its tables.
+# Collectives and ctypes cannot be traced: a compiled model has one graph break around its tables.
 _eager = graph_break
 
 
 class Stages(NamedTuple):
-    """The machinery for one precision of the sums."""
+    """Router and combiner for one accumulation dtype."""
 
     router: Router
     combiner: Combiner
@@ -73,17 +73,17 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedFeatures:
-    """A batch whose ids are on their way; `features` keep what the output needs."""
+    """A batch whose ids are in transit. The output needs its `features`."""
 
     features: KeyedJaggedTensor
     routed: Routed
     stages: Stages
     sample_weights: Tensor | None
-    divisors: Sequence[Tensor | None] = ()  # per slot, of means: its bags' ids, as lengths were then
-    made: Moment | None = None  # on a GPU: what has been done for it so far; other streams go on behind
+    divisors: Sequence[Tensor | None] = ()  # per mean slot: number of ids in each bag at routing
+    made: Moment | None = None  # on a GPU: end of the work for the batch so far; other streams wait for it
 
     def behind(self) -> None:
-        """What the current stream does next, it does behind what has been done for the batch."""
+        """Make the current stream wait until the work done for the batch so far has finished."""
         if self.made is not None:
             routed, features = self.routed.wait(), self.features
             inverse = features.inverse_indices_or_none()
@@ -96,27 +96,27 @@ class RoutedFeatures:
             )  # fmt: skip
 
     def wait(self) -> RoutedFeatures:
-        """Ids have arrived."""
+        """Wait until the ids have arrived."""
         self.routed.wait()
         return self
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
-            f"RoutedFeatures of {self.features.keys()}: neither copied nor pickled, as its ids are on their way "
+            f"RoutedFeatures of {self.features.keys()}: cannot be copied or pickled, as its ids are in transit "
             "between the ranks of this model; copy the features, and route those."
         )
 
 
 @dataclass(frozen=True)
 class LookedUp:
-    """A batch whose rows are on their way home."""
+    """A batch whose rows are in transit to their homes."""
 
     batch: RoutedFeatures
     looked: Looked
 
 
 class Exchange:
-    """What a sharded module has beside its tables: the groups it talks through, and its compiled layout."""
+    """Process groups and compiled layout of a sharded module."""
 
     def __init__(
         self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
@@ -124,8 +124,8 @@ class Exchange:
         name: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
         """Args:
-        name: of the collection, in errors.
-        number: of the collection among those that share `route_group`; None: a new one.
+        name: the collection's name in errors.
+        number: the collection's number among those that share `route_group`; None: the next free one.
         """
         room = room_of(route_group)
         self.name, self.number = name, room.number() if number is None else number
@@ -133,9 +133,9 @@ class Exchange:
         self.teams = teams
         self.layout = Layout(tables, slots, topology, group.rank, None if teams is None else teams.of)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
-        # Slots whose rows' columns have several owners, each with its table and the type its gradients travel in.
+        # Slots of tables that are cut by columns: (slot, table, dtype in which its gradients are sent).
         self.column_cut = [
-            (s, slot.table, _travelling(tables[slot.table].wire.backward))
+            (s, slot.table, _wire_dtype(tables[slot.table].wire.backward))
             for s, slot in enumerate(slots)
             if len(tables[slot.table].tiling.blocks) > 1
         ]
@@ -143,10 +143,10 @@ class Exchange:
         self._stages: dict[torch.dtype, Stages] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        return self  # a copied module talks through the same groups
+        return self  # a copied module uses the same groups
 
     def over(self, topology: Topology, tables: Sequence[TableLayout]) -> Exchange:
-        """An exchange through the same groups, of tables that are cut anew."""
+        """Return an exchange over the same groups for resharded tables."""
         return Exchange(
             self.group, self.route_group, topology, tables, self.layout.slots,
             weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams, name=self.name,
@@ -154,19 +154,22 @@ class Exchange:
         )  # fmt: skip
 
     def enter(self) -> None:
-        """Have the channel's headers long enough for this exchange's. All ranks call it, when they begin to use it."""
+        """Reserve room for this exchange's header in the headers of the channel.
+
+        All ranks call it when they begin to use the exchange.
+        """
         room_of(self.route_group).enter(self.number, *header_sizes(self.layout))
 
     def all_stages(self) -> list[Stages]:
-        """Those that have been used."""
+        """Return the stages of every dtype used so far."""
         return list(self._stages.values())
 
     def made(self, stages: Stages) -> bool:
-        """Whether these are its own; those of another one were made before the tables were cut anew."""
+        """Return True if this exchange made `stages`; False if they date from before a reshard."""
         return any(own is stages for own in self._stages.values())
 
     def stages(self, wide: torch.dtype) -> Stages:
-        """Router and combiner for sums in `wide`."""
+        """Return the router and the combiner that accumulate in `wide`; create them on first use."""
         if wide not in self._stages:
             each_id = self.each_id or self.exact
             self._stages[wide] = Stages(
@@ -185,7 +188,7 @@ class Exchange:
 
 
 class ShardedCollection(TableCollection):
-    """What the two sharded collections share. Made in place from an unsharded one by `shard_collection`."""
+    """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
 
@@ -195,17 +198,17 @@ class ShardedCollection(TableCollection):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The `torch.optim.Optimizer` face of the attached optimizers, its state that of the whole tables."""
+        """The attached optimizers as one `torch.optim.Optimizer`, with the state of the whole tables."""
         return ShardedFusedOptimizer(self)
 
     def _lay_flat(self) -> None:
-        """Tiles keep the memory that the conversion gave them."""
+        """Do nothing: tiles keep the memory that the conversion gave them."""
 
     def _first_leaves(self) -> list[nn.Parameter]:
         return cast("list[nn.Parameter]", [table._parameters["weight"] for table in self._tables.values()])
 
     def _follow_first_leaves(self) -> None:
-        """`<table>.weight` says for all tiles of the table whether they are trained: every rank has that one."""
+        """Copy `requires_grad` of `<table>.weight`, a leaf that every rank has, to the other tiles of the table."""
         for table in self._sharded_tables:
             if len(table.tiles) > 1:
                 first, *others = table.leaves()
@@ -213,19 +216,19 @@ class ShardedCollection(TableCollection):
                     if leaf.requires_grad != first.requires_grad:
                         leaf.requires_grad_(first.requires_grad)
 
-    def _wide(self) -> torch.dtype:
+    def _accum_dtype(self) -> torch.dtype:
         dtypes = {leaf.dtype for leaf in self._first_leaves()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
-        """Send the ids to their rows' owners. A collective on a channel of its own: may run during a backward.
+        """Send the ids to the owners of their rows. Collective, on its own channel, so it may run during a backward.
 
         Raises:
-            InputError: this rank's batch is wrong, or another's (then it says whose); every rank raises. (One rank
-                with whole tables routes nothing: there the lookup raises.)
+            InputError: the batch of this rank or of another rank (then named) is wrong. Every rank raises. A single
+                rank with whole tables routes nothing: there the lookup raises.
         """
-        stages = self.exchange.stages(self._wide())
+        stages = self.exchange.stages(self._accum_dtype())
         try:
             batch, keys = self._batch(features)
         except Exception as error:
@@ -236,7 +239,7 @@ class ShardedCollection(TableCollection):
         return RoutedFeatures(features, routed, stages, batch.weights, divisors, made)
 
     def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
-        """Per slot, what its bags' sums are divided by, once they are at home."""
+        """Return per slot the divisors of its bags' sums, applied on the home rank; None where nothing divides."""
         return ()
 
     def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
@@ -263,7 +266,7 @@ class ShardedCollection(TableCollection):
         ids, offsets = every[0], features.offsets()
         at = [own[route.slot] for route in self.exchange.layout.routes]
         if len(every) > 1:
-            # Clamped to tables of several sizes: the batch once per size, its keys one after the other.
+            # Ids were clamped to tables of several sizes: concatenate one copy of the batch per size.
             count = ids.numel()
             ids = torch.cat(every)
             offsets = torch.cat([offsets[:1], *(offsets[1:] + i * count for i in range(len(every)))])
@@ -276,7 +279,7 @@ class ShardedCollection(TableCollection):
         return Batch(ids, offsets, weights, batches, bags, self._facts()), at
 
     def _facts(self) -> LookupFacts:
-        """Facts that are the same on all ranks, or no rank routes."""
+        """Return the facts that must be equal on all ranks; if they differ, no rank routes."""
         self._follow_first_leaves()
         exchange, tables, leaves = self.exchange, self._sharded_tables, self._first_leaves()
         training = bytes(
@@ -292,18 +295,18 @@ class ShardedCollection(TableCollection):
                 rules[name] = table.rows.group
         return LookupFacts(exchange.number, exchange.name, names, trains, training, rules)
 
-    def _fits(self, routed: RoutedFeatures) -> bool:
-        """Whether the tables are cut, and summed, as they were when this batch was routed."""
-        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._wide()
+    def _is_current(self, routed: RoutedFeatures) -> bool:
+        """Return True if tiling and accumulation dtype have not changed since this batch was routed."""
+        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._accum_dtype()
 
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUp:
-        """Read and pool the rows this rank holds, and send them home.
+        """Read and pool the rows that this rank holds, and send them to their homes. Collective.
 
-        A batch that was routed before the tables were cut anew (`reshard`), or became float64, is routed again, on
-        every rank.
+        A batch is routed again, on every rank, if the tables were resharded (`reshard`) or became float64 since it
+        was routed.
         """
-        if not self._fits(routed):
+        if not self._is_current(routed):
             routed.behind()
             routed = self.route(routed.wait().features)
         routed.behind()
@@ -312,7 +315,7 @@ class ShardedCollection(TableCollection):
                 rows.arrive()
         combiner, holders = routed.stages.combiner, self._holders()
         if torch.is_grad_enabled():
-            # Every rank checks the tables of all ranks, so that all of them raise.
+            # Every rank checks all tables, so that either all ranks raise or none.
             cached = [table.rows for table in self._sharded_tables if table.rows.cache is not None]
             check_trained(cached, range(len(cached)))
         reader = None
@@ -328,20 +331,20 @@ class ShardedCollection(TableCollection):
     def prefetch(  # type: ignore[override]
         self, features: KeyedJaggedTensor | RoutedFeatures
     ) -> RoutedFeatures:
-        """Send a batch's ids to their rows' owners, and make ready there what ids decide.
+        """Send a batch's ids to the owners of their rows, and prepare its lookup and update there. Collective.
 
-        Rows of cached tables are brought into their caches. On a GPU, rows of tables with an attached optimizer are
-        sorted for the batch's update. All of it happens on the stream that is current now, where the batch must have
-        arrived; the batch's lookup waits for it, but for the sort, for which its update does.
+        Rows of cached tables are loaded into their caches. On a GPU, rows of tables with an attached optimizer are
+        sorted for the batch's update. All this work runs on the current stream, where the batch must have arrived. The
+        batch's lookup waits for it, except for the sort: the update waits for that.
 
-        All ranks call it, once per batch, in the order of the batches, any time before the batch's forward; results are
-        the same bits whether it is called or not.
+        All ranks call it once per batch, in batch order, any time before the batch's forward. Results are bitwise the
+        same with and without the call.
 
         Returns:
-            The routed batch, to be given to the forward (an unsharded collection's takes the features themselves).
+            The routed batch, to pass to the forward. (The forward of an unsharded collection takes the features.)
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        if not self._fits(routed):
+        if not self._is_current(routed):
             return routed
         routed.behind()
         combiner, holders = routed.stages.combiner, self._holders()
@@ -356,26 +359,26 @@ class ShardedCollection(TableCollection):
         return routed
 
     def _order_routed(self, routed: RoutedFeatures) -> None:
-        """Have a batch's rows sorted where they are, for its update."""
+        """Sort a batch's rows on their owners, ahead of its update."""
         if torch.is_grad_enabled():
             self._follow_first_leaves()
             trained = [leaf.requires_grad for leaf in self._first_leaves()]
             routed.stages.combiner.order(routed.routed, self._sinks_of_leaves(), trained)
 
     def _sinks_of_leaves(self) -> list[int]:
-        """What takes each leaf's gradients in the backward pass; -1: a dense `.grad` does, or nothing."""
+        """Return per leaf the handle of the sink of its gradients; -1: a dense `.grad`, or no gradient."""
         return [
             rows.handle if rows.takes_gradients and leaf.requires_grad and rows.leaf is leaf else -1
             for rows, leaf in zip(self._rows(), self._leaves(), strict=True)
         ]
 
     def _holders(self) -> list[TableRows]:
-        """Of the leaves, if some of them are cached."""
+        """Return the rows of all leaves if some of them are cached; else an empty list."""
         rows: list[TableRows] = self._rows()
         return rows if any(own.cache is not None for own in rows) else []
 
     def _leaves(self) -> list[nn.Parameter]:
-        """Leaves in the order of the layout's rectangles that this rank holds."""
+        """Return the leaves, in the order in which the layout lists the rectangles that this rank holds."""
         return [
             leaf
             for table in self._sharded_tables
@@ -390,12 +393,12 @@ class ShardedCollection(TableCollection):
         ]
 
     def _flat(self, looked: LookedUp, output: Output) -> Tensor:
-        """The flat output, differentiable."""
+        """Return the flat output, differentiable."""
         batch = looked.batch
         if not self.exchange.made(batch.stages):
             raise ConfigError(
-                f"{type(self).__name__}: the tables were cut anew between this batch's lookup and its combine; reshard "
-                "between two steps, and look the batch up again."
+                f"{type(self).__name__}: the tables were resharded between this batch's lookup and its combine; "
+                "reshard between two steps, and look the batch up again."
             )
         self._follow_first_leaves()
         leaves, sinks = self._leaves(), self._sinks_of_leaves()
@@ -425,7 +428,9 @@ class ShardedCollection(TableCollection):
             for trains, table, leaf in zip(trained, tables, first, strict=True)
         ]
         guarded = [
-            (s, dtype) for s, t, dtype in self.exchange.column_cut if attached[t] and _by_elements(tables[t])
+            (s, dtype)
+            for s, t, dtype in self.exchange.column_cut
+            if attached[t] and _is_elementwise(tables[t])
         ]
         exchange = self.exchange
         return Gradients(
@@ -444,7 +449,7 @@ class ShardedCollection(TableCollection):
     def _dense_grads(
         self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], record: GradientRecord
     ) -> dict[int, Tensor]:
-        """Gradients of the leaves that have no optimizer attached."""
+        """Return the gradients of the leaves that have no optimizer attached."""
         wanted = [i for i, leaf in enumerate(leaves) if sinks[i] == -1 and leaf.requires_grad]
         if not wanted:
             return {}
@@ -462,17 +467,17 @@ class ShardedCollection(TableCollection):
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
-    """An `EmbeddingBagCollection` whose rows lie on many ranks."""
+    """`EmbeddingBagCollection` whose rows are sharded over ranks."""
 
     @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
-        """As the unsharded module's; `features` may be routed already."""
+        """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
         return self.combine(self.lookup(routed))
 
     @_eager
     def combine(self, looked: LookedUp) -> KeyedTensor:
-        """The unsharded module's output for this rank's batch."""
+        """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
         dtype = self._dtype(self._first_leaves())
         variable = features.variable_stride_per_key()
@@ -502,7 +507,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             return [None] * len(self._slots)
         position = {key: k for k, key in enumerate(features.keys())}
         own = [position[slot.feature] for slot in self._slots]
-        lengths = features.lengths().clamp(min=1).to(self._wide())
+        lengths = features.lengths().clamp(min=1).to(self._accum_dtype())
         starts = [0]
         strides = (
             features.stride_per_key()
@@ -519,7 +524,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     def _pool_at_home(
         self, looked: LookedUp, own: Sequence[int], bags: Sequence[int], variable: bool
     ) -> Tensor:
-        """Exact mode: rows come one by one and are pooled here, in the unsharded order."""
+        """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
         features = looked.batch.features
         sizes = features.length_per_key()
         counts = [sizes[k] for k in own]
@@ -542,26 +547,26 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         batches = features.stride_per_key() if variable else [features.stride()]
         out, _ = torch.ops.tilerec.pooled_lookup(
             rows, self._no_sinks, ids - starts[key_N], features.offsets(), weights, slots,
-            list(own), [int(slot.mean) for slot in self._slots], batches, self._wide(),
+            list(own), [int(slot.mean) for slot in self._slots], batches, self._accum_dtype(),
             ",".join(f"{slot.feature}@{slot.table}" for slot in self._slots),
         )  # fmt: skip
-        if variable and len(batches) == 1:  # of one key: the op saw a batch like any other
+        if variable and len(batches) == 1:  # one key: the op treated the batch as uniform
             out = torch.cat([part.reshape(-1) for part in out.split(self._dims, dim=1)])
         return out.reshape(-1)
 
 
 class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
-    """An `EmbeddingCollection` whose rows lie on many ranks."""
+    """`EmbeddingCollection` whose rows are sharded over ranks."""
 
     @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
-        """As the unsharded module's; `features` may be routed already."""
+        """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
         return self.combine(self.lookup(routed))
 
     @_eager
     def combine(self, looked: LookedUp) -> dict[str, JaggedTensor]:
-        """The unsharded module's output for this rank's batch."""
+        """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
         sizes = features.length_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
@@ -582,18 +587,18 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
 
 
 def _attached(table: ShardedTable, leaf: nn.Parameter) -> bool:
-    """Whether the backward updates the table. What torch.func.functional_call put there takes its gradient itself."""
+    """Return True if the backward updates the table. A weight swapped in by torch.func.functional_call has no sink."""
     return table.rows.takes_gradients and table.rows.leaf is leaf
 
 
-def _travelling(name: str) -> torch.dtype:
-    """The type whose range bounds what a wire carries."""
+def _wire_dtype(name: str) -> torch.dtype:
+    """Return the dtype whose range limits the values that a wire format can carry."""
     dtype = codec(name).wire_dtype
     return dtype if dtype is not None and dtype.is_floating_point else torch.float32
 
 
-def _by_elements(table: ShardedTable) -> bool:
-    """Whether the attached rule looks at single elements, so that owners of a row's columns do not hear each other."""
+def _is_elementwise(table: ShardedTable) -> bool:
+    """Return True if the attached rule is element-wise: owners of a row's columns then exchange no sums."""
     spec = table.rows.spec
     return spec is not None and not spec.phases
 
@@ -604,22 +609,22 @@ def shard_collection(
     wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
     memory: dict[str, list[Tensor]] | None = None, caches: Mapping[str, RowCache] | None = None, name: str = "",
 ) -> None:  # fmt: skip
-    """Make a collection into this rank's part of a sharded one, in place.
+    """Convert a collection into this rank's part of a sharded one, in place.
+
+    All ranks shard the collections of one `route_group` in the same order.
 
     Args:
-        tilings: of every table.
+        tilings: tiling of every table.
         group, route_group: two channels over the same ranks.
-        device: where tiles of tables on meta get their memory; others stay where they are. None: CPU.
-        exact: pool at home and sum in fixed blocks, so that no bit depends on the tiling; costs bytes.
-        fan_in: expected ids per bag of tables, where known: says whether sums inside a host save anything.
-        wires: number formats in which tables' rows and gradients travel; default: as they are summed. Sums inside a
-            host always travel as they are.
-        teams: where ranks are several teams, each of which holds every table; None: one.
-        memory: as `drawn_memory` has made it.
-        caches: of tables whose tiles lie in host memory, each behind a cache such as this.
-        name: the collection's place in the model, for errors; "": its tables name it.
-
-    Ranks shard the collections of one `route_group` in the same order.
+        device: device of the tiles of tables on meta; other tables stay on their device. None: CPU.
+        exact: pool on the home rank and sum in fixed blocks, so that no bit depends on the tiling. Sends more bytes.
+        fan_in: expected ids per bag, for tables where it is known; decides whether sums inside a host save bytes.
+        wires: wire formats of tables' rows and gradients; default: the accumulation dtype. Sums inside a host are
+            always sent in the accumulation dtype.
+        teams: set if the ranks form several teams, each of which holds every table; None: one team.
+        memory: result of `drawn_memory`; None: allocated here.
+        caches: for tables whose tiles are in host memory: the cache that each of their tiles gets a copy of.
+        name: path of the collection in the model, for errors; "": errors list its tables.
 
     Raises:
         ConfigError: `exact` with a wire that rounds.
@@ -629,11 +634,11 @@ def shard_collection(
     for table_name, wire in (wires or {}).items():
         if exact and wire != Wire():
             raise ConfigError(
-                f"Table '{table_name}': exact=True wants the same bits under every plan, and its wire {wire} rounds; "
+                f"Table '{table_name}': exact=True needs the same bits under every plan, and its wire {wire} rounds; "
                 "leave out one of them."
             )
     each_id = isinstance(module, EmbeddingCollection)
-    # An id that is a bag of its own has one owner: there is nothing to add up inside a host.
+    # An unpooled id has one owner, so there is nothing to add up inside a host.
     bags = {} if each_id or exact else dict(fan_in or {})
     likely = 1.0 if each_id or exact else 2.0
     layouts = [
@@ -643,7 +648,7 @@ def shard_collection(
         group, route_group, topology, layouts,
         [SlotRead(names.index(slot.table), slot.feature) for slot in module._slots],
         weighted=getattr(module, "_is_weighted", False), each_id=each_id, exact=exact, teams=teams,
-        name=_collection_word(name, names),
+        name=_collection_name(name, names),
     )  # fmt: skip
     caches = caches or {}
     places = _memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
@@ -656,8 +661,8 @@ def shard_collection(
                     rows.cache = copy.copy(caches[own])
         elif table.tiling != tilings[own]:
             raise ConfigError(
-                f"Table '{own}' is sharded already, with another collection that it is tied to, and another "
-                "tiling; give both the same."
+                f"Table '{own}' is sharded already, with another collection that it is tied to, and with another "
+                "tiling; give both the same tiling."
             )
     module.__class__ = ShardedEmbeddingCollection if each_id else ShardedEmbeddingBagCollection
     cast(ShardedCollection, module).exchange = exchange
@@ -665,15 +670,15 @@ def shard_collection(
     module._renew_sinks()
 
 
-def _collection_word(name: str, tables: Sequence[str]) -> str:
-    """A collection in errors: by its name, or by its tables."""
+def _collection_name(name: str, tables: Sequence[str]) -> str:
+    """Return the collection's name in errors: `name`, or a list of its tables."""
     if name:
         return f"'{name}'"
     return f"the collection of {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
 
 def is_drawn(table: Table) -> bool:
-    """Whether a user's function is still to make its values."""
+    """Return True if a user's `init_fn` has yet to fill the table's values."""
     return table.weight.is_meta and table.config.init_fn is not None
 
 
@@ -682,11 +687,11 @@ def drawn_memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int],
     hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Memory of a rank's tiles of a collection, for `shard_collection`, and in it what users' functions make.
+    """Return the memory of a rank's tiles by table, for `shard_collection`, filled where the user gave an `init_fn`.
 
     Args:
-        seen: by `id`, rows that are tables of an earlier collection, too: they get their memory there.
-        hosted: tables that lie in host memory.
+        seen: `id` of the rows of tables that an earlier collection shares: these get their memory there.
+        hosted: tables in host memory.
     """
     memory = _memory(module, tilings, rank, device, seen, hosted)
     for name, table in module._tables.items():
@@ -702,17 +707,17 @@ def _memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
     seen: Set[int] = frozenset(), hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Memory of this rank's tiles, side by side in storages of one data type and device.
+    """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
 
-    Large tables have a storage each: one of them can move, and its memory is free. Small ones share storages of a few
-    MiB, each of which is free when the tables in it have moved.
+    A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
+    each of which is freed when all its tables have moved.
     """
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, table in module._tables.items():
         if (
             isinstance(table, ShardedTable) or id(table.rows) in seen
-        ):  # by another collection, which it is tied to
+        ):  # another collection that shares the table provides the memory
             continue
         weight, tiling = table.weight, tilings[name]
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
@@ -737,7 +742,7 @@ def _memory(
             size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
             raise ConfigError(
                 f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
-                "are to lie there behind caches; give them to more hosts, or to fewer ranks of each."
+                "the plan places there behind caches; place them on more hosts, or on fewer ranks of each."
             ) from error
         for (name, _), own_memory in zip(group, memory, strict=True):
             places.setdefault(name, []).append(own_memory)

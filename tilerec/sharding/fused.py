@@ -1,7 +1,8 @@
-"""The `torch.optim.Optimizer` face over sharded tables: one entry per table, state of logical shapes.
+"""`torch.optim.Optimizer` over the attached optimizers of sharded tables: one entry per table, state of logical shape.
 
 names   `<path>.<table>.weight`, as in the unsharded model, on every rank
-state   slots by name as `state_dict()` shows weights (plain, DTensor, `TiledTensor`), and the update count
+state   slots by name, in the forms that `state_dict()` uses for weights (plain, DTensor, `TiledTensor`), and the update
+        count
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tilerec.torch_private import optimizer_hooks
 
 @final
 class TableState(MutableMapping[str, Any]):
-    """The state of one sharded table by slot; reading makes a logical tensor of the slots as they are now."""
+    """Optimizer state of one sharded table, by slot. Each read returns a logical tensor over the slot's memory."""
 
     def __init__(self, table: ShardedTable) -> None:
         self.table = table
@@ -51,11 +52,11 @@ class TableState(MutableMapping[str, Any]):
 
 @final
 class ShardedFusedOptimizer(KeyedOptimizer):
-    """What the attached tables of a sharded model look like to training code.
+    """The attached optimizers of a sharded model, as one optimizer for training code.
 
-    As `FusedOptimizer`: `step()` does nothing, a written `lr` holds from the next backward on (write it on every rank).
-    State dicts have every table on every rank; loading takes whole tensors, DTensors and other tilings'. Tables
-    that are not sharded are shown as well.
+    As in `FusedOptimizer`, `step()` does nothing, and a new `lr` takes effect at the next backward (write it on every
+    rank). State dicts have every table on every rank. Loading accepts whole tensors, DTensors and tensors of other
+    tilings. Unsharded tables are included.
     """
 
     _of_this_run = OF_THIS_RUN
@@ -69,7 +70,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         for name, rows in attached_rows(module):
             table = tables.get(id(rows))
             if table is not None and table.rows is not rows:
-                continue  # a further tile of a table that is listed by its first
+                continue  # only the first tile of a table is listed
             assert rows.group is not None
             groups[id(rows.group)] = rows.group
             members.setdefault(id(rows.group), []).append(rows.leaf)
@@ -79,15 +80,15 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         self.defaults = dict(next(iter(groups.values()), {}))
 
     def add_param_group(self, param_group: Any) -> None:
-        """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""
+        """Raise a `ConfigError`: tables get an optimizer from `apply_optimizer_in_backward`."""
         raise ConfigError(
-            "ShardedFusedOptimizer: add_param_group would name a parameter that no backward pass updates; attach an "
-            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and ask for fused_optimizer "
+            "ShardedFusedOptimizer: add_param_group would add a parameter that no backward pass updates; attach an "
+            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and read fused_optimizer "
             "again."
         )
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` with whole plain tensors, on every rank; all ranks call it."""
+        """Return `state_dict()` with whole plain tensors, on every rank. Collective."""
         for before in optimizer_hooks(self, "state_dict_pre").values():
             before(self)
         whole: dict[str, Any] = {"state": {}}
@@ -100,7 +101,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         return whole
 
     def _tables(self) -> dict[str, TiledTable]:
-        return {}  # `TableState` speaks for all tiles of a table
+        return {}  # `TableState` covers all tiles of a table
 
     def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
         who = type(self).__name__
@@ -119,7 +120,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             where = f"{who}: state of '{name}'"
             if not isinstance(loaded[name], Mapping):
                 raise ConfigError(
-                    f"{where}: got {type(loaded[name]).__name__}, wanted a dict with {sorted(state)}."
+                    f"{where}: got {type(loaded[name]).__name__}; expected a dict with {sorted(state)}."
                 )
             _same_keys(where, set(state), loaded[name])
             for slot in sorted(state):
@@ -134,7 +135,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
     def _plan_unsharded(
         self, loaded: Mapping[str, Any], groups: Mapping[str, Any], plan: list[Callable[[], None]]
     ) -> None:
-        """What `KeyedOptimizer` does, for the tables that are not sharded, and for the groups."""
+        """Plan the load of the unsharded tables and of the groups as `KeyedOptimizer` does."""
         params, state = self.params, self.state
         own = {name: params[name] for name in loaded}
         rest = KeyedOptimizer(own, {p: state[p] for p in own.values()}, [])
@@ -149,19 +150,19 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
 
 def _tensor_of(value: Any, shape: tuple[int, ...], like: Tensor, where: str) -> Tensor:
-    """A loaded value, checked."""
+    """Return a loaded value as a tensor of `shape`, or raise a `ConfigError`."""
     if isinstance(value, (int, float)) and not shape:
         return like.new_tensor(value)
     if isinstance(value, Tensor) and shape and tuple(value.shape) == (*shape, 1) and type(value) is Tensor:
         value = value.squeeze(-1)  # state per row kept as a column, as TorchRec's row-wise Adagrad does
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-        raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {shape}.")
+        raise ConfigError(f"{where}: got {got}; expected a tensor of shape {shape}.")
     return value
 
 
 def sharded_tables(module: nn.Module) -> dict[int, ShardedTable]:
-    """The sharded tables below a module, by the `id` of each of their rows (one per tile)."""
+    """Return the sharded tables below a module, by the `id` of each of their `tile_rows`."""
     return {
         id(rows): table
         for table in module.modules()

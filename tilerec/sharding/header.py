@@ -1,10 +1,10 @@
-"""Facts that all ranks' lookups have in common, and the room for them in the header that travels anyway.
+"""Check, inside the header exchange, that the lookups of all ranks agree; sizes of the headers.
 
     header of a pair of ranks    word 0: flags, and above them a digest of `LookupFacts`; then sizes (`route.py`)
 
-Where digests differ, every rank receives one that differs from its own, so every rank raises, before any id travels. A
-rank that calls another collection sends that collection's header; so the headers of all collections of a channel have
-one size between two ranks, that of the largest.
+If digests differ, every rank receives one that differs from its own, so every rank raises before any id is sent. A rank
+that calls another collection sends the header of that collection. Between two ranks, the headers of all collections of
+a channel therefore have one size, that of the largest.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tilerec.storage.hyper_group import HyperGroup
 FLAG_BITS = 2
 """Bits of the first word below the digest."""
 TRAINED, ATTACHED = 1, 2
-"""A table's weight requires a gradient; and takes it in the backward pass."""
+"""Bits of `LookupFacts.training`: the weight requires a gradient; an attached optimizer uses it in the backward."""
 
 Described = tuple[str, bool, bytes, dict[str, dict[str, str]]]
-"""The collection, whether it trains, how per table, and by what numbers."""
+"""`LookupFacts` in comparable form: collection, trains, training, and hyper-parameters by table."""
 
 
 @dataclass(frozen=True)
 class LookupFacts:
-    """Facts of a lookup that are the same on all ranks.
+    """Facts of a lookup that must be equal on all ranks.
 
     Attributes:
-        number: of the collection on its channel.
+        number: number of the collection on its channel.
         collection: its name in errors.
         tables: names, in the layout's order.
         trains: a backward pass may follow: gradients are enabled, and some table is trained.
-        training: per table, how this rank trains it (`TRAINED`, `ATTACHED`).
-        rules: the optimizer's numbers of attached tables, by table; none where nothing trains.
+        training: one byte per table: how this rank trains it (`TRAINED`, `ATTACHED`).
+        rules: hyper-parameters of the attached optimizers, by table; empty if nothing trains.
     """
 
     number: int = 0
@@ -50,12 +50,12 @@ class LookupFacts:
     rules: Mapping[str, HyperGroup] = field(default_factory=dict)
 
     def digest(self) -> int:
-        """29 bits, that stand above a header's flags in an int32."""
+        """Return 29 bits, which fit above the flags of a header's first word (int32)."""
         words = array("q", [self.number, self.trains, *[rule.digest() for rule in self.rules.values()]])
         return zlib.crc32(words, zlib.crc32(self.training)) & 0x1FFFFFFF
 
     def described(self) -> Described:
-        """For other ranks, which compare it with theirs."""
+        """Return the facts in a form that other ranks compare with their own."""
         rules = {
             name: {key: repr(value) for key, value in rule.numbers().items()}
             for name, rule in self.rules.items()
@@ -64,10 +64,10 @@ class LookupFacts:
 
 
 def raise_difference(group: Group, ranks: Sequence[int], own: LookupFacts) -> NoReturn:
-    """Raise, on every rank of the group alike, where the ranks' facts differ first.
+    """Raise an `InputError` for the first difference between the ranks' facts, the same one on every rank. Collective.
 
     Args:
-        ranks: what the group's ranks are called in errors.
+        ranks: numbers of the group's ranks in errors.
     """
     everyone = cast("list[Described]", group.all_gather_object(own.described()))
     first = everyone[0]
@@ -82,8 +82,8 @@ def raise_difference(group: Group, ranks: Sequence[int], own: LookupFacts) -> No
         t = next(t for t, (a, b) in enumerate(zip(first[2], other[2], strict=True)) if a != b)
         raise InputError(
             f"Table '{own.tables[t]}': it {_training(first[2][t])} on rank {here} and {_training(other[2][t])} on rank "
-            f"{there}, whose gradients would not meet; freeze tables (requires_grad_) and attach optimizers on all "
-            "ranks alike."
+            f"{there}, so their gradients would not be summed; freeze tables (requires_grad_) and attach optimizers on "
+            "all ranks alike."
         )
     if other[1] != first[1]:
         modes = ["trains" if facts[1] else "evaluates (gradients are disabled)" for facts in (first, other)]
@@ -117,11 +117,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 class HeaderRoom:
     """Sizes of the headers between this rank and its peers, on one channel, in int32 words.
 
-    Ranks number their collections, and change the sizes, in the same order.
+    All ranks number their collections and change the sizes in the same order.
     """
 
     def __init__(self) -> None:
-        self.version = 0  # of the sizes
+        self.version = 0  # increases when the sizes may have changed
         self._sizes: dict[int, tuple[list[int], list[int]]] = {}
         self._count = 0
         self._unit = 1
@@ -132,18 +132,18 @@ class HeaderRoom:
         return self._count - 1
 
     def enter(self, number: int, out: Sequence[int], into: Sequence[int], unit: int = 1) -> None:
-        """Make room for a collection's header.
+        """Reserve room for a collection's header.
 
         Args:
             out, into: words to and from each rank, [W].
-            unit: words of an element; all sizes are multiples of it from now on.
+            unit: words of an element; all sizes become multiples of it.
         """
         self._sizes[number] = list(out), list(into)
         self._unit = max(self._unit, unit)
         self.version += 1
 
     def sizes(self, out: Sequence[int], into: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the room for a header of these sizes: words to and from each rank, [W]."""
+        """Return the size of the channel's headers, given this one: words to and from each rank, [W]."""
         every = [(out, into), *self._sizes.values()]
         unit = self._unit
         widest = ([max(words) for words in zip(*side, strict=True)] for side in zip(*every, strict=True))
@@ -155,5 +155,5 @@ _ROOMS: weakref.WeakKeyDictionary[Group, HeaderRoom] = weakref.WeakKeyDictionary
 
 
 def room_of(channel: Group) -> HeaderRoom:
-    """Return the room of a channel's headers."""
+    """Return the `HeaderRoom` of a channel; create it on first use."""
     return _ROOMS.setdefault(channel, HeaderRoom())

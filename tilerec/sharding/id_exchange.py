@@ -1,18 +1,18 @@
-"""Managed collision over many ranks: ids travel to the owners of their buckets, and row numbers travel back.
+"""Managed collision over many ranks: ids are sent to the owners of their buckets, and row numbers are sent back.
 
 Nouns
-  owner    of a bucket: rank r has buckets [c_r, c_r+1) of a table, contiguous whole ones, as even as they come
-  home     the rank whose batch it is
-  holder   a rank that has a tile with some row: it is told when the row loses its id
+  owner    the rank of a bucket: rank r has buckets [c_r, c_r+1) of a table, contiguous and spread as evenly as possible
+  home     the rank that a batch belongs to
+  holder   a rank whose tiles contain a row: it receives the row's number when the row loses its id
 
-    header   home -> owner    how many ids of each feature, the clock, and flags                 (the host waits)
+    header   home -> owner    number of ids of each feature, the clock, and flags                (the host waits)
     ids      home -> owner    feature by feature, in the order of the batch
-             owner            puts them in the order (feature, home, position), that of the global batch, and maps them
-    rows     owner -> home    row numbers, and to each holder how many rows lost their id        (the host waits)
-    evicted  owner -> holder  those rows; left out where no rank evicted any
+             owner            sorts them by (feature, home, position), the order of the global batch, and maps them
+    rows     owner -> home    row numbers, and to each holder the number of rows that lost their id  (the host waits)
+    evicted  owner -> holder  those rows; skipped if no rank evicted any
 
-The map is the one that a single process makes of the global batch: no bit of it depends on the number of ranks. It does
-not know how tables are cut, and tables do not know of it: row numbers go through their ordinary exchange.
+The map equals the map that a single process makes of the global batch: no bit of it depends on the number of ranks. It
+is independent of the tables' tilings: row numbers go through the ordinary exchange of the tables.
 
 Legend: W ranks, T tables, F features of all tables, N ids of this batch, R ids received.
 """
@@ -39,31 +39,33 @@ from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, ro
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
-"""Rows that a rank holds: ascending, apart from each other."""
+"""Row ranges [r0, r1) that a rank holds: ascending, with gaps between them."""
 
-_FLAGS = 2  # words: flags and the digest of `LookupFacts`, as in a lookup's header; which modules change their maps
+# Header elements before the clocks: flags and the digest of `LookupFacts`, as in a lookup's header; then a bit per
+# module that changes its map.
+_FLAGS = 2
 _REFUSED = 1
 _FAILED = -1
 
 
 class Sent(NamedTuple):
-    """A batch's ids, in the order in which they travel."""
+    """Order and counts of the ids that were sent."""
 
-    order_N: Tensor  # of each id sent, its place among the batch's ids
+    order_N: Tensor  # position in the batch of each id, in the order sent
     counts: list[list[int]]  # [W][F]
-    heard: list[list[int]]  # [W], headers
+    headers: list[list[int]]  # [W], those received
 
 
 class IdExchange:
-    """What the ranks say to each other about the ids of one collection.
+    """Exchange of one collection's ids between the ranks.
 
     Args:
-        group: the ranks whose batches make the global batch; its calls are made in the order of `route`'s.
+        group: the ranks whose batches form the global batch; its collectives run in the order of the `route` calls.
         modules: by table.
-        features: of each table, in the order in which their ids take rows.
-        tables: what holds the rows; their tilings say who is told of evictions, as they are at the time.
-        member_of: of each rank of the group, its rank in these tilings.
-        number: among the collections that share the group; None: a new one.
+        features: features of each table, in the order in which their ids take rows.
+        tables: the tables of the rows; their current tilings decide which ranks receive evictions.
+        member_of: maps a rank of the group to its rank in these tilings.
+        number: the collection's number among those that share the group; None: the next free one.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class IdExchange:
     ) -> None:  # fmt: skip
         self.group, self.modules, self.tables, self.member_of = group, dict(modules), dict(tables), member_of
         self.features = [(t, name) for t, table in enumerate(modules) for name in features[table]]
-        self.spans: list[tuple[int, int]] = []  # of each table among the features
+        self.spans: list[tuple[int, int]] = []  # range of each table in `features`
         at = 0
         for table in modules:
             self.spans.append((at, at + len(features[table])))
@@ -90,7 +92,7 @@ class IdExchange:
         self._holders: list[list[Ranges]] = []
 
     def holders(self) -> list[list[Ranges]]:
-        """Per rank and table, the rows it holds; all of them where nobody says."""
+        """Return the row ranges that each rank holds of each table; all rows if the table has no tiling."""
         tilings = [getattr(self.tables.get(table), "tiling", None) for table in self.modules]
         if not self._holders or any(a is not b for a, b in zip(tilings, self._tilings, strict=True)):
             everything: Ranges = ((0, 2**62),)
@@ -105,7 +107,10 @@ class IdExchange:
         return self._holders
 
     def _owners(self, t: int, device: torch.device) -> Tensor:
-        """The rank of each bucket of a table, int16 (sorted many times faster than int64; int32 for 2^15 ranks)."""
+        """Return the rank of each bucket of a table: int16, or int32 from 2^15 ranks on.
+
+        int16 sorts many times faster than int64.
+        """
         cuts, known = self.cuts[t], self._owned.get((t, device))
         if known is None or known[0] != cuts:
             dtype = torch.int16 if self.group.size < 1 << 15 else torch.int32
@@ -116,22 +121,28 @@ class IdExchange:
         return known[1]
 
     def refuse(self, failure: Exception) -> NoReturn:
-        """Tell every rank that this one's batch cannot be mapped, then raise `failure`."""
+        """Send every rank a header that refuses this rank's batch, then raise `failure`."""
         header_WH = torch.zeros(self.group.size, self._width, dtype=torch.int64, device=self.group.device)
         header_WH[:, 0] = _REFUSED
         self._exchange_headers(header_WH)
         raise failure
 
-    def _exchange_headers(self, said_WH: Tensor) -> Tensor:
-        """Send row p to every rank p, and return the rows of all ranks; each as long as its channel's headers are."""
+    def _exchange_headers(self, headers_WH: Tensor) -> Tensor:
+        """Send row p to every rank p, and return the rows received from all ranks.
+
+        On the wire, rows are padded to the size of the channel's headers.
+        """
         words = self._room.sizes([0] * self.group.size, [0] * self.group.size)
         outs, ins = ([n // 2 for n in side] for side in words)
-        place, taken = self._places(outs, ins, said_WH.device)
-        heard = self._all_to_all("id header", said_WH.reshape(-1).index_select(0, place), ins, outs)
-        return heard.index_select(0, taken).view(self.group.size, self._width)
+        place, taken = self._places(outs, ins, headers_WH.device)
+        received = self._all_to_all("id header", headers_WH.reshape(-1).index_select(0, place), ins, outs)
+        return received.index_select(0, taken).view(self.group.size, self._width)
 
     def _places(self, outs: list[int], ins: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each element sent stands among the rows (a header's first fills it up), and rows in those received."""
+        """Return the source position of each element sent, and the positions of the rows in the elements received.
+
+        Padding repeats the first element of a header.
+        """
         key = self._room.version, device, current_stream()
         if key not in self._indices:
             self._indices.clear()
@@ -143,28 +154,28 @@ class IdExchange:
         return self._indices[key]
 
     def __call__(self, batch: TableIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows by feature (-1: dropped), and by table the rows held here that lost their id.
+        """Map a batch: return rows by feature (-1: dropped), and by table the rows held here that lost their id.
 
         Raises:
-            InputError: another rank refused its batch, or trains where this one evaluates; nothing has changed.
+            InputError: another rank refused its batch, or trains while this one evaluates; nothing has changed.
         """
         sent, received = self._send(batch)
-        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.heard]
+        received_counts = [header[_FLAGS + len(self.modules) :] for header in sent.headers]
         ordered = _reordered(received, received_counts)
         failure: Exception | None = None
         try:
-            rows_R, evicted = self._map(ordered, received_counts, sent.heard[0])
-        except Exception as error:  # the others wait for rows
+            rows_R, evicted = self._map(ordered, received_counts, sent.headers[0])
+        except Exception as error:  # raised later: the other ranks wait for rows
             failure, rows_R = error, torch.full_like(ordered, -1)
             evicted = [ordered.new_empty(0)] * len(self.modules)
         turned = [list(column) for column in zip(*received_counts, strict=True)]
         home_rows = _reordered(rows_R, turned) if turned else rows_R
-        return self._answer(batch, sent, home_rows, received_counts, evicted, failure)
+        return self._return_rows(batch, sent, home_rows, received_counts, evicted, failure)
 
     # ------------------------------------------------------------------------------------------------------- home
 
     def _send(self, batch: TableIds) -> tuple[Sent, Tensor]:
-        """Ids to the owners of their buckets."""
+        """Send the ids to the owners of their buckets; return a `Sent` and the ids received."""
         group, count = self.group, len(self.features)
         owners, ids = [], []
         for t, (table, module) in enumerate(self.modules.items()):
@@ -177,36 +188,36 @@ class IdExchange:
         place_N = owner_N.to(torch.int64) * count + feature_N
         counts_WF = sums_at(place_N, None, group.size * count).view(group.size, count)
         writes = sum(module.writes << t for t, module in enumerate(self.modules.values()))
-        said = [
+        prefix = [
             self.facts.digest() << FLAG_BITS,
             writes % (1 << 62),
             *(batch.times[table] for table in self.modules),
         ]
-        head = upload(said, ids_N.device).expand(group.size, len(said))
+        head = upload(prefix, ids_N.device).expand(group.size, len(prefix))
         width = self._width
-        heard_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))
-        both = torch.cat([heard_WH, counts_WF], dim=1).tolist()
-        heard, counts = [row[:width] for row in both], [row[width:] for row in both]
-        self._check(heard)
+        received_WH = self._exchange_headers(torch.cat([head, counts_WF], dim=1))
+        both = torch.cat([received_WH, counts_WF], dim=1).tolist()
+        headers, counts = [row[:width] for row in both], [row[width:] for row in both]
+        self._check(headers)
         order_N = torch.sort(owner_N, stable=True).indices
         received = self._all_to_all(
-            "ids to map", ids_N[order_N], [sum(row[len(said) :]) for row in heard], [sum(row) for row in counts]
+            "ids to map", ids_N[order_N], [sum(row[len(prefix) :]) for row in headers], [sum(row) for row in counts]
         )  # fmt: skip
-        return Sent(order_N, counts, heard), received
+        return Sent(order_N, counts, headers), received
 
-    def _check(self, heard: list[list[int]]) -> None:
-        """Every rank hears every header, so all raise or none."""
-        refused = [rank for rank, header in enumerate(heard) if header[0] & _REFUSED]
+    def _check(self, headers: list[list[int]]) -> None:
+        """Raise an `InputError` if the headers disagree; all ranks receive all headers, so all raise or none."""
+        refused = [rank for rank, header in enumerate(headers) if header[0] & _REFUSED]
         if refused:
             raise InputError(
-                f"Rank {refused[0]} refused its batch (its own error says why), so no rank maps this step; see the "
-                "error of that rank."
+                f"Rank {refused[0]} refused its batch (its own error gives the reason), so no rank maps this step; see "
+                "the error of that rank."
             )
         own = self.facts.digest()
         # The low half of the first element is the first word of a lookup's header.
-        if any((header[0] & 0xFFFFFFFF) >> FLAG_BITS != own for header in heard):
+        if any((header[0] & 0xFFFFFFFF) >> FLAG_BITS != own for header in headers):
             raise_difference(self.group, range(self.group.size), self.facts)
-        modes = [header[1] for header in heard]
+        modes = [header[1] for header in headers]
         if len(set(modes)) > 1:
             rank = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
             t = next(t for t in range(len(self.modules)) if (modes[0] ^ modes[rank]) >> t & 1)
@@ -216,18 +227,18 @@ class IdExchange:
                 "eval() on all ranks alike."
             )
 
-    def _answer(
+    def _return_rows(
         self, batch: TableIds, sent: Sent, home_rows: Tensor, received_counts: list[list[int]], evicted: list[Tensor],
         failure: Exception | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-        """Rows go home; rows that lost their id go to their holders."""
+        """Send rows to their homes, and rows that lost their id to their holders."""
         group, tables = self.group, len(self.modules)
-        # Of the rows that lost their id (-1: none), which each holder has; how many, only the device knows.
-        told = [
+        # Per holder and table, a mask of the rows that lost their id (-1: none). Their counts are on the device.
+        masks = [
             [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
             for own in self.holders()
         ]
-        counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in told])
+        counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in masks])
         total = torch.stack([(rows >= 0).sum() for rows in evicted]).sum() - int(failure is not None)
         tails_WT1 = torch.cat([total.expand(group.size, 1), counts_WT], 1)
         own = home_rows.split([sum(counts) for counts in received_counts])
@@ -244,8 +255,8 @@ class IdExchange:
         failed = [rank for rank, words in enumerate(tails) if words[0] == _FAILED]
         if failed:
             raise InputError(
-                f"Rank {failed[0]} could not map the ids of its buckets (its own error says why), so no rank goes on "
-                "with this batch; see the error of that rank."
+                f"Rank {failed[0]} could not map the ids of its buckets (its own error gives the reason), so no rank "
+                "continues with this batch; see the error of that rank."
             )
         back = torch.cat([part[: part.numel() - tail] for part in parts])
         rows_N = torch.empty_like(back)
@@ -256,22 +267,26 @@ class IdExchange:
             return rows, {}
         lost = [
             own[torch.nonzero_static(here, size=number)[:, 0]]
-            for own_told, (_, *numbers) in zip(told, own_tails, strict=True)
-            for own, here, number in zip(evicted, own_told, numbers, strict=True)
+            for own_masks, (_, *numbers) in zip(masks, own_tails, strict=True)
+            for own, here, number in zip(evicted, own_masks, numbers, strict=True)
         ]
-        return rows, self._tell(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
+        return rows, self._exchange_evicted(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
 
-    def _tell(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
-        """Rows that lost their id, by table, of those held here."""
-        heard = self._all_to_all("evicted rows", lost, [sum(words[1:]) for words in tails], outs)
-        pieces = heard.split([n for words in tails for n in words[1:]])
+    def _exchange_evicted(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
+        """Exchange the rows that lost their id; return, by table, those held here."""
+        received = self._all_to_all("evicted rows", lost, [sum(words[1:]) for words in tails], outs)
+        pieces = received.split([n for words in tails for n in words[1:]])
         tables = len(self.modules)
         return {table: torch.cat(pieces[t::tables]) for t, table in enumerate(self.modules)}
 
     # ------------------------------------------------------------------------------------------------------ owner
 
     def _map(self, ids_R: Tensor, counts: list[list[int]], first: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """Rows of the ids received, in the order of the global batch; and per table the rows that lost their id."""
+        """Return the rows of the ids received, in global batch order, and per table the rows that lost their id.
+
+        Args:
+            first: the header of rank 0, whose clocks all ranks use.
+        """
         sizes = [sum(column) for column in zip(*counts, strict=True)]
         rows, evicted, at = [], [], 0
         for t, module in enumerate(self.modules.values()):
@@ -288,7 +303,7 @@ class IdExchange:
 
 
 def _reordered(values: Tensor, counts: list[list[int]]) -> Tensor:
-    """Pieces that lie [i][j] with sizes `counts[i][j]`, laid [j][i]."""
+    """Return the pieces of `values` in the order [j][i]; they are stored [i][j] with sizes `counts[i][j]`."""
     pieces = values.split([n for row in counts for n in row])
     width = len(counts[0])
     if not pieces or not width:
@@ -297,7 +312,7 @@ def _reordered(values: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 def _within(rows_M: Tensor, ranges: Ranges) -> Tensor:
-    """bool [M]: which of the rows lie in the ranges."""
+    """Return a bool mask `[M]`: True where a row is inside the ranges."""
     inside = torch.zeros_like(rows_M, dtype=torch.bool)
     for r0, r1 in ranges:
         inside |= (rows_M >= r0) & (rows_M < r1)
@@ -305,7 +320,7 @@ def _within(rows_M: Tensor, ranges: Ranges) -> Tensor:
 
 
 def row_ranges(tiles: Sequence[Tile | Rectangle]) -> Ranges:
-    """The rows of some rectangles, joined where they meet."""
+    """Return the row ranges of some rectangles; adjacent and overlapping ranges are joined."""
     joined: list[tuple[int, int]] = []
     for r0, r1 in sorted((tile.r0, tile.r1) for tile in tiles if tile.r0 < tile.r1):
         if joined and r0 <= joined[-1][1]:

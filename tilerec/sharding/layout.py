@@ -1,23 +1,23 @@
-"""What travels between which ranks: compiled once from the tilings, the same on every rank.
+"""Static layout of a module's exchange: the data sent between each pair of ranks, compiled once from the tilings.
 
 Nouns
   slot       a (table, feature) pair of a module; reads one table with the ids of one key
-  rectangle  rows x columns that one set of ranks holds; on each of them one leaf
-  part       (slot, rows, owners): where ids travel to. All rectangles of a table with equal rows and owners read
+  rectangle  rows x columns that one set of ranks holds; one leaf on each of these ranks
+  part       (slot, rows, owners): a destination of ids. All rectangles of a table with equal rows and owners read
              the same ids
-  unit       a part's rectangle: what rows come back from
-  route      row cuts that send each id of a slot to one part; column blocks with other cuts need a route of their
-             own, and skip parts that an earlier route already feeds
-  home       the rank whose batch it is;  reader: the owner that looks up for a home
-  team       ranks that together hold every table (`teams.py`); all ranks are one unless said otherwise
-  group      parts of one route on one host that is not the home's: their rows are added on that host, and only the
-             sums cross (a proxy, one of the owners, adds them)
+  unit       one rectangle of a part: a source of rows
+  route      row cuts that send each id of a slot to one part; column blocks with other cuts need their own route,
+             and skip parts that already receive ids by an earlier route
+  home       the rank that a batch belongs to;  reader: the owner that looks up for a home
+  team       ranks that together hold every table (`teams.py`); by default, all ranks form one
+  group      parts of one route on one host other than the home's: one of their owners, the proxy, adds up their rows,
+             and only the sums are sent to the home
 
-    reader(owners, home) = home itself, else an owner in its team and, of those, on its host, else one by turns: reads
-                           spread over replicas
+    reader(owners, home) = home itself, else an owner in its team and, among those, on its host, else one by turns, so
+                           that reads are spread over replicas
 
-A home's parts in wire order: by reader, then in canonical order (slot, route, rows). Everything below is read off
-tiles, their owners and the hosts; no strategy has a name here.
+A home's parts in wire order: by reader, then in canonical order (slot, route, rows). The layout depends only on tiles,
+their owners and the hosts; it does not use the names of strategies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from tilerec.spec.topology import Topology
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """A table as the exchange sees it. `fan_in`: expected ids per bag; 1 or less: sums inside a host save nothing."""
+    """Input of the layout for one table.
+
+    Attributes:
+        fan_in: expected ids per bag; at 1 or less, sums inside a host save no bytes.
+    """
 
     name: str
     tiling: Tiling
@@ -45,14 +49,14 @@ class ShardedTable:
 
 
 class SlotRead(NamedTuple):
-    """A slot: the table it reads (position) and whether each of its ids is a bag of its own."""
+    """A slot: the position of the table that it reads, and the feature whose ids it reads it with."""
 
     table: int
     feature: str
 
 
 class Unit(NamedTuple):
-    """One rectangle of a part. `leaf` numbers the reader's leaves: (table, rectangle) pairs in canonical order."""
+    """One rectangle of a part, with its columns."""
 
     rectangle: int  # among all rectangles of all tables
     c0: int
@@ -60,7 +64,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where ids of a slot travel to."""
+    """A destination of a slot's ids: rows [r0, r1) on some owners."""
 
     slot: int
     route: int
@@ -71,7 +75,10 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One feature's ids against one set of row cuts; `parts[i]` holds rows [cuts[i], cuts[i+1]), -1: fed elsewhere."""
+    """Row cuts that distribute one slot's ids over parts.
+
+    `parts[i]` holds rows [cuts[i], cuts[i+1]); -1: an earlier route already sends these ids.
+    """
 
     slot: int
     cuts: tuple[int, ...]
@@ -79,7 +86,7 @@ class Route(NamedTuple):
 
 
 class _HostGroup(NamedTuple):
-    """Parts on one host, each with its owner there."""
+    """Parts on one host, each with its owner on that host."""
 
     host: int
     parts: tuple[int, ...]  # in canonical order
@@ -87,7 +94,7 @@ class _HostGroup(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Parts whose rows are added on `proxy` before they travel home."""
+    """Parts whose rows are added on `proxy` before they are sent to the home."""
 
     proxy: int
     parts: tuple[int, ...]  # in canonical order, which is the order of the sum
@@ -96,7 +103,11 @@ class Merge(NamedTuple):
 def reader(
     owners: tuple[int, ...], home: int, topology: Topology, team_of: Sequence[int] | None = None
 ) -> int:
-    """The owner that looks up for `home`. `team_of`: the team of each rank; None: all are one."""
+    """Return the owner that looks up for `home`.
+
+    Args:
+        team_of: team of each rank; None: all ranks form one team.
+    """
     if len(owners) == 1:
         return owners[0]
     if home in owners:
@@ -111,7 +122,7 @@ def reader(
 
 
 class Parts:
-    """Parts, routes and groups of a module's exchange: what is the same on every rank."""
+    """Parts, routes and groups of a module's exchange: the part of the layout that is equal on every rank."""
 
     def __init__(
         self,
@@ -135,7 +146,7 @@ class Parts:
         teams = {0} if self._team_of is None else set(self._team_of)
         self._groups = {team: self._find_groups(team) for team in teams}
         self.hierarchical = any(self._groups.values())
-        # Every rank holds all that it looks up: ids and rows travel nowhere.
+        # Every rank holds all rows that it looks up: no ids and no rows are sent.
         self.alone = all(len(part.owners) == self.size for part in self.parts)
 
     def _add_slot(self, s: int, t: int) -> None:
@@ -164,14 +175,14 @@ class Parts:
                 self.routes.append(Route(s, block.cuts, tuple(own)))
 
     def _only_owner(self, p: int, team: int) -> int | None:
-        """The owner of a part in a team; None if several of it hold copies."""
+        """Return the owner of a part in a team; None if several ranks of the team hold copies."""
         owners = self.parts[p].owners
         if self._team_of is not None:
             owners = tuple(o for o in owners if self._team_of[o] == team)
         return owners[0] if len(owners) == 1 else None
 
     def _find_groups(self, team: int) -> list[_HostGroup]:
-        """Parts of one route with equal columns and one owner each in the team, on several ranks of a host."""
+        """Return groups of parts of one route: equal columns, one owner each in the team, several ranks of a host."""
         if self.topology.host_count == 1:
             return []
         groups: list[_HostGroup] = []
@@ -193,7 +204,7 @@ class Parts:
         return 0 if self._team_of is None else self._team_of[rank]
 
     def merges(self, home: int) -> list[Merge]:
-        """The groups that add up before their rows travel to `home`."""
+        """Return the groups whose rows a proxy adds up before it sends the sums to `home`."""
         own_host = self.topology.host_of(home)
         found = []
         for group in self._groups[self._team(home)]:
@@ -204,7 +215,7 @@ class Parts:
 
 
 class Layout(Parts):
-    """The static records of a module's exchange, seen from one rank: what it sends and receives."""
+    """Static records of a module's exchange on one rank: the segments that it sends and receives."""
 
     def __init__(
         self,
@@ -216,7 +227,7 @@ class Layout(Parts):
     ) -> None:
         super().__init__(tables, slots, topology, team_of)
         self.rank = rank
-        # What this rank holds: rectangle number -> position among its leaves.
+        # Rectangles that this rank holds, and their positions among its leaves.
         self.held = [r for r, (_, tile) in enumerate(self.rectangles) if rank in tile.owners]
         self.leaf_of = {r: i for i, r in enumerate(self.held)}
         self._lay_out()
@@ -244,12 +255,12 @@ class Layout(Parts):
         self._lay_out_proxy()
 
     def _lay_out_home(self) -> None:
-        """Segments of the rows that come back: per owner, units of direct parts, then units of merged groups.
+        """Compute the segments of received rows: per owner, units of direct parts, then units of merged groups.
 
         `HomeSegment.count` indexes the concatenation (P of each part in wire order, U of each merge).
         """
         merged = {p for merge in self.own_merges for p in merge.parts}
-        # Columns of a slot fed by more than one part (or merge) are summed at home.
+        # Columns of a slot with rows from more than one part (or merge) are summed on the home rank.
         feeders: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.home: list[list[HomeSegment]] = []
         drafts: list[list[tuple[int, int, Unit]]] = []
@@ -283,12 +294,15 @@ class Layout(Parts):
             )
 
     def _edges(self, slot: int, unit: Unit) -> list[int]:
-        """Left edges of the column blocks that a unit spans."""
+        """Return the left edges of the column blocks that a unit spans."""
         blocks = self.tables[self.slots[slot].table].tiling.blocks
         return [block.c0 for block in blocks if unit.c0 <= block.c0 < unit.c0 + unit.width]
 
     def _lay_out_owner(self) -> None:
-        """Segments of the rows I look up: to homes directly, then to proxies. `count` indexes [home][received part]."""
+        """Compute the segments of the rows that this rank looks up: direct ones to homes, then those to proxies.
+
+        `OwnerSegment.count` indexes the flattened [home][received part].
+        """
         direct: list[list[OwnerSegment]] = [[] for _ in range(self.size)]
         inner: list[list[OwnerSegment]] = [[] for _ in range(self.size)]
         at = 0
@@ -305,11 +319,11 @@ class Layout(Parts):
         self.received_count = at
 
     def _lay_out_proxy(self) -> None:
-        """What I merge: `merging[home]`, and the segments that siblings send me for it, in the order they come."""
+        """Compute the merges that this rank makes, `merging[home]`, and the siblings' segments, in arrival order."""
         self.merging: list[list[Merge]] = [
             [merge for merge in merges if merge.proxy == self.rank] for merges in self.merges_of
         ]
-        first = 0  # merges are numbered home after home; sums too: `member` counts all their parts
+        first = 0  # merges are numbered home after home; so are their parts, by `member`
         numbered: list[tuple[int, int, int, int]] = []  # (home, part, merge, member)
         member = 0
         for home, merges in enumerate(self.merging):
@@ -331,20 +345,20 @@ class Layout(Parts):
 
 @dataclass(frozen=True, slots=True)
 class HomeSegment:
-    """Rows of some columns of a slot, as they come back."""
+    """Rows of some columns of a slot, as received by their home."""
 
-    count: int  # where its number of rows stands: parts in wire order, then merges
+    count: int  # index of its number of rows: parts in wire order, then merges
     slot: int
     c0: int
     width: int
-    adds: bool  # whether others feed the same columns
+    adds: bool  # True if other segments contribute to the same columns
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSegment:
-    """Rows of one leaf for one home's part."""
+    """Rows of one leaf for one part of one home."""
 
-    count: int  # where its number of bags stands, in [home][part]
+    count: int  # index of its number of bags in the flattened [home][part]
     leaf: int
     width: int
     slot: int
@@ -353,7 +367,7 @@ class OwnerSegment:
 
 @dataclass(frozen=True, slots=True)
 class ProxySegment:
-    """Rows of one sibling's unit, to be added to a merge."""
+    """Rows of one unit of a sibling, which the proxy adds to a merge."""
 
     merge: int
     member: int

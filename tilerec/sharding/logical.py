@@ -1,15 +1,15 @@
-"""Logical tensors: whole in shape, of which a rank holds a part.
+"""Logical tensors: tensors with the shape of the whole table, of which each rank holds some rectangles.
 
 Nouns
-  cover    which rectangles a logical tensor consists of and which ranks hold each; `[rows]` tensors are `rows` x 1,
-           single numbers 1 x 1
-  written  those rectangles of a cover that hold every cell once: what is saved and sent. (State per row lies beside
-           every column block; where column blocks are cut at different rows, the first one's is written.)
+  cover    the rectangles of a logical tensor, with the ranks that hold each; `[rows]` tensors are `rows` x 1, single
+           numbers 1 x 1
+  written  those rectangles of a cover that hold every cell once: only these are saved and sent. (Every column block has
+           its own copy of state per row; if column blocks are cut at different rows, the first block's is written.)
   piece    a rectangle that this rank holds, with its memory: a view of the leaf or of the optimizer's slot
   writer   the lowest rank that holds a rectangle: it saves and sends it
 
-Values are never copied: what is written to a piece is written to the table. `state.py` makes tensors for state dicts
-out of these records.
+Values are never copied: a write to a piece is a write to the table. `state.py` makes tensors for state dicts from these
+records.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 
 @dataclass(frozen=True)
 class Cover:
-    """Where the cells of a logical tensor are.
+    """Distribution of a logical tensor's cells over ranks.
 
     Args:
-        shape: of the tensor: two numbers, one (per row), or none.
+        shape: shape of the tensor: two numbers, one (per row), or none.
         tiles: every rectangle with the ranks that hold it; rectangles that are not written may overlap.
-        written: positions in `tiles` of those that hold every cell once.
-        repeated: some rank holds a rectangle more than once, beside several tiles of its own.
+        written: positions in `tiles` of rectangles that together hold every cell once.
+        repeated: some rank holds a rectangle more than once, one copy for each of several tiles.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Cover:
 
     @staticmethod
     def of_cells(shape: tuple[int, int], tiles: Sequence[Tile]) -> Cover:
-        """Of a tensor of the table's own shape."""
+        """Return the cover of a tensor of the table's shape."""
         return Cover(shape, tuple(tiles), tuple(range(len(tiles))))
 
     @staticmethod
     def of_rows(rows: int, tiles: Sequence[Tile], column: bool = False) -> Cover:
-        """Of a number per row, held beside every tile of the row: `[rows]`, as a column `[rows, 1]`."""
+        """Return the cover of a number per row, `[rows]` or as a column `[rows, 1]`; every tile has its own copy."""
         owners: dict[tuple[int, int], list[int]] = {}
         first: set[tuple[int, int]] = set()
         for tile in tiles:
@@ -66,17 +66,17 @@ class Cover:
 
     @staticmethod
     def of_one(tiles: Sequence[Tile]) -> Cover:
-        """Of a single number, held by every rank that holds anything."""
+        """Return the cover of a single number, held by every rank that holds a tile."""
         ranks = [rank for tile in tiles for rank in tile.owners]
         owners = tuple(sorted(set(ranks)))
         return Cover((), (Tile(0, 1, 0, 1, owners),), (0,), len(owners) < len(ranks))
 
     def whole_on(self, size: int) -> bool:
-        """Whether each of `size` ranks holds everything, once."""
+        """Return True if each of `size` ranks holds the whole tensor exactly once."""
         return len(self.tiles) == 1 and len(self.tiles[0].owners) == size and not self.repeated
 
     def shard_dim(self, size: int) -> int | None:
-        """The dimension that is cut as torch's `Shard` on a mesh of all ranks cuts it, or None."""
+        """Return the dimension that is cut as torch's `Shard` on a mesh of all ranks cuts it, or None."""
         parts = [(tile.rectangle, tile.owners) for tile in self.tiles]
         if not self.shape or self.repeated or len(self.written) != len(parts):
             return None
@@ -87,15 +87,15 @@ class Cover:
             return 0
         cuts = ceil_chunks(columns, size)
         even = [(Rectangle(0, rows, c0, c1), (rank,)) for rank, (c0, c1) in enumerate(pairwise(cuts))]
-        # A rank without columns would hold [rows, 0] in torch's reading; ours holds nothing.
+        # torch gives a rank without columns a [rows, 0] shard; here, such a rank holds no rectangle.
         return 1 if len(even) == size > 1 and sorted(parts) == even else None
 
     def offsets(self, tile: Tile) -> tuple[int, ...]:
-        """A rectangle's first cell, in the tensor's dimensions."""
+        """Return a rectangle's first cell, in the tensor's dimensions."""
         return (tile.r0, tile.c0)[: len(self.shape)]
 
     def extent(self, tile: Tile) -> tuple[int, ...]:
-        """A rectangle's size, in the tensor's dimensions."""
+        """Return a rectangle's size, in the tensor's dimensions."""
         return (tile.r1 - tile.r0, tile.c1 - tile.c0)[: len(self.shape)]
 
 
@@ -108,13 +108,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Logical:
-    """A logical tensor seen from one rank.
+    """A logical tensor on one rank.
 
     Args:
         cover: the same on every rank.
-        pieces: this rank's.
+        pieces: this rank's rectangles.
         group: all ranks.
-        like: of the tensor's dtype and device, of no elements.
+        like: an empty tensor of the logical tensor's dtype and device.
     """
 
     cover: Cover
@@ -126,7 +126,7 @@ class Logical:
         return self.mapped(torch.clone)
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Logical:
-        """The same cover over other memory: `fn` of every piece."""
+        """Return the same cover over other memory: `fn` applied to every piece."""
         pieces = tuple(Piece(piece.tile, fn(piece.memory)) for piece in self.pieces)
         return Logical(self.cover, pieces, self.group, fn(self.like))
 
@@ -134,7 +134,7 @@ class Logical:
 
     @torch.no_grad()
     def full(self) -> Tensor:
-        """The whole tensor, on every rank. All ranks call it."""
+        """Return the whole tensor, on every rank. Collective."""
         cover, me = self.cover, self.group.rank
         out = self.like.new_empty(cover.shape)
         own = {piece.tile: piece.memory for piece in reversed(self.pieces)}
@@ -143,31 +143,31 @@ class Logical:
         for t in cover.written:
             tile = cover.tiles[t]
             if t in own:
-                self._range(out, tile).copy_(own[t])
+                self._view_of(out, tile).copy_(own[t])
             else:
                 receives.setdefault(tile.owners[0], []).append(t)
             if tile.owners[0] == me:
                 for rank in range(self.group.size):
                     if rank not in tile.owners:
                         sends.setdefault(rank, []).append(own[t].reshape(-1))
-        heard = {rank: self._room(tiles) for rank, tiles in receives.items()}
+        received = {rank: self._buffer_for(tiles) for rank, tiles in receives.items()}
         self.group.exchange(
-            "full tensor", heard, {rank: _joined(parts) for rank, parts in sends.items()}
+            "full tensor", received, {rank: _concatenated(parts) for rank, parts in sends.items()}
         ).wait()
         for rank, tiles in receives.items():
             at = 0
             for t in tiles:
-                place = self._range(out, cover.tiles[t])
-                place.copy_(heard[rank][at : at + place.numel()].view(place.shape))
+                place = self._view_of(out, cover.tiles[t])
+                place.copy_(received[rank][at : at + place.numel()].view(place.shape))
                 at += place.numel()
         return out
 
-    def _room(self, tiles: Sequence[int]) -> Tensor:
+    def _buffer_for(self, tiles: Sequence[int]) -> Tensor:
         sizes = [self.cover.tiles[t].rectangle.cells for t in tiles]
         return self.like.new_empty(sum(sizes))
 
-    def _range(self, whole: Tensor, tile: Tile) -> Tensor:
-        """A rectangle of a whole tensor."""
+    def _view_of(self, whole: Tensor, tile: Tile) -> Tensor:
+        """Return the view of a rectangle in a whole tensor."""
         if not self.cover.shape:
             return whole
         rows = whole[tile.r0 : tile.r1]
@@ -177,25 +177,25 @@ class Logical:
 
     @torch.no_grad()
     def load_whole(self, value: Tensor) -> None:
-        """Take the values of a whole tensor of this shape; each rank reads its part."""
+        """Copy the values of a whole tensor of this shape; each rank reads its part."""
         for tile, memory in self.pieces:
-            _take(memory, self._range(value.detach(), self.cover.tiles[tile]))
+            _copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
 
     @torch.no_grad()
     def load(self, source: Logical) -> None:
-        """Take the values of another tensor of this shape, cut in any way over the same ranks. All ranks call it.
+        """Copy the values of another logical tensor of this shape, with any cover over the same ranks. Collective.
 
-        Each cell travels from its writer, or stays; values are converted to this tensor's dtype.
+        A cell that this rank lacks is sent by its writer. Values are converted to this tensor's dtype.
         """
         assert source.cover.shape == self.cover.shape
         if source.cover == self.cover:
             theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
             for tile, memory in self.pieces:  # equal covers may repeat a rectangle on different ranks
-                _take(memory, theirs[tile])
+                _copy_into(memory, theirs[tile])
         else:
-            self._take_over(source)
+            self._exchange_load(source)
 
-    def _take_over(self, source: Logical) -> None:
+    def _exchange_load(self, source: Logical) -> None:
         me = self.group.rank
         self.group.begin("a load of state")
         theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
@@ -218,35 +218,37 @@ class Logical:
                     continue
                 if s in theirs:
                     for memory in places:
-                        _take(_within(memory, target, both), _within(theirs[s], tile, both))
+                        _copy_into(_within(memory, target, both), _within(theirs[s], tile, both))
                 else:
                     receives.setdefault(_sender(tile, me), []).append((places[0], both, target))
-        heard = {
+        received = {
             rank: source.like.new_empty(sum(both.cells for _, both, _ in items))
             for rank, items in receives.items()
         }
-        self.group.exchange("state", heard, {rank: _joined(parts) for rank, parts in sends.items()}).wait()
+        self.group.exchange(
+            "state", received, {rank: _concatenated(parts) for rank, parts in sends.items()}
+        ).wait()
         for rank, items in receives.items():
             at = 0
             for memory, both, target in items:
                 place = _within(memory, target, both)
-                place.copy_(heard[rank][at : at + both.cells].view(place.shape))
+                place.copy_(received[rank][at : at + both.cells].view(place.shape))
                 at += both.cells
         first: dict[int, Tensor] = {}
-        for t, memory in self.pieces:  # a rectangle that this rank holds twice
+        for t, memory in self.pieces:  # fill further copies of a rectangle that this rank holds twice
             if t in first:
                 memory.copy_(first[t])
             first.setdefault(t, memory)
 
     def _targets(self) -> Iterator[tuple[int, int, Tile]]:
-        """Every rectangle on every rank that holds it."""
+        """Yield (position, rank, tile) for every rectangle and every rank that holds it."""
         for t, tile in enumerate(self.cover.tiles):
             for rank in tile.owners:
                 yield t, rank, tile
 
 
 def _sender(tile: Tile, rank: int) -> int:
-    """Who sends a rectangle to a rank: itself, where it holds it."""
+    """Return the rank that sends a rectangle to `rank`: `rank` itself if it holds the rectangle."""
     return rank if rank in tile.owners else tile.owners[0]
 
 
@@ -256,19 +258,19 @@ def _overlap(a: Tile, b: Tile) -> Rectangle | None:
 
 
 def _within(memory: Tensor, tile: Tile, part: Rectangle) -> Tensor:
-    """A part of a rectangle's memory."""
+    """Return the view of a part of a rectangle's memory."""
     if memory.dim() == 0:
         return memory
     rows = memory[part.r0 - tile.r0 : part.r1 - tile.r0]
     return rows[:, part.c0 - tile.c0 : part.c1 - tile.c0] if memory.dim() == 2 else rows
 
 
-def _take(memory: Tensor, values: Tensor) -> None:
-    """Copy, unless it is the same memory: loading what a checkpoint was read into."""
+def _copy_into(memory: Tensor, values: Tensor) -> None:
+    """Copy, unless both are the same memory, as after a checkpoint was read into it in place."""
     same = memory.dtype == values.dtype and memory.data_ptr() == values.data_ptr() and memory.numel()
     if not (same and memory.stride() == values.stride()):
         memory.copy_(values)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))

@@ -1,4 +1,4 @@
-"""The exchange of one module: route, lookup, combine, and the gradients' way back.
+"""Autograd of a sharded lookup: combine in the forward; send gradients to the owners in the backward.
 
     out = Combine(leaves, sample weights; looked)      one autograd node, whose backward is a collective
 
@@ -24,16 +24,16 @@ from tilerec.torch_private import graph_task_id, will_execute
 
 @dataclass(frozen=True)
 class Output:
-    """The shape of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
+    """Layout of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
 
     places: list[Place]
     size: int
-    bag_sizes: list[Tensor | None]  # per mean slot its bags' ids, float [bags]
+    bag_sizes: list[Tensor | None]  # per slot: number of ids in each bag, float [bags]; None: no mean
     dims: list[int]  # per slot
     bags: list[int]  # per slot
 
     def block(self, flat: Tensor, slot: int) -> Tensor:
-        """A slot's `[bags, dim]` in a flat output."""
+        """Return the view of a slot's `[bags, dim]` in a flat output."""
         place = self.places[slot]
         return flat.as_strided(
             (self.bags[slot], self.dims[slot]), (place.stride, 1), flat.storage_offset() + place.base
@@ -48,21 +48,22 @@ class Output:
 
     @staticmethod
     def _all_finite(grad: Tensor, dtypes: set[torch.dtype]) -> bool:
-        """Whether there is nothing to spread; one look at everything, which may say no too often."""
+        """Return True if all elements are finite in all `dtypes`. May return False for finite gradients, too."""
         if dtypes == {torch.float32}:
-            return bool(torch.isfinite(grad.sum()))  # half the time of the extremes
+            return bool(torch.isfinite(grad.sum()))  # takes half the time of `aminmax`
         least, most = torch.aminmax(grad)
         limit = min(torch.finfo(dtype).max for dtype in dtypes)
         return bool((least >= -limit) & (most <= limit))
 
     def spread_non_finite(self, grad: Tensor, slots: Sequence[tuple[int, torch.dtype]]) -> Tensor:
-        """A bag's gradient that is not finite in one column of these slots is so in all of them.
+        """Make a bag's gradient non-finite in all columns of a slot if it is non-finite in one of them.
 
-        The owners of a row's other columns would update it, where the whole table skips the row. `[1, inf]` becomes
-        `[nan, nan]`.
+        An unsharded table skips such a row. Without this, the owners of its other columns would update it. `[1, inf]`
+        becomes `[nan, nan]`.
 
         Args:
-            slots: each with the type in which its gradients travel; what overflows there counts.
+            slots: each with the dtype in which its gradients are sent; a value that overflows there counts as
+                non-finite.
         """
         if not slots:
             return grad
@@ -82,7 +83,7 @@ class Output:
 def pooled_output(
     dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]
 ) -> Output:
-    """`[B, C]` for uniform batches, flat for others."""
+    """Return the output layout: `[B, C]` for uniform batches, flat for others."""
     places, at, total = [], 0, sum(dims)
     for dim, count in zip(dims, bags, strict=True):
         places.append(Place(at, total if uniform else dim))
@@ -92,25 +93,25 @@ def pooled_output(
 
 @dataclass(frozen=True)
 class Gradients:
-    """How the leaves of a rank take their gradients.
+    """Destinations of the gradients of a rank's leaves.
 
-    What is said per table is the same on every rank, so that all ranks take the same turns.
+    Lists per table are the same on every rank, so that all ranks take the same branches.
     """
 
-    current: Callable[[], bool]  # whether the tables are still cut as they were
+    current: Callable[[], bool]  # returns False after a reshard
     leaves: list[nn.Parameter]
-    bare: list[nn.Parameter]  # empty leaves, of the tables that this rank holds nothing of
+    bare: list[nn.Parameter]  # empty leaves, of the tables of which this rank holds no rows
     tables: list[int]  # of each leaf, then of each bare one
     sinks: list[int]  # handle per leaf; -1: a dense `.grad`, or none
     trained: list[bool]  # per table
     attached: list[bool]  # per table: trained, and updated in the backward pass
-    # Slots whose rows' owners each see some columns, and skip rows that are not finite; and their type on the wire.
+    # Slots whose rows are split over owners by columns, where each owner skips non-finite rows; with the wire dtype.
     guarded: list[tuple[int, torch.dtype]]
-    dense: Callable[[Any], dict[int, Tensor]]  # dense gradients by leaf, of a record
+    dense: Callable[[Any], dict[int, Tensor]]  # returns the dense gradients of a record, by leaf
     holders: list[Holder]  # of the leaves, if some of them are cached
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
-        """The bare leaves, each with its table."""
+        """Return the bare leaves, each with its table."""
         return list(zip(self.bare, self.tables[len(self.leaves) :], strict=True))
 
 
@@ -135,16 +136,16 @@ class _Combine(torch.autograd.Function):
         reached = _reached(ctx, gradients)
         if ctx.spent:
             raise RuntimeError(
-                "A sharded lookup's backward ran a second time (retain_graph=True), but its tables took their "
-                "gradients in the first (an attached optimizer updates, a sparse .grad adds up): look the features up "
-                "again, or let tables have dense gradients and step them by hand."
+                "A sharded lookup's backward ran a second time (retain_graph=True), but the first one already applied "
+                "the gradients of its tables (an attached optimizer updates, a sparse .grad adds up): look the "
+                "features up again, or give the tables dense gradients and step them with your own optimizer."
             )
         combiner, routed = ctx.combiner, ctx.looked.routed
         routed.check()
         if not gradients.current():
             raise RuntimeError(
-                "A sharded lookup's backward came after its tables were cut anew (reshard), so the rows it would write "
-                "lie elsewhere: reshard between two steps, after the backward."
+                "A sharded lookup's backward came after its tables were resharded, so its rows may be on other ranks: "
+                "reshard between two steps, after the backward."
             )
         if any(sizes is not None for sizes in ctx.output.bag_sizes):
             grad = ctx.output.divide_(grad.clone())
@@ -153,15 +154,15 @@ class _Combine(torch.autograd.Function):
         if routed.weights_need_grad and reader is None:
             raise RuntimeError(
                 "A sharded lookup's backward ran a second time, and the rows that the gradients of its sample weights "
-                "need were let go after the first: pass retain_graph=True to the first one."
+                "need were freed after the first: pass retain_graph=True to the first one."
             )
-        as_read = None if reader is None else reader.rows()  # refuses before anything travels
-        # Gradients of sample weights need those of all rows.
+        as_read = None if reader is None else reader.rows()  # raises, if at all, before anything is sent
+        # Gradients of sample weights need the gradients of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
         looked = combiner.thawed(ctx.looked, live)
         rows = combiner.send_back(looked, grad.contiguous(), ctx.output.places)
         sample_grad = None
-        if routed.weights_need_grad:  # of any rank: a collective
+        if routed.weights_need_grad:  # true if any rank needs them: a collective
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(
                 routed, rows, gradients.leaves, count, as_read, gradients.holders
@@ -187,20 +188,20 @@ class _Combine(torch.autograd.Function):
 
 
 def _no_rows(leaf: Tensor, attached: bool) -> Tensor | None:
-    """The gradient of an empty leaf: what a leaf that holds rows gets, without rows."""
+    """Return the gradient of an empty leaf: empty, or None where leaves with rows get none."""
     return torch.zeros_like(leaf) if leaf.requires_grad and not attached else None
 
 
 def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
-    """Per table, whether the running pass was asked for it.
+    """Return per table whether the running backward pass includes it.
 
-    `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` some: a table that was not
-    asked for must not be updated.
+    `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` reach some. A table that is not
+    an input of the pass must not be updated.
     """
     reached = [True] * len(gradients.trained)
     if graph_task_id() == -1:
         return reached
-    asked = [False] * len(reached)
+    included = [False] * len(reached)
     nodes = ctx.next_functions[
         len(ctx.next_functions) - len(gradients.tables) :
     ]  # leaves are the last inputs
@@ -208,23 +209,23 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
         if not gradients.attached[t] or node is None:
             continue
         try:
-            asked[t] |= will_execute(node)
+            included[t] |= will_execute(node)
         except (
             RuntimeError
-        ) as error:  # how torch says that the pass returns this leaf's gradient to its caller
+        ) as error:  # torch raises it if the pass returns this leaf's gradient to its caller
             raise RuntimeError(
-                "torch.autograd.grad was asked for the gradient of a sharded table that takes it at the end of the "
+                "torch.autograd.grad was called for the gradient of a sharded table that applies it at the end of the "
                 "backward pass (it has an attached optimizer, or a sparse .grad by set_sparse_grad); call "
-                "loss.backward(), or ask before either is set."
+                "loss.backward(), or call torch.autograd.grad before either is set."
             ) from error
-    return [a or not attached for a, attached in zip(asked, gradients.attached, strict=True)]
+    return [a or not attached for a, attached in zip(included, gradients.attached, strict=True)]
 
 
 def combine(
     combiner: Combiner, looked: Looked, output: Output, gradients: Gradients, anchor: Tensor | None,
     sample_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The flat output of a lookup; with `anchor`, differentiable on every rank, also on one that holds nothing."""
+    """Return the flat output of a lookup; with `anchor`, differentiable on every rank, even one that holds no rows."""
     if anchor is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return output.divide_(combiner.combine(looked, output.places, output.size))

@@ -1,4 +1,4 @@
-"""The modules with managed collision whose ids and tables lie on many ranks."""
+"""Sharded modules with managed collision: ids and tables are spread over ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _eager = graph_break
 
 
 class ShardedManagedCollisionCollection(ManagedCollisionCollection):
-    """A `ManagedCollisionCollection` whose buckets lie on many ranks. Made in place by `shard_ids`."""
+    """`ManagedCollisionCollection` whose buckets are spread over ranks; `shard_ids` converts one in place."""
 
     exchange: IdExchange
 
     @_eager
     def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
-        """As the unsharded one's of the global batch, for this rank's part of it. All ranks call it.
+        """Map this rank's part of the global batch as the unsharded module maps the global batch. Collective.
 
-        `evict()` afterwards has the rows that are held here.
+        After it, `evict()` returns evicted rows of the tiles of this rank.
         """
         if self.exchange.group.size == 1:
             return ManagedCollisionCollection.forward(self, features, mutate_miss_lengths)
@@ -56,9 +56,9 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
     def stats(self) -> dict[str, IdStats]:
         own = {table: module.summary() for table, module in self.modules_by_table.items()}
         self.exchange.group.begin("stats")
-        heard = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
+        gathered = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
         return {
-            table: module.stats_of([parts[table] for parts in heard])
+            table: module.stats_of([parts[table] for parts in gathered])
             for table, module in self.modules_by_table.items()
         }
 
@@ -71,18 +71,18 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
                 place = replace(module.inspect(feature, id_), rank=group.rank)
         except Exception as error:
             failure = error
-        asked = f"{feature}, {id_}"
-        said = (asked, failure is not None, place)
-        heard = cast("list[tuple[str, bool, IdPlace | None]]", group.all_gather_object(said))
+        query = f"{feature}, {id_}"
+        own_answer = (query, failure is not None, place)
+        answers = cast("list[tuple[str, bool, IdPlace | None]]", group.all_gather_object(own_answer))
         if failure is not None:
             raise failure
-        for rank, (other, failed, _) in enumerate(heard):
-            if other != asked or failed:
+        for rank, (other, failed, _) in enumerate(answers):
+            if other != query or failed:
                 raise InputError(
-                    f"inspect: rank {group.rank} asks for ({asked}) and rank {rank} for ({other}); all ranks ask for "
-                    "one id at a time."
+                    f"inspect: rank {group.rank} inspects ({query}) and rank {rank} inspects ({other}); expected the "
+                    "same id on all ranks. Inspect one id at a time, on all ranks."
                 )
-        return next(found for _, _, found in heard if found is not None)
+        return next(found for _, _, found in answers if found is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedManagedCollisionCollection:
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -98,54 +98,60 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
 
 @dataclass(frozen=True)
 class RoutedManaged:
-    """A batch whose ids are rows, on their way. `number` counts the batches of its module."""
+    """A batch whose ids have been mapped to rows, which are in transit.
+
+    Attributes:
+        number: number of the batch among those of its module.
+        features: the batch with its ids, to map it again if the maps change before its lookup.
+        maps: `ManagedCollisionModule.version` of each module when the batch was mapped.
+    """
 
     number: int
     remapped: KeyedJaggedTensor
     routed: RoutedFeatures
-    features: KeyedJaggedTensor  # with ids: mapped again where the maps have become others meanwhile
+    features: KeyedJaggedTensor
     mutate_miss_lengths: bool
-    maps: tuple[int, ...]  # `ManagedCollisionModule.version` of each
+    maps: tuple[int, ...]
 
     def wait(self) -> RoutedManaged:
-        """Rows have arrived at their holders."""
+        """Wait until the rows have arrived at their holders."""
         self.routed.wait()
         return self
 
 
 @dataclass(frozen=True)
 class LookedUpManaged:
-    """A batch whose rows are on their way home."""
+    """A batch whose rows are in transit to their homes."""
 
     remapped: KeyedJaggedTensor
     looked: LookedUp
 
 
 class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
-    """What the two sharded modules share.
+    """Common base of the two sharded modules.
 
-    Ids are mapped when a batch is routed, which may be early; rows that lose their id by it are reset when that batch
-    is looked up, so that the backward of the batch before still meets the old id's row.
+    Ids are mapped when a batch is routed, which may be early. Rows that lose their id in this step are reset when that
+    batch is looked up, so that the backward of the previous batch still updates the old id's row.
     """
 
     _routed: int
     _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], Moment | None]]
-    _mapped: Moment | None = None  # on a GPU: behind which the maps are as the latest batch has left them
+    _mapped: Moment | None = None  # on a GPU: the point in its stream where the latest batch has been mapped
 
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
-        """Map the ids and send the rows on their way. A collective; see `ShardedCollection.route`."""
+        """Map the ids, and send the rows to their holders. Collective; see `ShardedCollection.route`."""
         collection = cast(ShardedManagedCollisionCollection, self._managed_collision_collection)
         try:
             self._check(features)
         except Exception as error:
             collection.exchange.refuse(error)
         if self._mapped is not None:
-            self._mapped.wait(())  # another stream's batch, or evaluation
+            self._mapped.wait(())  # the latest batch, or an evaluation, may have run on another stream
         remapped = collection(features, mutate_miss_lengths)
         self._routed += 1
         maps = self._maps()
-        # Kept also where routing fails: whoever looks up next must not read what an old id learned.
+        # Kept even if routing fails: the next lookup must not read the weights of an evicted id.
         lost, there = collection.lost_rows(), features.device()
         self._mapped = Moment(there) if there.type == "cuda" else None
         self._resets.append((self._routed, maps, lost, self._mapped))
@@ -154,10 +160,10 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
 
     @_eager
     def lookup(self, routed: RoutedManaged) -> LookedUpManaged:
-        """Reset the rows that this batch, or one before it, took from others; then look up.
+        """Reset the rows that this batch or an earlier one took from other ids, then look up. Collective.
 
-        A batch whose ids were mapped before the capacity changed (`resize_ids`), or before other state was loaded, is
-        mapped and routed again, on every rank.
+        A batch is mapped and routed again, on every rank, if its ids were mapped before the capacity changed
+        (`resize_ids`) or before other state was loaded.
         """
         if routed.maps != self._maps():
             routed.wait()
@@ -168,13 +174,13 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
 
     @_eager
     def prefetch(self, features: KeyedJaggedTensor | RoutedManaged) -> RoutedManaged:
-        """Map a batch's ids, send the rows on their way and have their holders make ready what rows decide.
+        """Map a batch's ids, send the rows to their holders, and prepare its lookup and update there. Collective.
 
-        All ranks call it, once per batch, in the order of the batches; see `ShardedCollection.prefetch`. Rows that the
-        batch takes from other ids stay theirs until its lookup.
+        All ranks call it once per batch, in batch order; see `ShardedCollection.prefetch`. Rows that the batch takes
+        from other ids are reset at its lookup only.
 
         Returns:
-            The routed batch, to be given to the forward.
+            The routed batch, to pass to the forward.
         """
         routed = features if isinstance(features, RoutedManaged) else self.route(features)
         tables = cast(ShardedCollection, self._embedding_module)
@@ -183,14 +189,14 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     def resize(
         self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
     ) -> Resized:
-        """Refused: the plan must know."""
+        """Raise a `ConfigError`: a resize changes the plan, so `resize_ids` does it."""
         raise ConfigError(
             f"Table '{table}' is sharded: call tilerec.parallel.resize_ids(model, '{table}', ...) on all ranks, "
             "with the model that was sharded; its plan changes with it."
         )
 
     def settle(self) -> None:
-        """Reset rows that batches took which were routed and never looked up."""
+        """Reset the rows taken by batches that were routed and never looked up."""
         self._reset_up_to(self._routed)
 
     def _reset_up_to(self, number: int) -> None:
@@ -199,14 +205,14 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
             _, when, evicted, mapped = self._resets.popleft()
             if mapped is not None:
                 mapped.wait(list(evicted.values()))
-            if when == maps:  # otherwise these are rows of a map that is no more
+            if when == maps:  # otherwise the rows belong to a map that has been replaced
                 self._reset(evicted)
 
     def _maps(self) -> tuple[int, ...]:
         return tuple([m.version for m in self._managed_collision_collection.modules_by_table.values()])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        # Ids of batches that are routed already are in the state: their rows must be, too.
+        # The state contains the ids of batches that are routed already, so their rows must be reset first.
         self.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -223,7 +229,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
 
 
 def settle_ids(model: nn.Module) -> None:
-    """Reset the rows that routed batches took, in all of a model: before its tables move, or ids do."""
+    """Reset the rows taken by routed batches in all modules of a model, before its tables or ids move."""
     for part in model.modules():
         if isinstance(part, ShardedManagedCollisionEmbeddings):
             part.settle()
@@ -232,32 +238,40 @@ def settle_ids(model: nn.Module) -> None:
 class ShardedManagedCollisionEmbeddingBagCollection(
     ShardedManagedCollisionEmbeddings, ManagedCollisionEmbeddingBagCollection
 ):
-    """A `ManagedCollisionEmbeddingBagCollection` over many ranks."""
+    """`ManagedCollisionEmbeddingBagCollection` whose ids and rows are sharded over ranks."""
 
     @_eager
     def forward(
         self, features: KeyedJaggedTensor | RoutedManaged, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
-        """As the unsharded module's of the global batch; `features` may be routed already. All ranks call it."""
+        """Return this rank's part of the unsharded module's output for the global batch. Collective.
+
+        Args:
+            features: may be routed already.
+        """
         return self._forward(features, mutate_miss_lengths)
 
     def combine(self, looked: LookedUpManaged) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
-        """The unsharded module's output for this rank's batch."""
+        """Return the unsharded module's output for this rank's batch."""
         return self._combined(looked)
 
 
 class ShardedManagedCollisionEmbeddingCollection(
     ShardedManagedCollisionEmbeddings, ManagedCollisionEmbeddingCollection
 ):
-    """A `ManagedCollisionEmbeddingCollection` over many ranks."""
+    """`ManagedCollisionEmbeddingCollection` whose ids and rows are sharded over ranks."""
 
     @_eager
     def forward(
         self, features: KeyedJaggedTensor | RoutedManaged, mutate_miss_lengths: bool = True
     ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:
-        """As the unsharded module's of the global batch; `features` may be routed already. All ranks call it."""
+        """Return this rank's part of the unsharded module's output for the global batch. Collective.
+
+        Args:
+            features: may be routed already.
+        """
         return self._forward(features, mutate_miss_lengths)
 
     def combine(self, looked: LookedUpManaged) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:
-        """The unsharded module's output for this rank's batch."""
+        """Return the unsharded module's output for this rank's batch."""
         return self._combined(looked)

@@ -1,6 +1,6 @@
-"""`ReadCounts`: what a rank's batches have read of a module's tables, summed over steps.
+"""`ReadCounts`: the number of bags and ids that a rank's batches have read, summed over steps.
 
-One addition of a small tensor per step, where the counts are already: nothing waits for the device.
+Each step adds one small tensor on the device of its counts, so the host never waits for the device.
 
 Legend: K parts of a layout, in the rank's wire order.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @final
 class ReadCounts:
-    """Sums since `reset`.
+    """Counts of bags and ids since the last `reset`.
 
     Args:
-        slots: how many the module has.
+        slots: number of slots of the module.
         route_slots: the slot of each route.
     """
 
@@ -29,19 +29,19 @@ class ReadCounts:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to 0."""
         self.steps = 0
-        self._samples = 0  # where all slots have as many bags
+        self._samples = 0  # of batches in which all slots have the same number of bags
         self._bags = [0] * self._slots
         self._counts_K2: Tensor | None = None
 
     def add(self, counts_K2: Tensor, keys: Sequence[int], batches: Sequence[int]) -> None:
-        """A routed batch.
+        """Add the counts of a routed batch.
 
         Args:
             counts_K2: bags and ids of each part.
             keys: per route, the position of its key.
-            batches: samples, or samples of each key.
+            batches: number of samples; one number, or one per key.
         """
         self.steps += 1
         if len(batches) == 1:
@@ -51,16 +51,16 @@ class ReadCounts:
                 self._bags[slot] += batches[keys[route]]
         if self._counts_K2 is None or self._counts_K2.device != counts_K2.device:
             earlier = self._counts_K2
-            with torch.inference_mode(False):  # an evaluation may come first, and training adds to it
+            with torch.inference_mode(False):  # training may add to a tensor that an evaluation created
                 self._counts_K2 = torch.zeros_like(counts_K2, dtype=torch.int64)
             if earlier is not None:
                 self._counts_K2 += earlier.to(counts_K2.device)
         self._counts_K2 += counts_K2
 
     def bags(self) -> list[int]:
-        """Per slot, samples (bags, for a pooled one)."""
+        """Return per slot the number of samples (bags, for a pooled slot)."""
         return [self._samples + own for own in self._bags]
 
     def ids(self, parts: int) -> list[int]:
-        """Per part, ids that were read of it."""
+        """Return per part the number of ids that were read from it."""
         return [0] * parts if self._counts_K2 is None else self._counts_K2[:, 1].tolist()

@@ -1,14 +1,16 @@
-"""Replicas of a tile agree on its gradients: each has those of the homes that read from it, all apply those of all.
+"""Gradient exchange between the replicas of a tile: each has the gradients of the homes that read from it; all apply
+the gradients of all.
 
-Per table and step, whichever form moves fewer bytes (all replicas see the same counts and choose alike); D columns:
+Per table and step, the form that sends the fewest bytes is used (all replicas choose from the same counts); D columns:
   bags    output gradients of bags and the ids: 4 D P + 4 N bytes from each replica to each; sums keep unsharded order
   rows    summed gradients of touched rows: at most (4 D + 4) N bytes from each to each
-  dense   one all-reduce of the whole gradient and of which rows were touched: 8 (D + 1) rows (W - 1) / W bytes from
-          each; where every rank of the group is a replica
+  dense   one all-reduce of the whole gradient and of the touch counts of rows: 8 (D + 1) rows (W - 1) / W bytes from
+          each; only if every rank of the group is a replica
 
     G[row] = sum over features, then replicas, then occurrences      (bags: in that order; rows, dense: sums of sums)
 
-However many tables: one message with counts, one with numbers, one with gradients to every peer, and one all-reduce.
+For any number of tables: one message with counts, one with integers, one with gradients to every peer, and one
+all-reduce.
 
 Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R replicas, W ranks.
 """
@@ -30,7 +32,7 @@ from tilerec.ops.runtime.upload import upload
 
 
 class Form(Enum):
-    """How the gradients of a table travel."""
+    """Form in which the gradients of a table are sent."""
 
     BAGS = "bags"
     ROWS = "rows"
@@ -39,7 +41,7 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class ReplicaTable:
-    """One table's part in an agreement, the same on all replicas but for `features`."""
+    """One table of a gradient exchange. All fields but `features` are the same on all replicas."""
 
     handle: int
     rows: int
@@ -49,7 +51,7 @@ class ReplicaTable:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What one replica has of one table."""
+    """Counts of one replica's gradients of one table."""
 
     features: int
     bags: int
@@ -59,15 +61,15 @@ class _Counts:
 def choose_form(
     rows: int, dim: int, counts: Sequence[tuple[int, int]], group_size: int, *, bags_can_travel: bool, exact: bool
 ) -> Form:  # fmt: skip
-    """The cheapest form for one table.
+    """Return the form that sends the fewest bytes for one table.
 
     Args:
         counts: (bags, ids) of every replica.
-        bags_can_travel: whether the gradients of bags are all it takes (no sample weights).
+        bags_can_travel: True if the gradients of bags suffice (no sample weights).
         exact: sums must run in unsharded order.
 
-    Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB, rows at most 0.26 MB (no
-    more rows than there are), dense 0.26 MB: rows.
+    Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB; rows at most 0.26 MB (at most
+    all rows of the table); dense 0.26 MB. The result is rows.
     """
     if exact:
         return Form.BAGS
@@ -83,10 +85,10 @@ def choose_form(
 def agree_on_gradients(
     group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
 ) -> GradientRecord:  # fmt: skip
-    """The gradients of all replicas as one record, equal on all of them.
+    """Return the gradients of all replicas as one record, equal on all of them. Collective among `replicas`.
 
     Args:
-        replicas: owners of the tables, this rank included, ascending; all of them call.
+        replicas: owners of the tables, this rank included, ascending.
         record: this rank's gradients of the tables.
     """
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
@@ -99,7 +101,7 @@ def agree_on_gradients(
         )
         for table in tables
     ]
-    counts = _tell_counts(group, others, own)
+    counts = _exchange_counts(group, others, own)
     forms = [
         choose_form(
             table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
@@ -115,76 +117,86 @@ def agree_on_gradients(
     sums = dict(
         zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True)
     )
-    distinct = _tell(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
+    distinct = (
+        _exchange_ints(group, others, "replica rows", [sums[t][0].numel() for t in as_rows])
+        if as_rows
+        else {}
+    )
 
     small = all(table.rows < 1 << 31 for table in tables)
     distinct[me] = [sums[t][0].numel() for t in as_rows]
     numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
-    heard: dict[int, Tensor] = {me: numbers}
+    received: dict[int, Tensor] = {me: numbers}
     sizes: list[int] = []  # of each replica's gradients
     for rank in replicas:
         bags = [counts[rank][t] for t in as_bags]
         if rank != me:
             size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
-            heard[rank] = numbers.new_empty(size)
-        wide = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
-        wide += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
-        sizes.append(sum(wide))
-    # All replicas' gradients side by side, mine among them: what arrives is where it is read.
+            received[rank] = numbers.new_empty(size)
+        elements = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
+        elements += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
+        sizes.append(sum(elements))
+    # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
     room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
     rows = dict(zip(replicas, room.split(sizes), strict=True))
     gradients = rows[me]
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
-    talk = _talk_of(group, others)
+    exchange = _exchange_call(group, others)
     if as_bags or as_rows:
-        told = talk("replica ids", {r: heard[r] for r in others}, dict.fromkeys(others, numbers))
-        sent = talk("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients))
-        told.wait()
-        sent.wait()
+        ids_pending = exchange(
+            "replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers)
+        )
+        gradients_pending = exchange(
+            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
+        )
+        ids_pending.wait()
+        gradients_pending.wait()
     unpacked = _Unpacked(room)
     features = [sum(counts[rank][t].features for t in as_bags) for rank in replicas]
-    about = _read([heard[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
-    for rank, own_about in zip(replicas, about, strict=True):
-        unpacked.add(heard[rank], own_about, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
+    head = _read_ints([received[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
+    for rank, own_head in zip(replicas, head, strict=True):
+        unpacked.add(received[rank], own_head, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
                      distinct.get(rank, []))  # fmt: skip
     if as_dense:
         unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
     return unpacked.record(record, tables)
 
 
-def _talk_of(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
-    """How replicas talk: all ranks of the group with one call, some of them point to point."""
+def _exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
+    """Return the call that exchanges messages: one for all ranks of the group, or point to point for some of them."""
     return group.swap if len(others) == group.size - 1 else group.exchange
 
 
-def _tell(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
-    """As many whole numbers from every peer as this rank has."""
+def _exchange_ints(
+    group: Group, others: Sequence[int], name: str, own: Sequence[int]
+) -> dict[int, list[int]]:
+    """Send integers to every peer, and return as many from each peer."""
     mine = upload(own, group.device)
-    heard = {rank: torch.empty_like(mine) for rank in others}
-    _talk_of(group, others)(name, heard, dict.fromkeys(others, mine)).wait()
-    return dict(zip(others, _read(list(heard.values())), strict=True))
+    received = {rank: torch.empty_like(mine) for rank in others}
+    _exchange_call(group, others)(name, received, dict.fromkeys(others, mine)).wait()
+    return dict(zip(others, _read_ints(list(received.values())), strict=True))
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers on a device, by one wait."""
+def _read_ints(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Copy integers from the device to the host, with one wait for all tensors."""
     if not tensors:
         return []
     numbers = iter(torch.cat(list(tensors)).tolist())
     return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
 
 
-def _tell_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
+def _exchange_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
     flat = [number for c in own for number in (c.features, c.bags, c.ids)]
-    heard = _tell(group, others, "replica counts", flat)
-    told = {
+    received = _exchange_ints(group, others, "replica counts", flat)
+    of_peers = {
         rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        for rank, numbers in heard.items()
+        for rank, numbers in received.items()
     }
-    return {**told, group.rank: list(own)}
+    return {**of_peers, group.rank: list(own)}
 
 
 def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
-    """Where each feature's ids lie in `record.ids`."""
+    """Return the range of each feature's ids in `record.ids`."""
     if record.offsets is None:
         return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
     edges = [
@@ -200,10 +212,10 @@ def _pack_numbers(
     record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable],
     as_bags: Sequence[int], rows: Sequence[Tensor], small: bool,
 ) -> Tensor:  # fmt: skip
-    """(Place in the sum, bags) of each feature, the bags' lengths, their ids, then touched rows."""
+    """Return one tensor: (position in the sum, bags) of each feature, lengths of bags, their ids, touched rows."""
     device = record.grad.device
     features = [f for t in as_bags for f in tables[t].features]
-    about = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
+    head = [number for f in features for number in (record.order[f] if record.order else f, record.bags[f])]
     ids = [record.ids[bounds[f][0] : bounds[f][1]] for f in features]
     lengths: list[Tensor] = []
     for f in features:
@@ -213,7 +225,7 @@ def _pack_numbers(
             edges = record.offsets[record.starts[f] : record.starts[f] + record.bags[f] + 1]
             lengths.append(edges[1:] - edges[:-1])
     dtype = torch.int32 if small else torch.int64
-    pieces = [upload(about, device).to(dtype)]
+    pieces = [upload(head, device).to(dtype)]
     pieces += [torch.cat(part).to(dtype) for part in (lengths, ids, list(rows)) if part]
     return torch.cat(pieces)
 
@@ -222,7 +234,7 @@ def _pack_gradients(
     room: Tensor, record: GradientRecord, tables: Sequence[ReplicaTable], as_bags: Sequence[int],
     sums: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Write gradients of bags, then of touched rows, into `room`."""
+    """Write the gradients of bags, then those of touched rows, into `room`."""
     features = [f for t in as_bags for f in tables[t].features]
     counts, dims = [record.bags[f] for f in features], [record.dims[f] for f in features]
     end = sum(count * dim for count, dim in zip(counts, dims, strict=True))
@@ -239,9 +251,9 @@ def _pack_gradients(
 def _reduce_dense(
     group: Group, tables: Sequence[ReplicaTable], sums: dict[int, tuple[Tensor, Tensor]]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Touched rows and their gradients, summed over all ranks.
+    """Return the touched rows of each table and their gradients, summed over all ranks.
 
-    One tensor travels: who touched how often, for the rows of all tables, then their gradients.
+    One tensor is reduced: the number of ranks that touched each row, for all tables, then the gradients.
     """
     rows = [tables[t].rows for t in sums]
     edges = list(itertools.accumulate(rows, initial=0))
@@ -264,13 +276,13 @@ def _reduce_dense(
 
 
 class _Unpacked:
-    """The replicas' messages, taken apart and laid one after the other."""
+    """Contents of all replicas' messages, concatenated."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.lengths: list[Tensor] = []
         self.ids: list[Tensor] = []
         self.grads = [gradients]
-        # Per feature: (table, place in the sum, arrival), first bag, bags, first gradient.
+        # Per feature: (table, position in the sum, order of arrival), first bag, bags, first gradient.
         self.features: list[tuple[tuple[int, int, int], int, int, int]] = []
         self._bag = self._element = 0
 
@@ -280,13 +292,17 @@ class _Unpacked:
         self._element += bags * dim
 
     def add(
-        self, numbers: Tensor, about: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
+        self, numbers: Tensor, head: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
         counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
     ) -> None:  # fmt: skip
-        """One replica's message; `about`: how it begins, on the host."""
-        sizes = [len(about), sum(c.bags for c in counts), sum(c.ids for c in counts)]
+        """Append one replica's message.
+
+        Args:
+            head: the beginning of the message, on the host: (position in the sum, bags) of each feature.
+        """
+        sizes = [len(head), sum(c.bags for c in counts), sum(c.ids for c in counts)]
         _, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
-        pairs = list(zip(about[::2], about[1::2], strict=True))
+        pairs = list(zip(head[::2], head[1::2], strict=True))
         at = 0
         for t, c in zip(as_bags, counts, strict=True):
             for order, bags in pairs[at : at + c.features]:
@@ -298,7 +314,7 @@ class _Unpacked:
         self.ids += [ids, rows]
 
     def add_dense(self, found: dict[int, tuple[Tensor, Tensor]], tables: Sequence[ReplicaTable]) -> None:
-        """Rows that every replica has now."""
+        """Append the rows that `_reduce_dense` has summed."""
         for t, (rows_U, grads_UD) in found.items():
             self._take(t, 0, rows_U.numel(), tables[t].dim)
             self.lengths.append(torch.ones_like(rows_U))
@@ -306,7 +322,7 @@ class _Unpacked:
             self.grads.append(grads_UD.reshape(-1))
 
     def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
-        """One record; features of a table in the order of the sum."""
+        """Return everything as one record, with the features of a table in the order of the sum."""
         lengths_P = torch.cat(self.lengths)
         offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
         torch.cumsum(lengths_P, 0, out=offsets[1:])

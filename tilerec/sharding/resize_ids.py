@@ -1,12 +1,14 @@
-"""A sharded table's ids in buckets of another capacity: made beside the map that is in use, then taken in one go.
+"""Change the capacity of a sharded table's ids: build the new map beside the current one, then switch at once.
 
-    buckets of a rank ──► those that split or merge lie together ──► resized where they are ──► as even as before
-    tiles of a rank   ──► the same buckets' rows, more of them or fewer                      (no row leaves its rank)
+    buckets of a rank ──► gathered with those they merge with ──► resized on their rank ──► spread evenly again
+    tiles of a rank   ──► rows of the same buckets, more or fewer of them               (no row leaves its rank)
 
-A rank's tiles hold whole buckets, before and after: rows are cut at multiples of a bucket, or not at all. So what
-moves, moves inside of a tile, and only (old row, new row) pairs travel, from the buckets' owners to the tiles' holders.
+A rank's tiles hold whole buckets, before and after: rows are cut at multiples of a bucket, or not at all. Rows
+therefore move only inside a tile. Only (old row, new row) pairs are sent, from the owners of buckets to the holders of
+tiles.
 
-Whatever a rank makes, all agree that it is made before anybody waits for it: a rank that cannot is heard everywhere.
+After each step that can fail on one rank, all ranks agree on success before any of them waits for the result. If one
+rank fails, every rank raises.
 
 Legend: M rows that move, W ranks.
 """
@@ -39,12 +41,14 @@ _T = TypeVar("_T")
 
 
 class NewIds(NamedTuple):
-    """A table's ids of another capacity, beside those in use.
+    """A table's ids at the new capacity, not yet in use.
 
     Args:
-        buckets: this rank's. cuts: of all ranks. parts: by name.
-        moved: what moved in the buckets that were this rank's.
-        old_rows_M, new_rows_M: what moves of the rows that this rank holds.
+        buckets: this rank's buckets.
+        cuts: bucket cuts of all ranks.
+        parts: this rank's state tensors, by name.
+        moved: moves of rows in the buckets that this rank owned before.
+        old_rows_M, new_rows_M: moves of rows in the tiles that this rank holds.
     """
 
     buckets: Buckets
@@ -59,14 +63,14 @@ class NewIds(NamedTuple):
 def new_ids(
     collection: ShardedManagedCollisionCollection, table: str, whole: Buckets, ranges: list[Ranges]
 ) -> NewIds:
-    """Make the ids of another capacity. All ranks call it; nothing that is in use changes.
+    """Build the ids at another capacity. Nothing in use changes. Collective.
 
     Args:
-        whole: what `ManagedCollisionModule.resized` gave.
-        ranges: the table's rows that each rank holds.
+        whole: result of `ManagedCollisionModule.resized`.
+        ranges: per rank, the row ranges of the table that it holds.
 
     Raises:
-        ConfigError: another rank could not make its part (its own error says why).
+        ConfigError: another rank could not build its part (its own error gives the reason).
     """
     exchange = collection.exchange
     module, group = exchange.modules[table], exchange.group
@@ -92,7 +96,7 @@ def new_ids(
     parts = _spread(
         group, parts, made.buckets, tuple(cut * split // merged for cut in cuts), even
     )  # fmt: skip
-    old_rows_M, new_rows_M = _told(group, made.moved, ranges)
+    old_rows_M, new_rows_M = _exchange_moves(group, made.moved, ranges)
     own = whole.cut(even[group.rank], even[group.rank + 1])
     return NewIds(
         own, even, {name: tensor for name, (tensor, _) in parts.items()}, made.moved, old_rows_M, new_rows_M
@@ -100,7 +104,7 @@ def new_ids(
 
 
 def take_ids(collection: ShardedManagedCollisionCollection, table: str, made: NewIds) -> None:
-    """From now on these are the table's ids. Must not fail."""
+    """Replace the table's ids by new ones. Must not fail."""
     exchange = collection.exchange
     module = exchange.modules[table]
     module.become(made.buckets, made.parts, BucketsView(exchange.group, made.cuts))
@@ -112,10 +116,10 @@ def take_ids(collection: ShardedManagedCollisionCollection, table: str, made: Ne
 
 
 def agreed(group: Group, what: str, make: Callable[[], _T]) -> _T:
-    """What `make` makes, once every rank has made its own.
+    """Return the result of `make` once it has succeeded on every rank. Collective.
 
     Raises:
-        ConfigError: another rank could not.
+        ConfigError: `make` failed on another rank.
     """
     try:
         made = make()
@@ -130,7 +134,7 @@ def agreed(group: Group, what: str, make: Callable[[], _T]) -> _T:
 def _spread(
     group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], after: tuple[int, ...]
 ) -> _Parts:
-    """The parts under other cuts."""
+    """Return the parts redistributed from the bucket cuts `before` to the cuts `after`."""
     if before == after:
         return parts
     held = after[group.rank + 1] - after[group.rank]
@@ -150,17 +154,17 @@ def _spread(
 
 
 def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Tiling:
-    """The tiling whose tiles hold the same buckets at their new size.
+    """Return the tiling whose tiles hold the same buckets at their new size.
 
     Raises:
-        ConfigError: rows are cut inside of a bucket, or of several that merge.
+        ConfigError: rows are cut inside a bucket, or inside a run of buckets that merge.
     """
     unit = old.size * max(1, old.count // new.count)
 
     def scaled(row: int) -> int:
         if row % unit:
             raise ConfigError(
-                f"Table '{table}': its rows are cut at {row}, inside of a bucket ({old.size} rows"
+                f"Table '{table}': its rows are cut at {row}, inside a bucket ({old.size} rows"
                 + (f", {unit // old.size} of which merge" if unit > old.size else "")
                 + f"); cut at multiples of {unit}: row_wise(num_buckets={old.rows // unit}), or whole rows."
             )
@@ -170,8 +174,8 @@ def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Til
     return Tiling.of(table, new.rows, tiling.dim, tiles)
 
 
-def _told(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:
-    """Which rows move, of those that this rank holds: old rows and new ones."""
+def _exchange_moves(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:
+    """Send moves to the holders of their rows; return the old and new rows of the moves in this rank's tiles."""
     pairs_M2 = torch.stack([moved.old_rows, moved.new_rows], dim=1)
     outs = []
     for own in ranges:
@@ -181,8 +185,8 @@ def _told(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, T
         outs.append(pairs_M2[inside].view(-1))
     sizes_W = torch.tensor([part.numel() for part in outs], device=pairs_M2.device)
     ones = [1] * group.size
-    heard = group.all_to_all("moved rows", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
-    into = torch.zeros(sum(heard), dtype=torch.int64, device=pairs_M2.device)
-    group.all_to_all("moved rows", into, torch.cat(outs), heard, [part.numel() for part in outs]).wait()
+    ins = group.all_to_all("moved rows", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
+    into = torch.zeros(sum(ins), dtype=torch.int64, device=pairs_M2.device)
+    group.all_to_all("moved rows", into, torch.cat(outs), ins, [part.numel() for part in outs]).wait()
     old_rows_M, new_rows_M = into.view(-1, 2).unbind(1)
     return old_rows_M, new_rows_M

@@ -1,12 +1,11 @@
-"""A sharded table's new tiles: they take the place of the old ones in one go.
+"""Replace a sharded table's tiles by those of another tiling, at once.
 
 Nouns
-  beside    what lies beside every tile, row by row, and belongs to somebody else (`RowState`): the table's tiles do not
-            move without it
+  row state    tensors per row that belong to other objects (`RowState`); they move together with the table's tiles
 
-What stays the same object: the table, its first leaf, further leaves as far as there are as many before and after,
-the optimizer's numbers (`HyperGroup`). What is new: what takes gradients (`TileRows`), so that a backward of a lookup
-in the old tiles finds nobody.
+These stay the same objects: the table, its first leaf, as many further leaves as there are both before and after, and
+the hyper-parameters (`HyperGroup`). The gradient sinks (`TileRows`) are new, so the backward of a lookup in the old
+tiles finds no sink.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from tilerec.torch_private import is_ddp_ignored
 
 
 class RowState(ABC):
-    """Tensors of numbers per row of a sharded table that are no optimizer's: ids of rows, when they were last seen.
+    """State per row of a sharded table that is not optimizer state, such as ids of rows and when they were last seen.
 
-    In `ShardedTable.row_states`, they move with the table's rows, whatever its tiling. Where a row lies in several
-    tiles (column blocks, replicas), each has the same numbers.
+    Registered in `ShardedTable.row_states`, it moves with the table's rows under any tiling. If a row is in several
+    tiles (column blocks, replicas), each tile has a copy of its state.
     """
 
     @abstractmethod
     def parts(self) -> Mapping[str, Sequence[Tensor]]:
-        """By name, one tensor `[rows, ...]` for each of this rank's tiles, in their order. All ranks have the names."""
+        """Return by name one tensor `[rows, ...]` per tile of this rank, in tile order. All ranks have equal names."""
 
     @abstractmethod
     def take(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """The same beside the table's new tiles, which are in place. Must not fail."""
+        """Replace the state by `parts`, one tensor per new tile; the new tiles are in place. Must not fail."""
 
 
 def places_of(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
-    """A rank's tiles, or the empty one that stands for none."""
+    """Return a rank's tiles; a single empty tile if it has none."""
     own = tuple(tile for tile in rectangles(tiling) if rank in tile.owners)
     return own or (Tile(0, 0, 0, tiling.dim, ()),)
 
 
 def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topology) -> Peers:
-    """Whom a tile's updates concern under a tiling."""
+    """Return the ranks that take part in a tile's updates under a tiling."""
     old = table.tile_rows[0].peers
     if not place.owners:
         return Peers(
@@ -73,14 +72,14 @@ def take_tiles(
     state: Sequence[dict[str, Tensor]],
     grads: Sequence[Tensor | None],
 ) -> list[nn.Parameter]:
-    """Put new tiles in the place of the old ones, in this table and in all that are tied to it; nothing is copied.
+    """Replace the tiles of this table and of all tables tied to it; nothing is copied.
 
     Args:
-        peers, memory, state, grads: of each of `places_of`: whom it concerns, `[rows, width]`, the optimizer's slots
-            and counts (empty without one), and `.grad`.
+        peers, memory, state, grads: for each tile of `places_of`: its `Peers`, its memory `[rows, width]`, the
+            optimizer's slots and counts (empty without an optimizer), and its `.grad`.
 
     Returns:
-        The leaves, old objects first. Those that are not needed any more hold nothing.
+        The leaves, old objects first. Old leaves that are no longer used become empty.
     """
     rank, before, old = table.tile_rows[0].peers.group.rank, table.leaves(), table.tile_rows
     places, first = places_of(tiling, rank), table.leaves()[0]
@@ -118,7 +117,7 @@ def take_tiles(
 def _like(
     old: TileRows, leaf: nn.Parameter, place: Tile, peers: Peers, state: dict[str, Tensor], fresh: bool
 ) -> TileRows:
-    """Rows of a new tile, trained as the old ones are."""
+    """Return the rows of a new tile, with the training settings of the old ones."""
     rows = TileRows.__new__(TileRows)
     own = {
         **old.__getstate__(),
@@ -135,11 +134,11 @@ def _like(
 
 @torch.no_grad()
 def replace_memory(leaf: nn.Parameter, memory: Tensor) -> None:
-    """Give a leaf other memory, of another shape as the case may be; its gradient goes."""
+    """Give a leaf other memory, possibly of another shape, and drop its gradient."""
     leaf.grad = None
     if not memory.is_meta and not leaf.is_meta:
-        # A graph or a hook may keep the leaf's gradient accumulator, which knows the old shape; torch makes another
-        # one when the type changes.
+        # A graph or a hook may keep the leaf's gradient accumulator, which stores the old shape. torch creates another
+        # accumulator when the dtype changes.
         other = torch.float16 if memory.dtype != torch.float16 else torch.float32
         leaf.data = memory.new_empty(0, dtype=other)
     leaf.data = memory

@@ -1,16 +1,16 @@
-"""Route: each id of a rank's batch travels to the rank that holds its row.
+"""Route: send each id of a rank's batch to the rank that holds its row.
 
 Nouns
-  header   per pair of ranks, of static size: what the payload will hold, and flags
-  payload  lengths of present bags (left out where every bag has one id), local ids, weights, merge positions
-  Routed   the result: on the home side where rows will go, on the owner side what to look up
+  header   per pair of ranks, of static size: sizes of the payload, and flags
+  payload  lengths of present bags (omitted if every bag has one id), local ids, weights, merge positions
+  Routed   the result: as home, the destinations of rows; as owner, the ids to look up
 
-The header is the one host synchronization of a step: with what the others say comes what this rank's device has found,
-its sizes and faults, in one copy (`_Headers`). Until then results of `route_ids` are as long as they can become. A rank
-that refuses its own batch says so in its header, so every rank raises and nobody waits.
+The header is the only host synchronization of a step. One device-to-host copy (`_Headers`) contains the headers of the
+other ranks and the results of this rank's device, its sizes and faults. Until then, results of `route_ids` have their
+maximum length. A rank that refuses its own batch sets a flag in its header, so every rank raises and none hangs.
 
 Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (the union of its parts' present bags), V
-items: what P and N cannot pass (the batch's ids, for each route of the key that most routes read).
+items: upper bound of P and N (the batch's ids, for each route of the key that most routes read).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.made_ahead import Moment
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
-"""Flags of a header; above them stands the digest of its rank's `LookupFacts`."""
+"""Flag bits of a header's first word; the bits above them are the digest of its rank's `LookupFacts`."""
 
 
 @dataclass
 class Routed:
-    """A batch on its way to the owners. Reused by the backward; two may be alive at once."""
+    """A batch in transit to the owners. The backward uses it again; two may be alive at once."""
 
     # As home.
-    bags: list[int]  # per slot: its bags, or its ids where each is a bag of its own
+    bags: list[int]  # per slot: its bags, or its ids if unpooled
     counts: list[int]  # P of each part in wire order, then U of each merge
-    slot_starts: list[int]  # of each of them, where its bag numbers begin in `slots`; -1: all bags, in order
-    slots: Tensor  # without elements where nobody's begin there
-    positions: Tensor | None  # of each id I sent, in my batch's values; None unless weights need gradients
+    slot_starts: list[int]  # per element of `counts`: start of its bag numbers in `slots`; -1: all bags
+    slots: Tensor  # bag numbers; empty if all `slot_starts` are -1
+    positions: Tensor | None  # of the ids sent, in the batch's values; None unless weights need gradients
     sent_ids: list[int]  # per owner
     # As owner.
     present: list[int]  # P of each received part, [home][part]
@@ -62,20 +62,20 @@ class Routed:
     member_starts: list[int] = field(default_factory=list)
     member_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     pending: Any = None
-    # Of a batch that is read where it lies: tensors, each with the version that was routed.
+    # Tensors of a batch that the lookup reads without a copy, each with its version when it was routed.
     in_place: tuple[tuple[Tensor, int], ...] = ()
 
     def check(self) -> None:
-        """Refuse a batch that was to be read where it lies, and was written to since."""
+        """Raise an `InputError` if a batch that is read without a copy was written to after it was routed."""
         if any(tensor._version != version for tensor, version in self.in_place):
             raise InputError(
-                "A batch was written to after it was routed, and one rank's tables read batches where they lie (ids, "
-                "offsets and sample weights, in the forward and in the backward); route a clone of it, or write to it "
-                "after its backward."
+                "A batch was written to after it was routed, and a single rank's tables read batches without a copy "
+                "(ids, offsets and sample weights, in the forward and in the backward); route a clone of it, or write "
+                "to it after its backward."
             )
 
     def wait(self) -> Routed:
-        """Ids have arrived."""
+        """Wait until the ids have arrived, and unpack them."""
         if self.pending is not None:
             finish, self.pending = self.pending, None
             finish()
@@ -84,19 +84,19 @@ class Routed:
 
 @dataclass(frozen=True)
 class Batch:
-    """What routing reads of a jagged batch: `keys[r]` and the other per-route facts are in the router."""
+    """The data of a jagged batch that routing reads."""
 
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
-    facts: LookupFacts = field(default_factory=LookupFacts)  # what all ranks' lookups have in common
+    facts: LookupFacts = field(default_factory=LookupFacts)  # must be equal on all ranks
 
 
 @dataclass
 class Here:
-    """What needs no travel: a call of a module whose ranks all hold what they look up."""
+    """Handle of a tensor that is on this rank already, if every rank holds all rows that it looks up."""
 
     tensor: Tensor
 
@@ -105,13 +105,13 @@ class Here:
 
 
 class Router:
-    """Routes batches of one module."""
+    """Router of the batches of one module."""
 
     def __init__(
         self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
         names: Sequence[int] = (), everyone: Group | None = None,
     ) -> None:  # fmt: skip
-        """See `Teams` for `names` and `everyone`."""
+        """Args: see `Teams` for `names` and `everyone`."""
         self._ranks = tuple(names) or tuple(range(group.size))
         self.layout, self.group, self.everyone = layout, group, everyone
         self.weighted, self.each_id, self.wide = weighted, each_id, wide
@@ -144,19 +144,19 @@ class Router:
                 self._merge_of[layout.wire[p]] = m
         self._room = room_of(group)
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
-        # One rank that has all rows of each table in one range: its batches lie as its lookups read them.
-        self._at_home = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
-        self._make_room()
+        # A single rank with one row range per table: its lookups can read batches as they are.
+        self._single_range = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
+        self._lay_out_headers()
 
-    def _make_room(self) -> None:
-        """Lay out the headers, each as long as its channel's longest."""
+    def _lay_out_headers(self) -> None:
+        """Lay out the headers, each as long as the longest of its channel."""
         self._version = self._room.version
         self._header_out, self._header_in = self._room.sizes(*header_sizes(self.layout))
         self._header_index = self._index_header()
         self._indices.clear()
 
     def _index_header(self) -> list[int]:
-        """Where each word of my headers stands among [flags, (P, N) of each part in wire order, U of each merge]."""
+        """Return each header word's index in [flags, (P, N) of each part in wire order, U of each merge]."""
         layout, index, wire, end = self.layout, list[int](), 0, 0
         for size, merges, room in zip(self._sent_sizes, self._merges_to, self._header_out, strict=True):
             index.append(0)
@@ -170,27 +170,27 @@ class Router:
         return index
 
     def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
-        """Tell every rank that this one's batch cannot be routed, then raise `failure`."""
+        """Send every rank a header that refuses this rank's batch, then raise `failure`."""
         nothing = torch.zeros(1 + 2 * len(self.layout.parts), dtype=torch.int64, device=device)
         sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int64, device=device)
         self._exchange_headers(REFUSED, nothing, sizes_M)
         raise failure
 
     def __call__(self, batch: Batch, keys: Sequence[int]) -> Routed:
-        """Send a batch on its way.
+        """Send a batch's ids to their owners. Collective.
 
         Args:
             batch: see `Batch`.
             keys: per route, the position of its key in the batch.
 
         Raises:
-            InputError: this rank's or another rank's batch cannot be routed; then every rank raises.
+            InputError: the batch of this rank or of another rank cannot be routed; every rank raises.
         """
         weights = batch.weights if self.weighted else None
-        if self._at_home and self._lies_in_order(batch, keys):
-            return self._kept(batch, weights, keys)
+        if self._single_range and self._can_read_in_place(batch, keys):
+            return self._routed_in_place(batch, weights, keys)
         try:
-            told, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
+            summary, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
@@ -199,14 +199,14 @@ class Router:
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
-        counts_K2 = told[1:].view(-1, 2)
+        counts_K2 = summary[1:].view(-1, 2)
         marks = self._mark(slots, counts_K2, batch.bags)
-        headers = self._exchange_headers(flags, told, marks.sizes_M)
+        headers = self._exchange_headers(flags, summary, marks.sizes_M)
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
         self._check(headers, flags, batch.facts)
         self.reads.add(counts_K2, keys, batch.batches)
-        # Now the host knows how much of each there is.
+        # The host has the sizes now: cut the tensors to them.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
         if slots.numel() > present:
             lengths, slots = lengths[:present], slots[:present]
@@ -215,8 +215,8 @@ class Router:
         unions = self._unite(marks, headers.counts, headers.sizes)
         return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
 
-    def _lies_in_order(self, batch: Batch, keys: Sequence[int]) -> bool:
-        """Whether each key is read by one route, in the order of the batch, as far as the host knows."""
+    def _can_read_in_place(self, batch: Batch, keys: Sequence[int]) -> bool:
+        """Return True if each key is read by one route, in batch order, as far as host-side sizes show."""
         if list(keys) != list(range(len(keys))):
             return False
         if self.each_id:
@@ -224,10 +224,10 @@ class Router:
         bags = sum(batch.bags) if len(batch.batches) == 1 else sum(batch.batches)
         return batch.offsets.numel() == bags + 1
 
-    def _kept(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
-        """A batch that travels nowhere: nothing is sorted, counted or sent, and nobody waits.
+    def _routed_in_place(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
+        """Return a batch that stays on this rank as routed, without sorting, counting, sending or waiting.
 
-        Ids are looked at by the lookup only. Bags without ids count as present.
+        Only the lookup reads the ids. Bags without ids count as present.
         """
         device, bags, needs = batch.ids.device, batch.bags, weights is not None and weights.requires_grad
         ids = (
@@ -241,45 +241,50 @@ class Router:
             [*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device
         )
         begins_K, ends_K = offsets[edges].view(2, -1)
-        wide = None if weights is None else weights.detach().to(self.wide).contiguous()
+        sample_weights = None if weights is None else weights.detach().to(self.wide).contiguous()
         self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
-        read = [tensor for tensor in (ids, offsets, wide) if tensor is not None and not tensor.is_inference()]
+        read = [
+            tensor
+            for tensor in (ids, offsets, sample_weights)
+            if tensor is not None and not tensor.is_inference()
+        ]
         return Routed(
             bags, list(bags), [-1] * len(bags), torch.empty(0, dtype=torch.int32, device=device),
             _counting(ids.numel(), device) if needs else None, [ids.numel()], list(bags), [ids.numel()], needs, [], [],
             ids=ids, offsets=_counting(ids.numel() + 1, device) if self.each_id else offsets,
-            sample_weights=wide, in_place=tuple([(tensor, tensor._version) for tensor in read]),
+            sample_weights=sample_weights, in_place=tuple([(tensor, tensor._version) for tensor in read]),
         )  # fmt: skip
 
     def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:
-        """Raise on all ranks alike where one of them cannot go on."""
-        refused = [home for home, header in enumerate(headers.heard) if header[0] & REFUSED]
+        """Raise an `InputError` on all ranks if one of them cannot continue."""
+        refused = [home for home, header in enumerate(headers.received) if header[0] & REFUSED]
         if refused:
             raise InputError(
-                f"Rank {self._ranks[refused[0]]} refused its batch (its own error says why), so no rank routes this "
-                "step; see the error of that rank."
+                f"Rank {self._ranks[refused[0]]} refused its batch (its own error gives the reason), so no rank routes "
+                "this step; see the error of that rank."
             )
         if headers.refusals:
             who = f"{headers.refusals} ranks refused their"
             if headers.refusals == 1:
                 who = f"Rank {headers.refusers} refused its"
             raise InputError(
-                f"{who} batch in another sharding group (the error there says why), so no rank routes this step."
+                f"{who} batch in another sharding group (the error there gives the reason), so no rank routes this "
+                "step."
             )
-        if any(header[0] >> FLAG_BITS != flags >> FLAG_BITS for header in headers.heard):
+        if any(header[0] >> FLAG_BITS != flags >> FLAG_BITS for header in headers.received):
             raise_difference(self.group, self._ranks, facts)
 
     # ------------------------------------------------------------------------------------------------ home
 
     def _mark(self, slots: Tensor, counts_K2: Tensor, bags: list[int]) -> _Marks:
-        """Which bags are present in any part of each merge, for all merges at once; the host learns no size yet."""
+        """Mark the bags that are present in any part of each merge, for all merges at once, without a host wait."""
         device = slots.device
         starts = list(itertools.accumulate([bags[slot] for slot in self._merge_slots], initial=0))
         total = starts[-1]
         if not self._merge_slots:
             nothing = torch.empty(0, dtype=torch.int64, device=device)
             return _Marks(nothing, nothing, nothing, nothing)
-        # What belongs to no merge goes to one place past the end, and so does what is behind the last present bag.
+        # Bags of no merge, and elements after the last present bag, go to one position past the end.
         firsts = [total if m < 0 else starts[m] for m in self._merge_of]
         numbers = upload([*firsts, total, *starts], device)
         first_K, edges = numbers[: len(firsts) + 1], numbers[len(firsts) + 1 :]
@@ -295,7 +300,7 @@ class Router:
         return _Marks(mark, edges, before[place_P] - before[first_P], at_edges[1:] - at_edges[:-1])
 
     def _unite(self, marks: _Marks, counts: list[tuple[int, int]], sizes: list[int]) -> list[_Union]:
-        """Per merge: its bags, and where each part's bags stand among them."""
+        """Return per merge its bags, and the positions of each part's bags among them."""
         if not sizes:
             return []
         total = sum(sizes)
@@ -308,29 +313,29 @@ class Router:
             unions.append(_Union(slots, [marks.ranks_P[starts[w] : starts[w + 1]] for w in wires]))
         return unions
 
-    def _exchange_headers(self, flags: int, told: Tensor, sizes_M: Tensor) -> _Headers:
-        """Tell every rank what comes, and hear it. The host waits here only.
+    def _exchange_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> _Headers:
+        """Exchange headers with every rank. The host waits only here.
 
         Args:
-            told: as `route_ids` gives it: the fault, which is a flag to the others, and the counts.
+            summary: first result of `route_ids`: the fault, sent to other ranks as a flag only, and the counts.
         """
-        device, parts = told.device, len(self.layout.parts)
+        device, parts = summary.device, len(self.layout.parts)
         if self._room.version != self._version:
-            self._make_room()
+            self._lay_out_headers()
         fault = None
-        if device.type == "cpu":  # faults were raised there
-            said = told.clone()
-            said[0] = flags
+        if device.type == "cpu":  # the CPU op has raised its faults already
+            words_out = summary.clone()
+            words_out[0] = flags
         else:
-            fault = told[:1].view(torch.int32)
-            # REFUSED is 1, and whoever refuses already has no fault.
-            said = torch.cat(((told[:1] != 0) + flags, told[1:]))
-        values = (torch.cat((said, sizes_M)) if sizes_M.numel() else said).to(torch.int32)
+            fault = summary[:1].view(torch.int32)
+            # A fault sets REFUSED, which is 1; flags that contain REFUSED already come without a fault.
+            words_out = torch.cat(((summary[:1] != 0) + flags, summary[1:]))
+        values = (torch.cat((words_out, sizes_M)) if sizes_M.numel() else words_out).to(torch.int32)
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
         pieces = [values] if fault is None else [fault, values]
-        if self.everyone is not None:  # both are on their way when the host waits
+        if self.everyone is not None:  # both collectives are in flight when the host waits
             refused = values[:1] & REFUSED
             own = torch.cat((refused, refused * self.everyone.rank))
             pieces.insert(0, self.everyone.all_reduce_("refusals", own).wait())
@@ -352,7 +357,7 @@ class Router:
         )
 
     def _index_on(self, device: torch.device) -> Tensor:
-        """The header's index. Each stream sends its own: none of them waits for another."""
+        """Return the header's index on the device. Each stream has its own copy, so no stream waits for another."""
         key = device, current_stream()
         if key not in self._indices:
             self._indices[key] = upload(self._header_index, device)
@@ -362,7 +367,8 @@ class Router:
         self, batch: Batch, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor, slots: Tensor,
         positions: Tensor, unions: list[_Union],
     ) -> Routed:  # fmt: skip
-        layout, weighted, counts, heard = self.layout, weights is not None, headers.counts, headers.heard
+        layout, weighted = self.layout, weights is not None
+        counts, received = headers.counts, headers.received
         words = self._id_words + self._weight_words * weighted
         pieces: list[Tensor] = []
         out_splits, sent_ids = [], []
@@ -373,13 +379,13 @@ class Router:
         for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
             first = len(pieces)
             n = 0
-            said = _Runs()
+            length_runs = _Runs()
             for p_k, n_k in counts[k : k + size]:
                 if not self.each_id and p_k != n_k:
-                    said.add(p_at, p_k)
+                    length_runs.add(p_at, p_k)
                 p_at += p_k
                 n += n_k
-            pieces.extend([lengths[begin:end] for begin, end in said.runs])
+            pieces.extend([lengths[begin:end] for begin, end in length_runs.runs])
             k += size
             pieces.append(ids_words[n_at * self._id_words : (n_at + n) * self._id_words])
             if weights is not None:
@@ -397,7 +403,7 @@ class Router:
         present: list[int] = []
         all_unions: list[int] = []
         members: list[int] = []
-        for parts, merges_in, header in zip(layout.received, layout.merging, heard, strict=True):
+        for parts, merges_in, header in zip(layout.received, layout.merging, received, strict=True):
             pairs = list(
                 zip(header[1 : 1 + 2 * len(parts) : 2], header[2 : 2 + 2 * len(parts) : 2], strict=True)
             )
@@ -421,7 +427,7 @@ class Router:
             into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
             handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
 
-        # Bag numbers of parts, then of merges, one after another; a full list of bags needs none.
+        # Bag numbers of parts, then of merges, concatenated; -1 stands for a full list of bags.
         own_counts = [*(p_k for p_k, _ in counts), *(union.slots.numel() for union in unions)]
         starts = list(itertools.accumulate(own_counts, initial=0))[:-1]
         all_slots = torch.cat([slots, *(union.slots for union in unions)]) if unions else slots
@@ -429,28 +435,28 @@ class Router:
             -1 if count == batch.bags[slot] else start
             for count, slot, start in zip(own_counts, self._slot_of, starts, strict=True)
         ]
-        weights_need_grad = any(header[0] & WEIGHTS_NEED_GRAD for header in heard)
-        # A batch stays until its backward, so what nobody will read does not stay with it.
+        weights_need_grad = any(header[0] & WEIGHTS_NEED_GRAD for header in received)
+        # A batch stays alive until its backward, so keep only tensors that will be read.
         routed = Routed(
             batch.bags, own_counts, slot_starts,
-            _held(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
-            _held(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
+            _compact(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
+            _compact(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
             all_unions, members,
         )  # fmt: skip
         sent = Moment(payload.device) if payload.is_cuda else None
-        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, heard, weighted)
+        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, received, weighted)
         return routed
 
     # ------------------------------------------------------------------------------------------------ owner
 
     def _receive(
-        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], heard: list[list[int]],
+        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], received: list[list[int]],
         weighted: bool,
     ) -> None:  # fmt: skip
-        """Take the payloads apart: ids of all homes in a row, with their bags' offsets.
+        """Unpack the payloads: concatenate the ids of all homes, and compute the offsets of their bags.
 
         Args:
-            sent: on a GPU, when the batch was; another stream may be current now.
+            sent: on a GPU, the point in the stream where the batch was sent; another stream may be current now.
         """
         layout, payload = self.layout, handle.wait()
         if sent is not None:
@@ -458,7 +464,7 @@ class Router:
         ids, weights, member_slots = [], [], []
         lengths = _Runs()
         at = member = merge_at = member_at = 0
-        for parts, merges, header in zip(layout.received, layout.merging, heard, strict=True):
+        for parts, merges, header in zip(layout.received, layout.merging, received, strict=True):
             n = 0
             for k in range(len(parts)):
                 p_k, n_k = header[1 + 2 * k], header[2 + 2 * k]
@@ -486,7 +492,7 @@ class Router:
                     member_slots.append(payload[at : at + count])
                     at += count
                     member_at += count
-        assert at == payload.numel() == sum(splits), "headers describe payloads"
+        assert at == payload.numel() == sum(splits), "headers must describe the payloads"
         routed.ids = _joined(ids, payload).view(self.id_dtype)
         routed.offsets = _offsets(lengths, payload)
         if weighted:
@@ -494,13 +500,13 @@ class Router:
         routed.member_slots = _joined(member_slots, payload)
 
 
-def _held(part: Tensor) -> Tensor:
-    """For long: as it is, or a copy where it would keep more than twice its own memory alive."""
+def _compact(part: Tensor) -> Tensor:
+    """Return a tensor to keep for long: `part`, or a copy if `part` keeps over twice its own memory alive."""
     return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
 
 
 def header_sizes(layout: Layout) -> tuple[list[int], list[int]]:
-    """Words of the headers to and from each rank, [W]."""
+    """Return the words of the headers to and from each rank, [W]."""
     out = [1 + 2 * len(parts) for parts in layout.sent]
     for merge in layout.own_merges:
         out[merge.proxy] += 1 + len(merge.parts)
@@ -513,19 +519,20 @@ def header_sizes(layout: Layout) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class _Headers:
-    """What a step's one copy to the host says."""
+    """Contents of a step's only device-to-host copy."""
 
-    fault: int  # of my batch, for `raise_fault`; 0: none
-    counts: list[tuple[int, int]]  # P and N of each of my parts, in wire order
-    sizes: list[int]  # U of each of my merges
-    heard: list[list[int]]  # per home: flags; P and N of each part I get; U and P of each merge I make
-    refusals: int  # how many ranks of all teams refused this step (0 where nobody counts)
-    refusers: int  # and the sum of their numbers
+    fault: int  # of this rank's batch, for `raise_fault`; 0: none
+    counts: list[tuple[int, int]]  # P and N of each part sent, in wire order
+    sizes: list[int]  # U of each merge of this home
+    # Per home: flags; P and N of each part received; U and P of each merge made on this rank.
+    received: list[list[int]]
+    refusals: int  # number of ranks of all teams that refused this step (0 without `everyone`)
+    refusers: int  # sum of the numbers of these ranks
 
 
 @dataclass(frozen=True)
 class _Union:
-    """A merge's bags `[U]`, and for each of its parts where its present bags stand among them."""
+    """Bags of a merge `[U]`, and for each of its parts the positions of its present bags among them."""
 
     slots: Tensor
     ranks: list[Tensor]
@@ -533,11 +540,11 @@ class _Union:
 
 @dataclass(frozen=True)
 class _Marks:
-    """All merges side by side; nothing that the host would have to wait for."""
+    """Marks of all merges, concatenated, on the device: the host does not wait for them."""
 
-    mark: Tensor  # per bag of each merge, whether any of its parts has it
-    edges: Tensor  # where each merge begins in `mark`, and the end
-    ranks_P: Tensor  # per present bag of all parts, its place in the union of its merge
+    mark: Tensor  # per bag of each merge: True if it is present in any of the parts
+    edges: Tensor  # start of each merge in `mark`, and the end
+    ranks_P: Tensor  # per present bag of all parts, its position in the union of its merge
     sizes_M: Tensor  # U of each merge
 
 
@@ -545,13 +552,13 @@ _ONES = -1
 
 
 class _Runs:
-    """Pieces of a tensor one after another, neighbours joined; a run from `_ONES` is of that many ones instead."""
+    """Ranges of a tensor to concatenate, with adjacent ranges joined; a run that begins at `_ONES` is ones instead."""
 
     def __init__(self) -> None:
-        self.runs: list[list[int]] = []  # begin, end; of ones: `_ONES`, count
+        self.runs: list[list[int]] = []  # [begin, end], or [_ONES, count]
 
     def add(self, begin: int, count: int) -> None:
-        """The next piece."""
+        """Append a range of `count` elements, or `count` ones if `begin` is `_ONES`."""
         last = self.runs[-1] if self.runs else None
         if begin == _ONES:
             if last is not None and last[0] == _ONES:
@@ -565,7 +572,7 @@ class _Runs:
 
 
 def _offsets(lengths: _Runs, payload: Tensor) -> Tensor:
-    """Offsets of bags whose lengths are runs of the payload."""
+    """Return the offsets of bags whose lengths are the runs of the payload."""
     if all(begin == _ONES for begin, _ in lengths.runs):
         return _counting(sum([count for _, count in lengths.runs]) + 1, payload.device)
     pieces = [
@@ -587,7 +594,7 @@ def _many_ones(count: int, device: torch.device) -> Tensor:
 
 
 def _ones(count: int, device: torch.device) -> Tensor:
-    """Lengths of bags that have one id each; read only."""
+    """Return a read-only tensor of ones: lengths of bags with one id each."""
     return _many_ones(1 << max(10, count.bit_length()), device)[:count]
 
 
@@ -597,5 +604,5 @@ def _counting_up(count: int, device: torch.device) -> Tensor:
 
 
 def _counting(count: int, device: torch.device) -> Tensor:
-    """0, 1, 2 … `[count]`, read only."""
+    """Return a read-only tensor `[count]` of 0, 1, 2, …"""
     return _counting_up(1 << max(10, count.bit_length()), device)[:count]

@@ -1,4 +1,4 @@
-"""Ids are spread over the ranks, in place: each keeps the buckets that it owns from then on."""
+"""Shard the ids of managed collision, in place: each rank keeps the buckets that it owns."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from tilerec.sharding.managed_collision import (
 
 
 class IdRanks(NamedTuple):
-    """The ranks whose batches make the global batch, where they are more than hold the tables once.
+    """Ranks whose batches form the global batch. They may hold several copies of the tables.
 
     Args:
-        group: all of them; ids are spread over them, and their calls come before those of `route`, in one order.
-        member_of: the rank of each of them in the tilings of its tables.
+        group: all these ranks. Ids are spread over them, and its collectives come before those of `route`, in one
+            order.
+        member_of: maps a rank of the group to its rank in the tilings of its tables.
     """
 
     group: Group
@@ -40,17 +41,17 @@ class IdRanks(NamedTuple):
 
 
 class IdsBelow(NamedTuple):
-    """A collection of ids below a module, and what reads its rows; None where it stands alone."""
+    """A collection of ids below a module, and the module that reads its rows; None if no module does."""
 
     collection: ManagedCollisionCollection
     reader: ManagedCollisionEmbeddings | None
 
 
 def ids_below(module: nn.Module, tables: Collection[nn.Module] | None = None) -> dict[str, IdsBelow]:
-    """Every collection of ids below a module, by path.
+    """Return every collection of ids below a module, by path.
 
     Args:
-        tables: only those whose tables are among these. None: all.
+        tables: return only collections whose embedding module is one of these; None: all.
     """
     readers = {
         id(part.managed_collision_collection): part
@@ -73,7 +74,7 @@ def ids_below(module: nn.Module, tables: Collection[nn.Module] | None = None) ->
 
 
 def check_ids(found: Mapping[str, IdsBelow], world_size: int) -> None:
-    """Raise a `ConfigError` for ids that this many ranks cannot share, or that are shared already."""
+    """Raise a `ConfigError` for ids that cannot be spread over this many ranks, or that are sharded already."""
     for path, (collection, _) in found.items():
         if isinstance(collection, ShardedManagedCollisionCollection):
             raise ConfigError(f"shard: module '{path}' is sharded already; shard a model once, as a whole.")
@@ -82,17 +83,18 @@ def check_ids(found: Mapping[str, IdsBelow], world_size: int) -> None:
             if own.held != own.count:
                 raise ConfigError(
                     f"Table '{table}': its module holds buckets [{own.first}, {own.last}) of {own.count} only; leave "
-                    "start_bucket and end_bucket out, sharding cuts them."
+                    "start_bucket and end_bucket out, as sharding sets them."
                 )
             if world_size > own.count:
                 raise ConfigError(
                     f"Table '{table}': {own.count} buckets cannot be shared by {world_size} ranks, which hold whole "
-                    f"ones; use at least {world_size} buckets (rows a multiple of that), or at most {own.count} ranks."
+                    f"buckets; use at least {world_size} buckets (rows: a multiple of that), or at most {own.count} "
+                    "ranks."
                 )
 
 
 def described_ids(found: Mapping[str, IdsBelow]) -> dict[str, Any]:
-    """What must be the same on every rank, in words."""
+    """Return a description of the ids that must be equal on every rank."""
     return {
         path: {
             table: {**part.described(), "features": list(collection._table_features[table])}
@@ -103,10 +105,10 @@ def described_ids(found: Mapping[str, IdsBelow]) -> dict[str, Any]:
 
 
 def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device | str | None = None) -> None:
-    """Spread ids over the ranks, in place; the tables they are rows of are in tiles already.
+    """Spread ids over the ranks, in place; the tables of their rows must be sharded already.
 
     Args:
-        device: of modules on meta.
+        device: device for modules on meta.
     """
     group, member_of = over
     for collection, reader in found.values():
@@ -133,7 +135,7 @@ def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device
 
 
 def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> None:
-    """Where ranks built the model with different ids in it, rank 0's count."""
+    """Copy rank 0's ids to all ranks if the ranks built the model with different ids. Collective."""
     if group.size == 1:
         return
     tensors = [
@@ -149,7 +151,7 @@ def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> N
     for tensor in tensors:
         if not tensor.numel():
             continue
-        # As 64-bit words: backends do not know every type of whole numbers.
+        # As int64: communication backends do not support every integer dtype.
         words = tensor.detach().to(group.device, torch.int64).contiguous().view(-1)
         if group.rank:
             group.exchange("initial ids", {0: words}, {}).wait()

@@ -1,4 +1,4 @@
-"""What a sharded table looks like in a state dict: logical tensors (`logical.py`) shown as tensors, and loaded.
+"""Sharded tables in state dicts: convert logical tensors (`logical.py`) to tensors, and load tensors into them.
 
 logical.py  <-  tiled_tensor.py  <-  state.py
 """
@@ -16,7 +16,7 @@ from tilerec.sharding.logical import Piece as Piece
 
 
 def shown(logical: Logical) -> Tensor:
-    """A logical tensor for a state dict, sharing its memory: plain, a DTensor or a `TiledTensor`."""
+    """Return a logical tensor for a state dict, sharing its memory: plain, a DTensor or a `TiledTensor`."""
     if logical.cover.whole_on(logical.group.size):
         return logical.pieces[0].memory
     from tilerec.sharding import tiled_tensor  # torch.distributed.tensor takes more than a second to import
@@ -27,7 +27,7 @@ def shown(logical: Logical) -> Tensor:
 def load(logical: Logical, value: Tensor) -> None:
     """Write a value of the same shape: a whole tensor, a DTensor of any placement, or a `TiledTensor` of any tiling.
 
-    All ranks call it where the value is spread over ranks.
+    Collective if the value is spread over ranks.
     """
     if type(value) in (Tensor, nn.Parameter):
         logical.load_whole(value)
@@ -38,7 +38,7 @@ def load(logical: Logical, value: Tensor) -> None:
 
 
 def size_mismatch(key: str, got: Sequence[int], want: Sequence[int]) -> str:
-    """torch's own words for a value of another shape."""
+    """Return torch's error message for a value of another shape."""
     return (
         f"size mismatch for {key}: copying a param with shape {torch.Size(got)} from checkpoint, the shape in current "
         f"model is {torch.Size(want)}."

@@ -1,22 +1,22 @@
-"""Strategies: from a sharding type and ranks to a tiling. Nothing below reads a strategy's name again.
+"""Strategies: functions from a sharding type and ranks to a tiling. Later code uses the tiling only, not the type.
 
 Nouns
-  ranks    those that take part, in the order of their pieces; None: what goes without saying for that strategy
+  ranks    ranks that take part, in the order of their pieces; None: the default of the strategy
   sizes    rows of each rank's piece; None: ceil(rows / ranks) each and the rest on the last, as `torch.chunk`
-  widths   columns of each block; None: equal ones
+  widths   columns of each block; None: equal blocks
 
     strategy(name, rows, dim, ranks, topology) -> Tiling
 
   data_parallel       one tile, a copy on every rank
   table_wise          one tile on one rank
-  column_wise         block i of the columns on ranks[i]; a rank may come more than once
+  column_wise         block i of the columns on ranks[i]; a rank may occur more than once
   table_column_wise   the same, on ranks of one host
   row_wise            rows in ranges, range i on ranks[i]
   table_row_wise      the same, on ranks of one host
-  grid                a block of columns for each run of ranks of one host, its rows in ranges over that run
+  grid                a block of columns for each run of ranks of one host, with its rows in ranges over that run
 
-Grid on hosts (0, 1) and (2, 3), a table of 10 x 8, ranks (0, 1, 2, 3): columns [0, 4) lie on ranks 0 and 1 and columns
-[4, 8) on ranks 2 and 3, rows [0, 5) and [5, 10) each.
+Example of grid: hosts with ranks (0, 1) and (2, 3), a table of 10 x 8, ranks (0, 1, 2, 3). Columns [0, 4) are on ranks
+0 and 1, columns [4, 8) on ranks 2 and 3; the first rank of each host has rows [0, 5), the second rows [5, 10).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from tilerec.spec.topology import Topology
 
 Strategy = Callable[[str, int, int, "Sequence[int] | None", Topology], Tiling]
 
-# Narrower blocks of columns cost more in ids and messages than they balance.
+# Narrower column blocks cost more in ids and messages than they gain in balance.
 MIN_WIDTH = 4
 
 
 def data_parallel(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
-    """The whole table on each of `ranks` (None: all)."""
+    """Place the whole table on each of `ranks` (None: all)."""
     owners = _distinct(name, "data_parallel", _all_if_none(ranks, topology))
     return _stacked(rows, dim, (0, rows), (tuple(sorted(owners)),))
 
 
 def table_wise(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology) -> Tiling:
-    """The whole table on one rank (None: rank 0 of a world of one)."""
+    """Place the whole table on one rank (None: rank 0 if the world has one rank)."""
     if ranks is None and topology.world_size == 1:
         ranks = (0,)
     if ranks is None or len(ranks) != 1 or ranks[0] < 0:
         raise ConfigError(
-            f"Table '{name}': table_wise got ranks {None if ranks is None else list(ranks)}, wanted one; name the rank "
-            "it lies on."
+            f"Table '{name}': table_wise got ranks {None if ranks is None else list(ranks)}; expected one rank. Name "
+            "the rank of the table."
         )
     return _stacked(rows, dim, (0, rows), ((ranks[0],),))
 
@@ -65,7 +65,7 @@ def column_wise(
     *,
     widths: Sequence[int] | None = None,
 ) -> Tiling:
-    """Blocks of columns, block i on `ranks[i]` (None: on the first ranks, as many as cut the columns evenly)."""
+    """Place column block i on `ranks[i]` (None: the first ranks, as many as cut the columns evenly)."""
     if ranks is None:
         everyone = _everyone(topology)
         ranks = everyone[: column_pieces(dim, len(everyone)) if widths is None else len(widths)]
@@ -82,7 +82,7 @@ def table_column_wise(
     *,
     widths: Sequence[int] | None = None,
 ) -> Tiling:
-    """`column_wise` on ranks of one host (None: where there is one host)."""
+    """Place column blocks as `column_wise` does, on ranks of one host (None: allowed if there is one host)."""
     own = _on_one_host(name, "table_column_wise", ranks, topology)
     if ranks is None:
         own = own[: column_pieces(dim, len(own)) if widths is None else len(widths)]
@@ -99,7 +99,7 @@ def row_wise(
     *,
     sizes: Sequence[int] | None = None,
 ) -> Tiling:
-    """Ranges of rows, range i on `ranks[i]` (None: on all). Ranks that no row is left for hold nothing."""
+    """Place row range i on `ranks[i]` (None: all). Ranks for which no row remains hold nothing."""
     own = tuple(_all_if_none(ranks, topology))
     if sizes is None:
         cuts = ceil_chunks(rows, len(_distinct(name, "row_wise", own)))
@@ -116,7 +116,7 @@ def table_row_wise(
     *,
     sizes: Sequence[int] | None = None,
 ) -> Tiling:
-    """`row_wise` on ranks of one host (None: where there is one host)."""
+    """Place row ranges as `row_wise` does, on ranks of one host (None: allowed if there is one host)."""
     own = _on_one_host(name, "table_row_wise", ranks, topology)
     if sizes is None:
         return row_wise(name, rows, dim, own, topology)
@@ -132,9 +132,9 @@ def grid(
     *,
     widths: Sequence[int] | None = None,
 ) -> Tiling:
-    """A block of columns for each run of ranks of one host, its rows in ranges over that run.
+    """Place a column block on each run of ranks of one host, with its rows in ranges over that run.
 
-    `ranks` (None: all, host after host) may come back to a host: each time it holds a further block.
+    `ranks` (None: all, host after host) may return to a host: the host then holds another block.
     """
     own = [r for host in topology.host_ranks for r in host] if ranks is None else list(ranks)
     if not own:
@@ -165,12 +165,12 @@ STRATEGIES: Mapping[ShardingType, Strategy] = MappingProxyType(
 def complete(
     sharding: ParameterSharding | Tiling, name: str, rows: int, dim: int, topology: Topology
 ) -> ParameterSharding:
-    """One table's sharding with its tiling filled in from sharding type and ranks.
+    """Return one table's sharding with its tiling filled in from sharding type and ranks.
 
     Args:
-        sharding: a tiling that is there stays; a bare `Tiling` is an explicit sharding.
-        name, rows, dim: the table's.
-        topology: the world; which ranks share a host.
+        sharding: its tiling is kept if it has one; a bare `Tiling` is an explicit sharding.
+        name, rows, dim: name and shape of the table.
+        topology: the world, and the hosts of its ranks.
 
     Raises:
         ConfigError: ranks are missing, are too many or do not fit the sharding type, columns do not divide, a rank is
@@ -181,26 +181,26 @@ def complete(
     if sharding.tiling is None:
         if sharding.kind is ShardingType.EXPLICIT:
             raise ConfigError(
-                f"Table '{name}': sharding_type explicit comes without a tiling; give one with tiling=, or name "
+                f"Table '{name}': sharding_type is explicit and no tiling is given; give one with tiling=, or use "
                 "another sharding type."
             )
         _check_ranks(name, sharding.ranks, topology)
         made = STRATEGIES[sharding.kind](name, rows, dim, sharding.ranks, topology)
-        # Ranks that were given stay, in the order of their pieces; else they are those of the tiling.
+        # Given ranks are kept, in the order of their pieces; otherwise the tiling defines them.
         sharding = replace(sharding, tiling=made)
     tiling = sharding.tiling
     assert tiling is not None
     if (tiling.rows, tiling.dim) != (rows, dim):
         raise ConfigError(
             f"Table '{name}': its tiling is of {tiling.rows} x {tiling.dim} cells and the table has {rows} x {dim}; "
-            "plan again, or leave the tiling out to have it made from sharding_type and ranks."
+            "plan again, or leave the tiling out: it is then built from sharding_type and ranks."
         )
     tiling.check(name, topology.world_size)
     return sharding
 
 
 def column_pieces(dim: int, most: int, min_width: int = MIN_WIDTH) -> int:
-    """The most equal blocks of columns, up to `most`, that are at least `min_width` wide; 1 if there are none.
+    """Return the largest number of equal column blocks, up to `most`, that are at least `min_width` wide; else 1.
 
     `column_pieces(64, 6) == 4`: 5 and 6 do not divide 64.
     """
@@ -225,7 +225,7 @@ def _check_ranks(name: str, ranks: Sequence[int] | None, topology: Topology) -> 
     if stray or not ranks:
         raise ConfigError(
             f"Table '{name}': ranks "
-            + (f"name {ranks_to_text(stray)}" if stray else "name nobody")
+            + (f"contain {ranks_to_text(stray)}" if stray else "are empty")
             + f"; the world has ranks 0 to {topology.world_size - 1}."
         )
 
@@ -250,14 +250,14 @@ def _on_one_host(name: str, kind: str, ranks: Sequence[int] | None, topology: To
     if len(hosts) != 1:
         other = kind.removeprefix("table_")
         raise ConfigError(
-            f"Table '{name}': {kind} got ranks {ranks_to_text(ranks)} of hosts {hosts}, wanted ranks of one host "
-            f"(host 0 has {ranks_to_text(topology.ranks_of(0))}); name those, or use {other}."
+            f"Table '{name}': {kind} got ranks {ranks_to_text(ranks)} of hosts {hosts}; expected ranks of one host "
+            f"(host 0 has {ranks_to_text(topology.ranks_of(0))}). Name ranks of one host, or use {other}."
         )
     return tuple(ranks)
 
 
 def _host_runs(ranks: Sequence[int], topology: Topology) -> list[tuple[int, ...]]:
-    """Runs of ranks of one host; a host whose ranks begin anew begins a new run: (0, 1, 0, 1) is two."""
+    """Return runs of ranks of one host; a repeated rank begins a new run: (0, 1, 0, 1) gives two."""
     runs: list[tuple[int, ...]] = []
     for _, same in groupby(ranks, topology.host_of):
         run: list[int] = []
@@ -274,7 +274,7 @@ def _host_runs(ranks: Sequence[int], topology: Topology) -> list[tuple[int, ...]
 
 
 def _stacked(rows: int, dim: int, cuts: tuple[int, ...], owners: tuple[tuple[int, ...], ...]) -> Tiling:
-    """One block: a cover by construction, so it needs no sweep."""
+    """Return a tiling of one column block, which covers the table by construction and needs no check."""
     return Tiling(rows, dim, (Block(0, dim, cuts, owners),))
 
 
@@ -307,7 +307,7 @@ def _column_cuts(
         fitting = [k for k in range(1, dim + 1) if dim % k == 0][:6]
         raise ConfigError(
             f"Table '{name}': {kind} got {pieces} {unit}, and {pieces} column tiles do not divide embedding_dim {dim}; "
-            f"use {', '.join(map(str, fitting))} {unit}, or say how wide each tile is (widths=, size_per_rank=)."
+            f"use {', '.join(map(str, fitting))} {unit}, or give the width of each tile (widths=, size_per_rank=)."
         )
     return tuple(range(0, dim + 1, dim // pieces))
 

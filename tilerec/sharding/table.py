@@ -1,9 +1,9 @@
-"""`ShardedTable`: a rank's tiles of one table, each a leaf of its own, under the unsharded table's name.
+"""`ShardedTable`: a rank's tiles of one table, one leaf each, under the unsharded table's name.
 
 Nouns
   tile    a rectangle of the table that this rank holds: leaf `<table>.weight`, further ones `weight.1`, `weight.2` …
-          in column-then-row order; a rank that holds nothing has an empty leaf `[0, dim]`, so that every rank has the
-          same names
+          in column-then-row order. A rank without tiles has an empty leaf `[0, dim]`, so that every rank has
+          `<table>.weight`
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from tilerec.torch_private import load_state_dict_pre_hooks
 
 
 class ShardedTable(Table, TiledTable):
-    """What a rank holds of a table. Made in place from a `Table` by `shard_table`."""
+    """A rank's tiles of a table. `shard_table` converts a `Table` in place."""
 
     tiling: Tiling
     tiles: tuple[Tile, ...]  # this rank's
-    tile_rows: list[TileRows]  # parallel to the leaves: the tiles', or one empty one
-    leaf_names: tuple[str, ...]  # parallel to them
+    tile_rows: list[TileRows]  # one per leaf: of each tile, or of the empty leaf
+    leaf_names: tuple[str, ...]  # one per leaf
 
     def leaves(self) -> list[nn.Parameter]:
-        """The leaves, in the order of the tiles."""
+        """Return the leaves, in the order of the tiles."""
         held: list[nn.Parameter] = list(map(self._parameters.__getitem__, self.leaf_names))  # type: ignore[arg-type]
         return held
 
     def place_of(self, i: int) -> Tile:
-        """The rectangle of leaf i; of no rows for the empty leaf."""
+        """Return the rectangle of leaf i; it has no rows for the empty leaf."""
         return self.tiles[i] if self.tiles else Tile(0, 0, 0, self.tiling.dim, ())
 
     def _all_rows(self) -> list[TableRows]:
         return list(self.tile_rows)
 
     def reset_parameters(self) -> None:
-        """Write the initial values: those that the whole table would have here."""
+        """Write the initial values: the same as in the whole table."""
         self._about_to_write()
         for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
             if not leaf.is_meta:
@@ -71,12 +71,12 @@ class ShardedTable(Table, TiledTable):
         want = (tile.r1 - tile.r0, tile.c1 - tile.c0)
         if tuple(weight.shape) != want:
             raise ConfigError(
-                f"Table '{self.config.name}' is sharded: got a weight of shape {tuple(weight.shape)}, wanted {want}, "
-                "this rank's tile; load whole tables with load_state_dict."
+                f"Table '{self.config.name}' is sharded: got a weight of shape {tuple(weight.shape)}; expected {want}, "
+                "this rank's tile. Load whole tables with load_state_dict."
             )
 
     def _bind(self) -> None:
-        """Make the rows those of the leaves that are here now; a leaf of another table's brings its rows along."""
+        """Bind the `tile_rows` to the current leaves; for a leaf of another table, share that table's rows."""
         for i, leaf in enumerate(self.leaves()):
             theirs = rows_of(leaf)
             if isinstance(theirs, TileRows) and theirs is not self.tile_rows[i]:
@@ -90,7 +90,7 @@ class ShardedTable(Table, TiledTable):
                 holder._parameters[leaf_name(i)] = leaf
             rows.bind(leaf)
             if i:
-                # torch's checkpoint helpers follow a parameter's name from attribute to attribute.
+                # torch's checkpoint helpers resolve a parameter's name attribute by attribute.
                 setattr(self.weight, str(i), leaf)
         self.rows = self.tile_rows[0]
 
@@ -113,7 +113,7 @@ class ShardedTable(Table, TiledTable):
                 self._parameters[leaf_name(i)] = rows.leaf  # a table tied to this one was converted before it
             return self
         for rows in self.tile_rows:
-            rows.about_to_write()  # another precision rounds
+            rows.about_to_write()  # a conversion to another precision changes values
         if not self._move_cache(fn):
             nn.Module._apply(self, fn, recurse)
         self._bind()
@@ -128,15 +128,19 @@ class ShardedTable(Table, TiledTable):
     # ------------------------------------------------------------------------------------------------------- state
 
     def weight_of(self) -> Logical:
-        """The weight as a logical tensor."""
+        """Return the weight as a logical tensor."""
         return self._logical([leaf.detach() for leaf in self.leaves()])
 
     def state_of(self, name: str) -> Logical:
-        """One slot of the attached optimizer's state (or its update count) as a logical tensor."""
+        """Return one slot of the attached optimizer's state (or its update count) as a logical tensor."""
         return self._logical([rows.state[name] for rows in self.tile_rows])
 
     def _logical(self, parts: Sequence[Tensor]) -> Logical:
-        """Args: parts: one per leaf: of its shape, `[rows]`, `[rows, 1]`, or a number."""
+        """Return the logical tensor of one part per leaf.
+
+        Args:
+            parts: each of the leaf's shape, `[rows]`, `[rows, 1]`, or a number.
+        """
         for rows in self.tile_rows:
             rows.settle()
         tiles, like = rectangles(self.tiling), parts[0].new_empty(0)
@@ -157,10 +161,10 @@ class ShardedTable(Table, TiledTable):
     # ------------------------------------------------------------------------------- optimizers that are not attached
 
     def shape_of(self, parts: Sequence[Tensor], what: str) -> tuple[int, ...]:
-        """See `TiledTable`. A number per row is one only where whole rows lie together."""
+        """See `TiledTable`. Accepts a number per row only if no row is split by columns."""
         first = parts[0]
         if self._whole_everywhere():
-            return tuple(first.shape)  # of any shape: every rank has it
+            return tuple(first.shape)  # any shape: every rank has the whole
         leaves = self.leaves()
         if all(part.dim() == 0 for part in parts):
             return ()
@@ -169,14 +173,15 @@ class ShardedTable(Table, TiledTable):
         ones = (1,) * (first.dim() - 1)
         if not all(tuple(p.shape) == (leaf.shape[0], *ones) for p, leaf in zip(parts, leaves, strict=True)):
             raise ConfigError(
-                f"{what} has shape {tuple(first.shape)} beside a tile of shape {tuple(leaves[0].shape)}: neither the "
-                "tile's, nor a number per row, nor one number, so there is no saying what it is of the whole table; "
-                "attach the optimizer (apply_optimizer_in_backward), or use one that works element by element."
+                f"{what} has shape {tuple(first.shape)} beside a tile of shape {tuple(leaves[0].shape)}; expected the "
+                "tile's shape, a number per row, or one number, as the shape for the whole table is otherwise "
+                "unknown. Attach the optimizer (apply_optimizer_in_backward), or use an element-wise one."
             )
         if self.tile_rows[0].spec is None and any(tile.c0 for tile in rectangles(self.tiling)):
             raise ConfigError(
-                f"{what} is a number per row, and table '{self.config.name}' is cut by columns: each block has its "
-                "own, of its own columns; attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
+                f"{what} is a number per row, and table '{self.config.name}' is cut by columns, so each block has its "
+                "own number, of its columns only; attach the optimizer (apply_optimizer_in_backward), or cut the table "
+                "by rows."
             )
         return (self.tiling.rows, *ones)
 
@@ -193,7 +198,7 @@ class ShardedTable(Table, TiledTable):
             load(self._logical(parts), value)
 
     def counts(self, leaf: int) -> bool:
-        """See `TiledTable`: the lowest owner."""
+        """See `TiledTable`. True on the lowest owner."""
         return self.place_of(leaf).owners[:1] == (self._group.rank,)
 
     @property
@@ -206,12 +211,12 @@ class ShardedTable(Table, TiledTable):
         group, count = self._group, values.numel()
         sent = values.detach().to(group.device).repeat(group.size)
         sizes = [count] * group.size
-        heard = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
-        return heard.to(values.device).view(group.size, count)
+        received = group.all_to_all("gradient norms", torch.zeros_like(sent), sent, sizes, sizes).wait()
+        return received.to(values.device).view(group.size, count)
 
     @contextmanager
     def on_all_ranks(self, what: str, step: str) -> Iterator[None]:
-        """See `TiledTable`; where teams train apart, those of all teams."""
+        """See `TiledTable`. Covers the ranks of all teams if teams train apart."""
         teams = self.tile_rows[0].peers.teams
         with ExitStack() as blocks:
             if teams is not None and teams.apart:
@@ -238,8 +243,10 @@ class ShardedTable(Table, TiledTable):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """One key of logical shape, in whatever form: whole, a DTensor, tiles of another cut. Values are copied in,
-        with `assign=True`, too."""
+        """Load one key of logical shape: a whole tensor, a DTensor, or tiles of another tiling.
+
+        Values are copied, even with `assign=True`.
+        """
         for hook in load_state_dict_pre_hooks(self).values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         key = f"{prefix}weight"
@@ -270,8 +277,8 @@ class ShardedTable(Table, TiledTable):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise pickle.PicklingError(
-            f"Table '{self.config.name}' is sharded: a pickled module would hold this rank's tiles only, and no way "
-            "to the others. Save module.state_dict() with torch.distributed.checkpoint, or "
+            f"Table '{self.config.name}' is sharded: a pickled module would hold this rank's tiles only, without "
+            "access to the other ranks. Save module.state_dict() with torch.distributed.checkpoint, or "
             "tilerec.parallel.full_state_dict(module) with torch.save; load it into a module that was built and "
             "sharded anew."
         )
@@ -282,15 +289,15 @@ class ShardedTable(Table, TiledTable):
 
 
 def leaf_name(i: int) -> str:
-    """Name of leaf i of a table."""
+    """Return the name of leaf i of a table."""
     return f"weight.{i}" if i else "weight"
 
 
 def check_rule(table: Table, tiling: Tiling) -> None:
-    """Refuse a tiling under which the attached optimizer could not add up its rows.
+    """Check that the attached optimizer can sum over whole rows under a tiling.
 
     Raises:
-        ConfigError: it needs sums over whole rows, and some row's columns are cut into different sets of rows.
+        ConfigError: it needs such sums, and the column blocks of some row are cut at different rows.
     """
     spec = table.rows.spec
     if spec is None or not spec.phases:
@@ -310,7 +317,7 @@ def check_rule(table: Table, tiling: Tiling) -> None:
 def peers_of(
     tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool, teams: Teams | None = None
 ) -> Peers:
-    """Whom a tile's updates concern; see `Peers`."""
+    """Return the ranks that take part in a tile's updates; see `Peers`."""
     me, team_of = group.rank, None if teams is None else teams.of
     beside = sorted(
         (other for other in rectangles(tiling) if (other.r0, other.r1) == (tile.r0, tile.r1)),
@@ -341,16 +348,16 @@ def shard_table(
     *,
     written: bool = False,
 ) -> None:
-    """Make a table into this rank's tiles of it, in place: values and optimizer state of the rectangles stay.
+    """Convert a table into this rank's tiles of it, in place, with their values and optimizer state.
+
+    Tables tied to it (tables of other collections that share its rows) are converted to the same tiles.
 
     Args:
-        table: whole, real or on meta.
-        memory: for each of this rank's rectangles of the tiling its memory, `[rows, width]`, not written yet; one empty
-            `[0, dim]` where there is none.
-        teams: where ranks are several teams; None: one.
+        table: the whole table, real or on meta.
+        memory: memory `[rows, width]` for each of this rank's rectangles of the tiling, not written yet; one empty
+            `[0, dim]` if this rank has none.
+        teams: set if the ranks form several teams; None: one team.
         written: `memory` holds the values already.
-
-    Tables tied to it (another collection's, with the same rows) become the same tiles with it.
     """
     whole, old = table.weight, table.rows
     tiles = tuple(tile for tile in rectangles(tiling) if group.rank in tile.owners)
@@ -362,7 +369,7 @@ def shard_table(
                 fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:
                 own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
-        leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # with a version counter of its own
+        leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # has its own version counter
         peers = (
             peers_of(tiling, tile, group, topology, exact, teams)
             if tiles

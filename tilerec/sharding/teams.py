@@ -1,8 +1,8 @@
-"""`Teams`: ranks in groups that each hold everything, so that a rank reads within its own.
+"""`Teams`: groups of ranks that each hold every table, so that a rank reads only within its own group.
 
 Nouns
   team      ranks that together hold every table once (a sharding group of 2D parallelism)
-  axis      the ranks that hold what this one holds, one of each team: they talk over a group of their own
+  axis      the ranks that hold the same tiles as this one, one of each team; they have their own process group
 
     W ranks = R teams x G ranks;  every tile has an owner in each team
 
@@ -23,17 +23,17 @@ from tilerec.comms.group import Group
 
 @dataclass(frozen=True)
 class Teams:
-    """Who reads where, and over what replicas talk.
+    """Team of every rank, and the process groups between teams.
 
     Args:
-        of: the team of each rank of the tables' group.
-        axis: the replicas of this rank, as a group; ranks in the order of their teams.
-        peers: their ranks in the tables' group, ascending; none where that group is one team, and the others are
-            outside of it.
-        moment_scale: of what a gradient adds to the moment of row-wise Adagrad, where teams train apart.
-        names: what errors call the ranks of the tables' group; none: by their numbers in it.
-        replica_names: what they call the ranks of the axis, likewise.
-        everyone: a channel over the ranks of all teams, where a batch that one refuses is to be refused by all.
+        of: team of each rank of the tables' group.
+        axis: group of the replicas of this rank; ranks in the order of their teams.
+        peers: ranks of the replicas in the tables' group, ascending; empty if that group is one team and the other
+            teams are outside it.
+        moment_scale: factor of a gradient's contribution to the moment of row-wise Adagrad, if teams train apart.
+        names: numbers of the tables' group's ranks in errors; empty: their ranks in the group.
+        replica_names: the same for the ranks of the axis.
+        everyone: channel over the ranks of all teams, set if a batch that one rank refuses must be refused by all.
     """
 
     of: tuple[int, ...]
@@ -46,15 +46,18 @@ class Teams:
 
     @property
     def apart(self) -> bool:
-        """Whether the other teams are outside of the tables' group: each has gradients and updates of its own."""
+        """True if other teams are outside the tables' group, so each team has its own gradients and updates."""
         return not self.peers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Teams:
-        return self  # a copied module talks through the same groups
+        return self  # a copied module uses the same groups
 
 
 def meeting(group: Group, teams: Teams | None, owners: Sequence[int]) -> tuple[Group, tuple[int, ...]]:
-    """Over which group the owners of a tile talk, and their ranks there: all of a group talk faster than some of it."""
+    """Return the group in which the owners of a tile exchange, and their ranks in it.
+
+    An exchange between all ranks of a group is faster than one between some of its ranks.
+    """
     if teams is not None and tuple(owners) == teams.peers:
         return teams.axis, tuple(range(teams.axis.size))
     return group, tuple(owners)

@@ -1,12 +1,12 @@
-"""Logical tensors as torch sees them: plain tensors, DTensors, and a DTensor of our own for every other tiling.
+"""Convert logical tensors to torch tensors: plain tensors, DTensors, and a DTensor subclass for every other tiling.
 
-    whole everywhere                                     -> a plain tensor
+    whole on every rank                                  -> a plain tensor
     rows or columns cut as torch cuts them (ceil chunks
     over all ranks in order)                             -> a plain DTensor, Shard(0) or Shard(1)
     anything else                                        -> `TiledTensor`
 
-`TiledTensor` is a DTensor by type, so that torch's checkpoints treat it as one; its placement is of its own kind, so
-that nothing reads it as a `Shard` that it is not.
+`TiledTensor` is a DTensor subclass, so torch's checkpoints treat it as a DTensor. It has its own placement type, so no
+code can mistake it for a `Shard`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilerec.torch_private import LOCAL_SCALAR_DENSE, TO_COPY, local_tensor, new
 
 
 class Tiled(Placement):
-    """The placement of a `TiledTensor`: neither a shard that torch could read, nor a replica."""
+    """Placement of a `TiledTensor`: neither a `Shard` nor a `Replicate`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tiled)
@@ -47,16 +47,16 @@ class Tiled(Placement):
         return "Tiled()"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Tiled, ())  # torch's own placements cannot be pickled by a subclass's default
+        return (Tiled, ())  # the inherited default cannot pickle a subclass of torch's placements
 
 
 @final
 class TiledTensor(DTensor):
-    """A logical tensor whose cells lie on ranks in a way that torch's placements do not say.
+    """A logical tensor distributed over ranks in a way that torch's placements cannot describe.
 
-    `full_tensor()` gives the whole on every rank; `pieces()` what this rank holds; `torch.distributed.checkpoint` saves
-    and loads it under any other tiling, placement or world size. Arithmetic is for `full_tensor()`: of operators it
-    knows copies, conversions and fills.
+    `full_tensor()` returns the whole tensor on every rank; `pieces()` returns the rectangles of this rank.
+    `torch.distributed.checkpoint` saves it, and loads it under any other tiling, placement or world size. It supports
+    only copies, conversions and fills; use `full_tensor()` for arithmetic.
     """
 
     logical: Logical
@@ -76,19 +76,19 @@ class TiledTensor(DTensor):
         return f"TiledTensor(shape={tuple(self.shape)}, dtype={self.dtype}, here: {held})"
 
     def pieces(self) -> list[tuple[Rectangle, Tensor]]:
-        """What this rank holds: rectangles, and views of their memory."""
+        """Return the rectangles that this rank holds, with views of their memory."""
         return [(self.logical.cover.tiles[t].rectangle, memory) for t, memory in self.logical.pieces]
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on every rank; all ranks call it. It carries no gradient."""
+        """Return the whole tensor, on every rank, without a gradient. Collective."""
         self.logical.group.begin("full_tensor")
         return self.logical.full()
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """This rank's rectangle; of no rows if it holds nothing.
+        """Return this rank's rectangle; it has no rows if this rank holds none.
 
         Raises:
-            ConfigError: it holds several; see `pieces`.
+            ConfigError: this rank holds several; see `pieces`.
         """
         if len(self.logical.pieces) > 1:
             raise ConfigError(
@@ -103,7 +103,7 @@ class TiledTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """As a plain DTensor of torch's placements: every rank gathers the whole and keeps its part."""
+        """Return a plain DTensor with torch's placements: every rank gathers the whole and keeps its part."""
         mesh = device_mesh or self.device_mesh
         wanted = tuple(placements or (Replicate(),) * mesh.ndim)
         local = self.full_tensor()
@@ -114,7 +114,7 @@ class TiledTensor(DTensor):
                 empty = local.narrow(placement.dim, 0, 0)
                 local = parts[own] if own < len(parts) else empty
             elif not isinstance(placement, Replicate):
-                raise ConfigError(f"{self!r}: cannot become {placement}; wanted Shard or Replicate.")
+                raise ConfigError(f"{self!r}: got placement {placement}; expected Shard or Replicate.")
         return DTensor.from_local(
             local.contiguous(), mesh, wanted, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -180,7 +180,7 @@ class TiledTensor(DTensor):
             and func is torch.ops.aten.new_empty.default
             and tuple(args[1]) == tuple(own.shape)
         ):
-            # torch's asynchronous checkpoints make copies this way, and fill in what belongs to them.
+            # torch's asynchronous checkpoints copy tensors this way: new_empty, then a fill of the pieces.
             options = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
             return TiledTensor(
                 own.logical.mapped(lambda memory: torch.empty_like(memory, **options)), own.device_mesh
@@ -208,7 +208,7 @@ class TiledTensor(DTensor):
 
 def _refuse(func: Any, tensor: TiledTensor) -> NoReturn:
     raise ConfigError(
-        f"{tensor!r}: {func} is not for tensors in tiles; take .full_tensor() (on all ranks) or .pieces() first."
+        f"{tensor!r}: {func} is not supported for tensors in tiles; use .full_tensor() (on all ranks) or .pieces()."
     )
 
 
@@ -221,7 +221,7 @@ _IN_PLACE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
 
 
 def shown(logical: Logical) -> Tensor:
-    """A logical tensor that is not whole everywhere, as plain as it can be said (see the head of this file).
+    """Convert a logical tensor that is not whole on every rank to a DTensor or `TiledTensor`; see the module docstring.
 
     Raises:
         ConfigError: it is spread over ranks that are threads, for which torch has no DTensors.
@@ -229,7 +229,7 @@ def shown(logical: Logical) -> Tensor:
     group, cover = logical.group, logical.cover
     if not isinstance(group, ProcessGroupComms):
         raise ConfigError(
-            "state_dict: ranks that are threads have no DTensors, and this table lies on several; gather whole "
+            "state_dict: ranks that are threads have no DTensors, and this table is spread over several; gather whole "
             "tensors with tilerec.parallel.full_state_dict(module), or run the ranks as processes (run_ranks)."
         )
     mesh = _mesh_of(group, logical.like.device.type)
@@ -246,12 +246,12 @@ def shown(logical: Logical) -> Tensor:
     )
 
 
-# What a group's mesh is never changes, and making one costs more than all else about a table's entry.
+# A group's mesh never changes, and building one takes longer than the rest of a table's state-dict entry.
 _MESHES: weakref.WeakKeyDictionary[ProcessGroupComms, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def _mesh_of(group: ProcessGroupComms, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks of a group."""
+    """Return the mesh of all ranks of a group; create it on first use."""
     meshes = _MESHES.setdefault(group, {})
     if device_type not in meshes:
         meshes[device_type] = DeviceMesh.from_group(group.process_group, device_type)
@@ -259,9 +259,9 @@ def _mesh_of(group: ProcessGroupComms, device_type: str) -> DeviceMesh:
 
 
 def _local(logical: Logical) -> Tensor:
-    """This rank's first piece, or nothing; the same memory as a storage of its own.
+    """Return this rank's first piece, or an empty tensor, as a storage of its own over the same memory.
 
-    torch's asynchronous checkpoints cannot copy a DTensor whose part begins inside of a storage.
+    torch's asynchronous checkpoints cannot copy a DTensor whose local part begins inside a storage.
     """
     if not logical.pieces:
         return logical.like.new_empty((0, *logical.cover.shape[1:]))
@@ -279,7 +279,7 @@ def load(logical: Logical, value: Tensor) -> None:
         logical.load(value.logical)
         return
     if isinstance(value, DTensor):
-        source = _in_tiles(value, logical.group)
+        source = _as_logical(value, logical.group)
         if source is not None:
             logical.load(source)
             return
@@ -288,8 +288,9 @@ def load(logical: Logical, value: Tensor) -> None:
             wanted = dist.get_process_group_ranks(logical.group.process_group)
             if not set(wanted) <= set(ranks):
                 raise ConfigError(
-                    f"load_state_dict: got a DTensor on ranks {ranks[:8]} for a table on ranks {wanted[:8]}; the "
-                    "others could not read it. Gather it there and pass a plain tensor on every rank."
+                    f"load_state_dict: got a DTensor on ranks {ranks[:8]}; expected one on all of the table's ranks "
+                    f"{wanted[:8]}, as a rank outside its mesh cannot read it. Gather it on its ranks and pass a plain "
+                    "tensor on every rank."
                 )
         value = value.full_tensor()
     logical.load_whole(value)
@@ -301,8 +302,8 @@ def _same_ranks(mesh: DeviceMesh, group: Group) -> bool:
     )
 
 
-def _in_tiles(value: DTensor, group: Group) -> Logical | None:
-    """A plain DTensor that is cut along one dimension over the same ranks; None for any other."""
+def _as_logical(value: DTensor, group: Group) -> Logical | None:
+    """Return a plain DTensor cut along one dimension over the same ranks as a logical tensor; None for any other."""
     if len(value.placements) != 1 or not _same_ranks(value.device_mesh, group):
         return None
     placement = value.placements[0]

@@ -1,4 +1,4 @@
-"""`Touched`: which rows of a tile have changed since its replicas last agreed on them."""
+"""`Touched`: the rows of a tile that have changed since its replicas were last synchronized."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch import Tensor
 from tilerec.ops.runtime.fetch import fetch
 
 WEIGHTS, SLOTS = 1, 2
-"""Marks of a row: replicas have different weights; and different optimizer state."""
+"""Mark bits of a row: replicas may differ in its weights; in its optimizer state."""
 
 
 class Touched:
-    """A byte per row.
+    """Change marks of a tile, one byte per row.
 
     Args:
-        rows: of the tile.
-        device: where its rows are.
+        rows: number of rows of the tile.
+        device: device of its rows.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.marks = torch.zeros(rows, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
-        # Backward passes since weights, and since weights and state, were agreed on (a rule's own count may be loaded).
+        # Backward passes since the last sync of weights, and of weights and state (a rule's own count may be loaded).
         self.updates = 0
         self.state_updates = 0
-        # Ends an agreement that is on its way; it reads and writes the rows.
+        # Finishes a sync that is in flight, which reads and writes the rows.
         self.pending: Callable[[], None] | None = None
 
     def mark(self, rows_N: Tensor) -> None:
-        """These rows have changed here; a row may be named again."""
+        """Mark rows as changed; a row may occur more than once."""
         if self.marks.device != rows_N.device:
             self.marks = self.marks.to(rows_N.device)
         self.marks[rows_N.long()] = WEIGHTS | SLOTS
 
     def count(self) -> None:
-        """A backward pass has come."""
+        """Count a backward pass."""
         self.updates += 1
         self.state_updates += 1
 
     def agreed(self, marks: int) -> None:
-        """Replicas are alike in what these marks stand for."""
+        """Clear these marks after a sync made the replicas equal."""
         self.marks &= ~marks & 0xFF
         if marks & WEIGHTS:
             self.updates = 0
@@ -50,22 +50,22 @@ class Touched:
             self.state_updates = 0
 
     def count_rows(self, marks: int) -> Tensor:
-        """How many rows have any of these marks: 0-d, where the rows are."""
+        """Return the number of rows that have any of these marks: 0-d, on the device of the marks."""
         return (self.marks & marks).count_nonzero()
 
     def rows(self, marks: int = WEIGHTS | SLOTS, count: int | None = None) -> Tensor:
-        """The rows that have any of these marks, int64 `[U]`, ascending.
+        """Return the rows that have any of these marks, int64 `[U]`, ascending.
 
         Args:
-            count: how many they are, if that is known: nobody waits for a device then.
+            count: their number, if known: the host then does not wait for the device.
         """
-        if self.marks.device.type == "cpu":  # NumPy's takes a fifth of the time
+        if self.marks.device.type == "cpu":  # NumPy takes a fifth of torch's time
             return torch.from_numpy(np.flatnonzero((self.marks.numpy() & marks) != 0))
         marked = self.marks & marks
         return (marked.nonzero() if count is None else torch.nonzero_static(marked, size=count))[:, 0]
 
     def settle(self) -> None:
-        """End an agreement that is on its way."""
+        """Finish a sync that is in flight."""
         if self.pending is not None:
             self.pending()
 
@@ -73,12 +73,12 @@ class Touched:
 def rows_of_all(
     several: Sequence[Touched], marks: int, beside: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], list[int]]:
-    """Per tile the rows that have any of these marks, and other numbers that are read with their counts: one wait.
+    """Return per tile the rows that have any of these marks, and the values of `beside`, with one wait for devices.
 
     Args:
         beside: integers, 0-d, on any device.
     """
-    counted = [own for own in several if own.marks.device.type != "cpu"]  # others are there without asking
+    counted = [own for own in several if own.marks.device.type != "cpu"]  # marks on the CPU need no readback
     numbers = fetch([*beside, *(own.count_rows(marks) for own in counted)])
     counts = dict(zip(map(id, counted), numbers[len(beside) :], strict=True))
     return [own.rows(marks, counts.get(id(own))) for own in several], numbers[: len(beside)]

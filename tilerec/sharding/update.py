@@ -1,13 +1,13 @@
-"""Updating tiles: gradients summed over ranks are divided by their number; replicas and columns agree first.
+"""Updates of tiles: apply gradients averaged over all ranks, after exchanges between replicas and column blocks.
 
 Nouns
   replicas  the ranks that hold the same tile: each has the gradients of the homes that read from it, and all apply
             the gradients of all
   columns   the ranks that hold the other columns of the same rows: rules that need sums over a whole row add theirs
 
-    G[row] = (sum over all homes) / W,  applied once per distinct row, on every owner alike
+    G[row] = (sum over all homes) / W,  applied once per distinct row, identically on every owner
 
-Talk is point to point among the owners of a tile, so ranks that hold nothing of it take no part.
+Messages are point to point between the owners of a tile. Other ranks take no part.
 
 Legend: T tables, U distinct rows, D columns, P bags, N ids, W ranks of the group.
 """
@@ -37,17 +37,17 @@ from tilerec.storage.table_rows import NonFiniteGradientError, Place, TableRows,
 
 @dataclass(frozen=True)
 class Peers:
-    """Whom a tile's updates concern.
+    """Ranks that take part in a tile's updates.
 
     Args:
-        group: of all ranks.
+        group: all ranks.
         replicas: owners of the same tile, this rank included, ascending.
-        columns: per column block of the same rows: (rank to hear it from, first column, width), left to right; this
-            rank's own blocks name itself. One entry: the row is not split. None: the other columns of these rows
-            are cut at other rows, so there is nobody to add row sums with.
-        listeners: ranks that hear this rank's sums.
+        columns: per column block of the same rows: (rank that sends its sums, first column, width), left to right;
+            this rank's own blocks name this rank. One entry: the row is not split. None: the other columns of these
+            rows are cut at other rows, so row sums cannot be exchanged.
+        listeners: ranks that receive this rank's sums.
         exact: bits must not depend on the tiling.
-        teams: where ranks are several teams; None: one.
+        teams: set if the ranks form several teams; None: one team.
     """
 
     group: Group
@@ -58,31 +58,31 @@ class Peers:
     teams: Teams | None = None
 
     def sum_unit(self) -> int:
-        """Columns of each of the sums that column blocks tell each other; 0: one sum for a whole block."""
+        """Return the number of columns in each partial sum exchanged between column blocks; 0: the whole block."""
         if not self.exact:
             return 0
         aligned = all(c0 % BLOCK == 0 and width % BLOCK == 0 for _, c0, width in self.columns or ())
         return BLOCK if aligned else 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
-        return self  # a copied module talks through the same group
+        return self  # a copied module uses the same group
 
 
 class TileRows(TableRows):
-    """Rows of one tile: `TableRows` whose gradients come from all ranks."""
+    """Rows of one tile: `TableRows` with gradients from all ranks."""
 
     def __init__(self, name: str, place: Place, peers: Peers, dim: int) -> None:
         super().__init__(name, place)
         self.peers = peers
         self.dim = dim  # of the whole table
-        self.origin = 0  # of the table, in the order of making: what tells twins of one key apart
-        self.touched: Touched | None = None  # where replicas agree now and then: what changed since
+        self.origin = 0  # creation order of the table; distinguishes tables with equal keys
+        self.touched: Touched | None = None  # rows changed since the last sync, if replicas sync periodically
         self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
 
     @property
     def divisor(self) -> float:
         teams = self.peers.teams
-        # Without an attached optimizer, nothing but their gradients keeps teams together: they are summed over all.
+        # Without an attached optimizer, teams stay equal only by their gradients, which are summed over all teams.
         others = teams.axis.size if teams is not None and teams.apart and self.group is None else 1
         return float(self.peers.group.size * others)
 
@@ -114,7 +114,7 @@ class TileRows(TableRows):
         super().attach(spec, group)
         teams = self.peers.teams
         if teams is not None and teams.apart:
-            # Rows that another rule has touched are different still.
+            # Keep existing marks: rows that another rule changed still differ between teams.
             self.touched = self.touched or Touched(self.leaf.shape[0], self.leaf.device)
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
@@ -124,16 +124,16 @@ class TileRows(TableRows):
             if self.peers.group.size == 1:
                 raise
             raise NonFiniteGradientError(
-                f"{error} Only ranks that hold such a row raise this: end the run, as a rank that catches it does what "
-                "the others do not; non_finite='skip' goes on on all alike."
+                f"{error} Only ranks that hold such a row raise this: end the run, as a rank that catches the error "
+                "gets out of step with the others; non_finite='skip' continues on all ranks alike."
             ) from None
 
     def batch_key(self) -> Hashable:
-        # All tables at once: what ranks tell each other must come in one order on all of them.
+        # All tables at once: messages between ranks must have one order on all ranks.
         return id(self.peers.group)
 
     def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
-        """As every sink does; exact sums run over all replicas of one lookup before the next is added."""
+        """Merge records; in exact mode, sum over all replicas of one lookup before adding the next lookup."""
         if not self.peers.exact:
             return super().merge(sinks, records)
         tables = cast("list[TileRows]", list(sinks))
@@ -143,16 +143,16 @@ class TileRows(TableRows):
     def _by_replicas(
         self, tables: Sequence[TileRows], record: GradientRecord
     ) -> Iterator[tuple[list[TileRows], GradientRecord]]:
-        """Tables that have the same replicas, with the gradients of all of these.
+        """Yield lists of tables with the same replicas, with the gradients of all these replicas.
 
-        Peers meet in one order: that of the tiles' places, which no number written on one rank changes.
+        All ranks exchange in one order, that of the tiles' positions, which no write on a single rank can change.
         """
-        for peers, own in _shares(tables, record):
+        for peers, own in _by_replicas_here(tables, record):
             replicas = peers[0].peers.replicas
             if len(replicas) > 1 and not record.agreed:
                 group, ranks = meeting(self.peers.group, self.peers.teams, replicas)
-                told = [table._as_replica(own) for table in peers]
-                own = agree_on_gradients(group, ranks, own, told, exact=self.peers.exact)
+                replica_tables = [table._as_replica(own) for table in peers]
+                own = agree_on_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
             yield peers, own
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
@@ -174,7 +174,7 @@ class TileRows(TableRows):
             for same in ways.together:
                 try:
                     TableRows.take(same[0], same, _only(own, same))
-                except NonFiniteGradientError as error:  # peers wait for what is still to be told
+                except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
             split += zip(ways.parts, _summed(ways.parts, own), strict=True)
         failures += update_in_phases(tables[0].peers.group, split)
@@ -182,10 +182,13 @@ class TileRows(TableRows):
             raise failures[0]
 
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
-        """As `take` will split the record. What replicas tell each other comes with the gradients only."""
+        """Sort the rows as `take` will split the record.
+
+        Skips tiles with several replicas: the rows of the other replicas arrive with the gradients only.
+        """
         tables = cast("list[TileRows]", list(sinks))
         rules = _rules(tables)
-        for peers, own in _shares(tables, record):
+        for peers, own in _by_replicas_here(tables, record):
             if len(peers[0].peers.replicas) == 1:
                 ways = _Ways.of(peers, rules)
                 for same in ways.together:
@@ -194,15 +197,17 @@ class TileRows(TableRows):
                     ways.parts[0].order_sums(ways.parts, _only(own, ways.parts))
 
     def _of_all_teams(self, record: GradientRecord) -> GradientRecord:
-        """A record's gradients, where other teams have copies of the tile and gradients of their own."""
+        """Return the gradients of all teams, if other teams have copies of the tile with their own gradients."""
         teams = self.peers.teams
         if teams is None or not teams.apart or teams.axis.size == 1:
             return record
-        told = [self._as_replica(record)]
-        return agree_on_gradients(teams.axis, range(teams.axis.size), record, told, exact=self.peers.exact)
+        replica_tables = [self._as_replica(record)]
+        return agree_on_gradients(
+            teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
+        )
 
     def _mark(self) -> tuple[int, ...]:
-        """The tile's place among all, in one order on every rank; the first four numbers: which rows of which table."""
+        """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""
         place = self.place
         return (*place.key, self.origin, place.row_offset, place.column_offset)
 
@@ -211,10 +216,10 @@ class TileRows(TableRows):
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
 
 
-def _shares(
+def _by_replicas_here(
     tables: Sequence[TileRows], record: GradientRecord
 ) -> Iterator[tuple[list[TileRows], GradientRecord]]:
-    """Tables that have the same replicas, with this rank's gradients of them: in the order of the tiles' places."""
+    """Yield lists of tables with the same replicas, with this rank's gradients of them, in the order of `_mark`."""
     by_replicas: dict[tuple[int, ...], list[TileRows]] = {}
     for table in sorted(tables, key=TileRows._mark):
         if table.handle in record.sinks:
@@ -225,25 +230,25 @@ def _shares(
 
 @dataclass(frozen=True)
 class _Rule:
-    """The optimizer of some tables, and by what equal ones are known."""
+    """Optimizer of some tables, and a key that equal optimizers share."""
 
     spec: OptimizerSpec
     name: Hashable
 
 
 def _rules(tables: Sequence[TileRows]) -> dict[int, _Rule]:
-    """By optimizer group."""
+    """Return the rules of the tables, by `id` of their optimizer group."""
     specs = {id(table.group): table.rule() for table in tables if table.group is not None}
     return {mark: _Rule(spec, (repr(spec), mark if spec.capturable else 0)) for mark, spec in specs.items()}
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """How tables take a step's gradients."""
+    """Tables of a step, by the way in which they take their gradients."""
 
-    sparse: list[TileRows]  # each table's are its own
-    together: list[list[TileRows]]  # updated by one call
-    parts: list[TileRows]  # of rows that go on in other columns: they hear of those first
+    sparse: list[TileRows]  # without an attached optimizer: one table at a time
+    together: list[list[TileRows]]  # each list is updated by one call
+    parts: list[TileRows]  # of rows split by columns: they need the sums of the other columns first
 
     @staticmethod
     def of(tables: Sequence[TileRows], rules: dict[int, _Rule]) -> _Ways:
@@ -262,13 +267,13 @@ class _Ways:
 
 
 def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
-    """Row-wise Adagrad with `sum += scale * mean(g'^2)` in place of `sum += mean(g'^2)`; other rules as they are.
+    """Return row-wise Adagrad with `sum += scale * mean(g'^2)` in place of `sum += mean(g'^2)`; other rules unchanged.
 
-    With `h = sqrt(scale) g'`, `sum += mean(h^2); w -= (lr / sqrt(scale)) h / (sqrt(sum) + eps)` is that very rule: so
-    gradients and decay shrink by the root and the rate grows by it.
+    With `h = sqrt(scale) g'`, this is `sum += mean(h^2); w -= (lr / sqrt(scale)) h / (sqrt(sum) + eps)`. Gradients and
+    decay are therefore multiplied by `sqrt(scale)`, and the rate is divided by it.
 
-    `scale=0.25`, lr 0.1, a row of one column with gradient 2: sum = 0.25 * 4 = 1, step = 0.1 * 2 / 1 = 0.2; scaled
-    gradient 1, rate 0.2: sum = 1, step = 0.2.
+    Example: `scale=0.25`, lr 0.1, a row of one column with gradient 2: sum = 0.25 * 4 = 1, step = 0.1 * 2 / 1 = 0.2.
+    With the scaled gradient 1 and the rate 0.2: sum = 1, step = 0.2.
     """
     if not isinstance(spec, RowWiseAdagrad) or scale == 1.0:
         return spec
@@ -279,7 +284,7 @@ def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
 
 
 def mark_touched(tables: Sequence[TileRows], record: GradientRecord) -> None:
-    """Note the rows of these tables that a record names."""
+    """Mark the rows of these tables that a record contains."""
     if not tables:
         return
     bounds = id_bounds(record)
@@ -291,13 +296,13 @@ def mark_touched(tables: Sequence[TileRows], record: GradientRecord) -> None:
 
 
 def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:
-    """The part of a record that concerns these tables."""
+    """Return the part of a record for these tables."""
     handles = {table.handle for table in tables}
     return record.only([f for f, sink in enumerate(record.sinks) if sink in handles])
 
 
 def _summed(tables: Sequence[TileRows], record: GradientRecord) -> list[RowSums]:
-    """Of each of these tables, which the record names."""
+    """Return the distinct rows and summed gradients of each of these tables, all of which the record contains."""
     if not tables:
         return []
     handles = [table.handle for table in tables]
@@ -312,7 +317,7 @@ RowSums = tuple[Tensor, Tensor]
 
 
 class _SplitRows:
-    """The step's rows of one table whose columns are split: this rank's tiles of them, and whom they concern."""
+    """A step's rows of one table whose columns are split, with this rank's tiles of them."""
 
     def __init__(self, tiles: Sequence[tuple[TileRows, RowSums]]) -> None:
         self.tiles = [tile for tile, _ in tiles]  # left to right
@@ -326,15 +331,15 @@ class _SplitRows:
         assert first.peers.columns is not None
         self.spec = first.rule()
         self.unit = unit = first.peers.sum_unit()
-        # Sums that a row's are put together from: per column block, the rank that makes them and how many they are.
+        # Partial sums of a row: per column block, the rank that computes them and their number.
         self.makers = [rank for rank, _, _ in first.peers.columns]
         self.counts = tuple([width // unit if unit else 1 for _, _, width in first.peers.columns])
-        # Beside a table of float64, gradients travel and are summed as that; rules work in their table's precision.
-        self.wide = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
+        # Gradients are sent and summed in float64 beside a float64 table; rules run in the precision of their table.
+        self.accum_dtype = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
         self.skipped, self.first_skipped = 0, -1
 
     def keep(self, whole_U: Tensor) -> None:
-        """Go on with some of the rows."""
+        """Drop the rows that are False in `whole_U`, and count them as skipped."""
         if bool(whole_U.all()):
             return
         self.skipped, self.first_skipped = int((~whole_U).sum()), int(self.rows_U[~whole_U][0])
@@ -342,7 +347,7 @@ class _SplitRows:
 
 
 class _PhasedUpdate:
-    """One update of many tables' split rows: they share a rule, and their rows are put together from alike sums."""
+    """One update of the split rows of many tables, which share a rule and the structure of their partial sums."""
 
     def __init__(self, rows: Sequence[_SplitRows]) -> None:
         self.rows = rows
@@ -358,11 +363,11 @@ class _PhasedUpdate:
         self.counting = counting(self.tiles, self.spec, self.leaves[0].device)
         self.columns = [tile.place.column_offset for tile in self.tiles]
         distinct = sum([own.rows_U.numel() for own in rows])
-        # Row sums of the phases so far, all tables' rows one after the other.
-        self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].wide)
+        # Row sums of the phases so far, rows of all tables concatenated.
+        self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].accum_dtype)
 
     def _per_tile(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Rows, gradients and scalars of each tile."""
+        """Return the rows, gradients and scalars of each tile."""
         scalars = self.scalars_PU.split([own.rows_U.numel() for own in self.rows], dim=1)
         return (
             [tile.places(own.rows_U) for own in self.rows for tile in own.tiles],
@@ -371,16 +376,16 @@ class _PhasedUpdate:
         )
 
     def shares(self, phase: int) -> list[Tensor]:
-        """Each tile's share of a phase's row sums, flat: `[U, K, units]`.
+        """Return each tile's share of a phase's row sums, flat: `[U, K, units]`.
 
-        Units: aligned blocks of 8 columns, or single columns; else one for the whole tile. In the first phase there is
-        one sum more: in every unit 1 if the row's gradient is finite there, else 0.
+        Units are aligned blocks of 8 columns, single columns, or one for the whole tile. The first phase has one more
+        sum: 1 in every unit in which the row's gradient is finite, else 0.
         """
         rows, grads, scalars = self._per_tile()
         leaves, slots, columns = self.leaves, self.slots, self.columns
         widths = [grads_UD.shape[1] for grads_UD in grads]
         if self.unit == 1:
-            # Each element as a row of one column, so the very kernel that sums also gives the terms.
+            # Pass each element as a row of one column, so that the summing kernel returns the single terms.
             leaves, slots = self._elements(rows)
             rows = [torch.arange(grads_UD.numel(), device=grads_UD.device) for grads_UD in grads]
             scalars = [
@@ -404,7 +409,7 @@ class _PhasedUpdate:
         ]
 
     def _elements(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and slots of the rows, element by element."""
+        """Return the weights and slots of the rows, element by element."""
         leaves, slots = [], []
         each = len(self.slots) // len(self.leaves)
         for t, (leaf, rows_U) in enumerate(zip(self.leaves, rows, strict=True)):
@@ -417,11 +422,15 @@ class _PhasedUpdate:
         return leaves, slots
 
     def kinds(self, phase: int) -> int:
-        """How many sums of each row travel in a phase."""
+        """Return the number of sums per row that are sent in a phase."""
         return self.spec.partials[phase] + (phase == 0)
 
     def add(self, phase: int, blocks: Sequence[Sequence[Tensor]]) -> None:
-        """Put a phase's sums together: per rows, those of all column blocks, added from left to right."""
+        """Add up a phase's partial sums over all column blocks, from left to right.
+
+        Args:
+            blocks: per element of `self.rows`, the sums of its column blocks.
+        """
         kinds, units = self.kinds(phase), sum(self.counts)
         columns = [
             torch.cat([own[i] for own in blocks]).view(-1, count) for i, count in enumerate(self.counts)
@@ -432,7 +441,7 @@ class _PhasedUpdate:
         else:
             sums = functools.reduce(torch.add, columns)
         sums_KU = sums.view(-1, kinds).T
-        if phase == 0:  # what is not finite in one block is to be left alone in all
+        if phase == 0:  # a row that is non-finite in one block is skipped in all
             whole_U, sums_KU = sums_KU[-1] == units, sums_KU[:-1]
             if not bool(whole_U.all()):
                 per_rows = whole_U.split([own.rows_U.numel() for own in self.rows])
@@ -442,7 +451,7 @@ class _PhasedUpdate:
         self.scalars_PU = torch.cat((self.scalars_PU, sums_KU))
 
     def apply(self) -> None:
-        """Write rows and slots."""
+        """Update the rows and slots."""
         places = [tile.place for tile in self.tiles]
         steps, counts, lr = self.counting
         torch.ops.tilerec.rule_apply_to_tables_(
@@ -456,7 +465,7 @@ class _PhasedUpdate:
                 tile.wrote(own.named_U)
 
     def _names(self) -> list[Tensor] | None:
-        """Rows of cached tiles are told by their numbers."""
+        """Return the row number held by each cache line, empty for tiles without a cache; None if no tile has one."""
         if all(tile.cache is None for tile in self.tiles):
             return None
         nothing = self.leaves[0].new_empty(0, dtype=torch.int64)
@@ -464,16 +473,17 @@ class _PhasedUpdate:
 
 
 def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) -> list[NonFiniteGradientError]:
-    """Update tiles whose rows go on in other tiles: the row sums of all of them travel together, phase by phase.
+    """Update tiles whose rows are split by columns; return the errors of rows that were not finite.
 
-    Every rank lists tables in one order, that of their places, and has their sums told and heard in it.
+    Row sums of all tables are exchanged together, phase by phase. Every rank sends and receives them in one order, that
+    of `TileRows._mark`.
     """
     of_rows: dict[tuple[int, ...], list[tuple[TileRows, RowSums]]] = {}
     for tile, sums in sorted(tiles, key=lambda item: item[0]._mark()):
         of_rows.setdefault(tile._mark()[:4], []).append((tile, sums))
     rows = [_SplitRows(own) for own in of_rows.values()]
-    for wide in (torch.float32, torch.float64):
-        _update_of_precision(group, [own for own in rows if own.wide == wide])
+    for accum_dtype in (torch.float32, torch.float64):
+        _update_of_precision(group, [own for own in rows if own.accum_dtype == accum_dtype])
     failures: list[NonFiniteGradientError] = []
     for own in rows:
         if own.skipped:
@@ -485,7 +495,7 @@ def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) ->
 
 
 def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
-    """Update rows whose sums travel in one type."""
+    """Update rows whose sums are sent in one dtype."""
     alike: dict[Hashable, list[_SplitRows]] = {}
     for own in rows:
         numbers = own.tiles[0].group
@@ -498,17 +508,20 @@ def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
         for update in active:
             mine = iter(update.shares(phase))
             shares.update({own: [next(mine) for _ in own.tiles] for own in update.rows})
-        blocks = _tell_sums(group, {own: shares[own] for own in rows if own in shares})
+        blocks = _exchange_sums(group, {own: shares[own] for own in rows if own in shares})
         for update in active:
             update.add(phase, [blocks[own] for own in update.rows])
     for update in updates:
         update.apply()
 
 
-def _tell_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:
-    """Per rows, the sums of all their column blocks, left to right; `shares`: those of this rank's tiles.
+def _exchange_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:
+    """Exchange partial sums; return, by rows, the sums of all their column blocks, left to right.
 
-    One message to every rank that listens, one from every rank that makes any.
+    Each rank sends one message to every listener, and receives one from every rank that computes sums.
+
+    Args:
+        shares: partial sums of this rank's tiles.
     """
     sends: dict[int, list[Tensor]] = {}
     sizes: dict[int, list[int]] = {}
@@ -521,9 +534,9 @@ def _tell_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_Sp
             if rank != group.rank:
                 sizes.setdefault(rank, []).append(sums[0].numel() // own.counts[mine] * count)
     like = next(iter(shares.values()))[0]
-    heard = {rank: like.new_empty(sum(own)) for rank, own in sizes.items()}
-    group.exchange("row sums", heard, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
-    parts = {rank: iter(heard[rank].split(own)) for rank, own in sizes.items()}
+    received = {rank: like.new_empty(sum(own)) for rank, own in sizes.items()}
+    group.exchange("row sums", received, {rank: torch.cat(own) for rank, own in sends.items()}).wait()
+    parts = {rank: iter(received[rank].split(own)) for rank, own in sizes.items()}
     blocks: dict[_SplitRows, list[Tensor]] = {}
     for own, sums in shares.items():
         parts[group.rank] = iter(sums)

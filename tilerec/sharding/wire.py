@@ -1,9 +1,9 @@
-"""The number formats in which an exchange's rows travel, table by table.
+"""Wire formats of an exchange's rows, table by table.
 
     one format for all tables   the wire is one tensor of that format
     several                     the wire is bytes: each segment's rows in its table's format, in the segments' order
 
-Rows that stay on their rank take the same way, so that no value depends on where its table lies.
+Rows that stay on their rank are encoded and decoded as well, so that values do not depend on the ranks of a table.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tilerec.comms.codec import codec
 
 @final
 class RowWire:
-    """How the rows of some segments travel.
+    """Encoder and decoder of the rows of some segments.
 
     Args:
-        names: the codec of each segment's table, in the segments' order.
-        every: the codecs of all tables of the module; says whether formats are mixed, alike on every rank.
-        dtype: of the rows.
+        names: codec of each segment's table, in the segments' order.
+        every: codecs of all tables of the module; decides, equally on every rank, if formats are mixed.
+        dtype: dtype of the rows.
     """
 
     def __init__(self, names: Sequence[str], every: Sequence[str], dtype: torch.dtype) -> None:
@@ -40,11 +40,11 @@ class RowWire:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Of the tensor that travels."""
+        """Dtype of the tensor that is sent."""
         return torch.uint8 if self._mixed else self._all.wire_dtype or self._dtype
 
     def sizes(self, counts: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """Elements of the wire for each segment of `counts[i]` rows of `widths[i]` elements."""
+        """Return the wire elements of each segment, which has `counts[i]` rows of `widths[i]` elements."""
         if self._mixed:
             return [
                 c * own.row_bytes(w, self._dtype)
@@ -55,7 +55,7 @@ class RowWire:
         return [c * self._all.row_elements(w) for c, w in zip(counts, widths, strict=True)]
 
     def encode(self, rows: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor:
-        """The wire of rows that lie segment after segment."""
+        """Return the wire of rows that are stored segment after segment."""
         if not self._mixed:
             return self._all.encode(rows, list(zip(counts, widths, strict=True)))
         pieces = list(rows.split([c * w for c, w in zip(counts, widths, strict=True)]))
@@ -68,14 +68,14 @@ class RowWire:
         return torch.cat(pieces) if pieces else rows.new_empty(0, dtype=torch.uint8)
 
     def decode(self, wire: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor:
-        """The rows of a wire, segment after segment."""
+        """Return the rows of a wire, segment after segment."""
         if not self._mixed:
             return self._all.decode(wire, list(zip(counts, widths, strict=True))).to(self._dtype)
         pieces = list(wire.split(self.sizes(counts, widths)))
         for name, members in self._members.items():
             own = codec(name)
             segments = [(counts[i], widths[i]) for i in members]
-            # A copy of its own: a number must lie at a multiple of its size.
+            # Copy: elements must be aligned to a multiple of their size.
             own_wire = torch.cat([pieces[i] for i in members]).view(own.wire_dtype or self._dtype)
             rows = own.decode(own_wire, segments).to(self._dtype)
             for i, piece in zip(members, rows.split([c * w for c, w in segments]), strict=True):
