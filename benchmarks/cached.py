@@ -15,8 +15,8 @@ the order in which MovieLens' users rated them (each in 256 of the ratings a bat
 
 Times are those of whole training steps (one table, pooled, row-wise Adagrad) with and without a cache, in turns, both
 on the CPU. The cache is in host memory, too, so it only adds cost. The measured cost is that of its bookkeeping:
-finding the distinct rows, choosing lines, moving rows. Outputs of every step, and all rows and state in the end, are compared
-before a time is printed. Only a GPU can show the time that a cache saves by fewer reads over a slow link.
+finding the distinct rows, choosing lines, moving rows. Outputs of every step, and all rows and state in the end, are
+compared before a time is printed. Only a GPU can show the time that a cache saves by fewer reads over a slow link.
 """
 
 from __future__ import annotations

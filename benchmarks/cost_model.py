@@ -161,7 +161,7 @@ def measured_links() -> dict[str, float]:
 
 
 def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the seconds of each step on this rank, and of its stages: elapsed, and of the main thread's processor time."""
+    """Return the seconds of each step and its stages on this rank: elapsed, and the main thread's processor time."""
     torch.set_num_threads(1)
     clock: Any = None
     if stages:

@@ -5,8 +5,8 @@
 Drift. 16 tables of 200,000 x 64 (row-wise Adagrad) on 2 ranks with one thread each, over gloo; batch 2,048 a rank. In
 phase A every other table in the plan's order is hot: 20 ids per bag, the others 1. The planner has made the plan for
 that. Then the load drifts (phase B): the hot tables lie on rank 0, the others on rank 1. `rebalance` reads the counts
-of ids, calls the planner (with the speeds that `tilerec calibrate` measured just before, or those of --topology) and moves
-tables if that pays. Output: milliseconds of a step (median of the slower rank's)
+of ids, calls the planner (with the speeds that `tilerec calibrate` measured just before, or those of --topology) and
+moves tables if that pays. Output: milliseconds of a step (median of the slower rank's)
 
     A, its plan      B, that plan      B, after rebalance      B, the planner's plan for B from the start
 
