@@ -120,8 +120,8 @@ def fill(tiles: Iterable[Tile], dim: int) -> None:
 
 
 def result_of(runner: Runner, touched: list[Tensor]) -> dict[str, Any]:
-    """Run one step from fresh tables; return the output, the touched rows per tile, and the number of other changed
-    rows.""" case, held, strays = runner.case, [], 0
+    """Run one step from fresh tables; return the output, touched rows per tile, and number of other changed rows."""
+    case, held, strays = runner.case, [], 0
     tiles = list(runner.tiles())
     fill(tiles, case.dim)
     output = runner.by_table(runner.step(0).detach()).float().clone()
@@ -322,8 +322,8 @@ def _remarks(case: Case, shards: list[Any]) -> Iterator[str]:
 
 
 def _planner_shards(case: Case, kind: str) -> int | None:
-    """Return the number of shards that TorchRec's planner makes of such a table by a sharding type; None: it
-    refuses.""" from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    """Return the number of shards that TorchRec's planner makes of such a table by a type; None: it refuses."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 

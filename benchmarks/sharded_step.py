@@ -455,8 +455,8 @@ class World:
 
 
 def make_data(case: Case, batches: int) -> dict[str, Any]:
-    """Make `ids`: per rank K times [T * B * L]; `grad`: per rank [B, T * D]; `touched`: per table, rows of batches
-    0.""" generator = torch.Generator().manual_seed(7)
+    """Make `ids`: per rank K times [T * B * L]; `grad`: per rank [B, T * D]; `touched`: per table, of batches 0."""
+    generator = torch.Generator().manual_seed(7)
     T, E, per_table = case.tables, case.rows, case.batch * case.length
     share = (torch.arange(1, E + 1, dtype=torch.float64) ** -1.05).cumsum(0)
     ids = []
