@@ -72,16 +72,16 @@ def rated_movies(path: Path) -> tuple[Tensor, int]:
 def hit_rate(ids: Tensor, rows: int, batch: int, factor: float, algorithm: CacheAlgorithm) -> float:
     """Return the hit rate of distinct rows in the second half of the batches."""
     sets = CacheSets(rows, -(-round(factor * rows) // WAYS), WAYS, batch, algorithm, CPU)
-    parts, hits, asked = ids.split(batch), 0, 0
+    parts, hits, requested = ids.split(batch), 0, 0
     for serial, part in enumerate(parts, start=1):
         rows_U = torch.unique(part)
         moves = sets.request(rows_U, serial)
         assert not isinstance(moves, NoSpare), "a spare line per id"
         sets.seat(moves)
         if serial > len(parts) // 2:
-            asked += rows_U.numel()
+            requested += rows_U.numel()
             hits += rows_U.numel() - moves.loaded_rows.numel()
-    return hits / asked
+    return hits / requested
 
 
 def print_hit_rates(name: str, ids: Tensor, rows: int, batch: int) -> None:

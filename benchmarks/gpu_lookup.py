@@ -494,11 +494,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel of a step")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    unknown = set(asked.case) - {case.name for case in CASES}
+    options = parser.parse_args()
+    unknown = set(options.case) - {case.name for case in CASES}
     if unknown:
         parser.error(f"no case {sorted(unknown)}; there are {[case.name for case in CASES]}")
-    device = torch.device(asked.device)
+    device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu --shrink 2000 runs the script on the CPU")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -506,18 +506,18 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s")
     results = []
     for case in CASES:
-        if case.name not in asked.case:
+        if case.name not in options.case:
             continue
-        case = case.shrunk(asked.shrink) if asked.shrink > 1 else case
-        for optimizer in asked.optimizer:
-            for line in run_case(case, optimizer, device, asked.rounds, bandwidth, asked.who):
+        case = case.shrunk(options.shrink) if options.shrink > 1 else case
+        for optimizer in options.optimizer:
+            for line in run_case(case, optimizer, device, options.rounds, bandwidth, options.who):
                 print(show(line), flush=True)
-                if asked.kernels and line["who"] == Ours.name:
+                if options.kernels and line["who"] == Ours.name:
                     for name, ms in line.get("kernels", []):
                         print(f"    {ms * 1e3:8.1f} us  {name[:110]}")
                 results.append(line)
-    if asked.json:
-        asked.json.write_text(
+    if options.json:
+        options.json.write_text(
             json.dumps({"device": name, "copy_gbs": bandwidth / 1e9, "lines": results}, indent=1)
         )
 

@@ -80,9 +80,9 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         out.append(f'<polyline class="line of{i}" points="{line}"/>')
         for (x, y), (size, seconds) in zip(places, one.points, strict=True):
-            said = f"{size:,.0f}: {seconds:.3g}"
+            text = f"{size:,.0f}: {seconds:.3g}"
             out.append(
-                f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{said}</title></circle>'
+                f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
             )
         x, y = places[len(places) // 2]
         end = x > (LEFT + WIDTH) / 2  # the right half: text ends at its point

@@ -87,8 +87,8 @@ class Set:
         apply_optimizer_in_backward(self.optimizer, module.parameters())
         return module
 
-    def asked(self) -> dict[str, Any]:
-        """As `planner_peer.py` reads it."""
+    def request(self) -> dict[str, Any]:
+        """Return the request that `planner_peer.py` reads."""
         tables = [
             {"name": w.name, "rows": w.rows, "dim": w.dim, "features": [w.name], "pooling": [w.ids_per_bag]}
             for w in self.works
@@ -175,7 +175,7 @@ def main() -> None:
     sets = [Set(seed) for seed in chosen]
     answers: list[Any] = [None] * len(sets)
     if given.peer:
-        answers = ask_peer(given.peer, [tables.asked() for tables in sets], 600)
+        answers = ask_peer(given.peer, [tables.request() for tables in sets], 600)
         if "error" in answers[0]:
             raise SystemExit(answers[0]["error"])
     with Ranks(RANKS, timeout_s=600) as ranks:

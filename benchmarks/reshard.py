@@ -327,14 +327,15 @@ def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, ste
         f"{'move s':>7} {'predicted':>9} {'pays after':>10}"
     )
     for whole in (True, False):
-        told = ranks.run(drift, speeds, tables, rows, steps, whole)
+        results = ranks.run(drift, speeds, tables, rows, steps, whole)
         ms = {
-            phase: 1e3 * statistics.median(max(step) for step in zip(*(t[phase] for t in told), strict=True))
+            phase: 1e3
+            * statistics.median(max(step) for step in zip(*(t[phase] for t in results), strict=True))
             for phase in ("A", "B", "after", "best")
         }
-        report = told[0]["report"]
+        report = results[0]["report"]
         gain = (ms["B"] - ms["after"]) / 1e3
-        seconds = max(t["report"]["seconds"] for t in told)
+        seconds = max(t["report"]["seconds"] for t in results)
         pays = f"{seconds / gain:,.0f}" if gain > 0 and seconds else "-"
         print(
             f"{'whole tables' if whole else 'all':>12} | {ms['A']:>7.2f} {ms['B']:>7.2f} {ms['after']:>7.2f} "
@@ -343,7 +344,7 @@ def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, ste
         )
         print(
             f"{'':>12}   imbalance {report['imbalance']:.2f}; predicted {1e3 * report['predicted before']:.1f} -> "
-            f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {told[0]['moved in A']}"
+            f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {results[0]['moved in A']}"
         )
 
 
@@ -353,9 +354,9 @@ def show_prices(speeds: dict[str, Any], rows: int) -> None:
     errors = []
     for number in range(PRICES):
         with Ranks(RANKS, timeout_s=600) as own:  # new processes: no memory but their tables'
-            told = own.run(price_of, number, speeds, rows)
-        name, predicted, sent = told[0][0], told[0][1], told[0][4]
-        taken, again = max(t[2] for t in told), max(t[3] for t in told)
+            results = own.run(price_of, number, speeds, rows)
+        name, predicted, sent = results[0][0], results[0][1], results[0][4]
+        taken, again = max(t[2] for t in results), max(t[3] for t in results)
         errors.append(abs(predicted / taken - 1))
         print(
             f"{name:>20} {sent / 1e6:>8.1f} {predicted:>11.3f} {taken:>10.3f} {predicted / taken:>6.2f} {again:>8.3f}"
@@ -365,12 +366,12 @@ def show_prices(speeds: dict[str, Any], rows: int) -> None:
 
 def show_bandwidth(ranks: Ranks, size: int, rounds: int) -> None:
     print(f"\nbandwidth: one table of {size >> 20} MiB, best of {rounds}")
-    told = ranks.run(bandwidth, size, rounds)
+    results = ranks.run(bandwidth, size, rounds)
     print(f"{'':>34} {'MB in and out':>13} {'ms':>8} {'GB/s':>6}")
-    for name in told[0]:
+    for name in results[0]:
         worst = [
             (max(b for b, _ in call), max(s for _, s in call))
-            for call in zip(*(t[name] for t in told), strict=True)
+            for call in zip(*(t[name] for t in results), strict=True)
         ]
         count, taken = min(worst, key=lambda call: call[1])
         rate = f"{count / taken / 1e9:.2f}" if count else "-"

@@ -656,26 +656,26 @@ class Bench:
         check(data, [side])
         steps = max(3, min(200, int(options.rounds * options.round_seconds / self.ours.seconds("ours", 2))))
         if options.profile:
-            told = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
+            report = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}: rank 0 by own time, "
-                  f"{told['total']:.1f} ms of processor time a step under the profiler\n")  # fmt: skip
+                  f"{report['total']:.1f} ms of processor time a step under the profiler\n")  # fmt: skip
             print("| ms/step | calls/step | where |\n|---|---|---|")
-            for own, calls, where in told["profile"]:
+            for own, calls, where in report["profile"]:
                 print(f"| {own:.2f} | {calls:.0f} | {where.replace('|', '/')} |")
         if options.stages:
-            told_all = self.ours.ask("stages", name="ours", steps=steps)
-            copy = statistics.mean(told["copy"] for told in told_all) / 1e9
+            reports = self.ours.ask("stages", name="ours", steps=steps)
+            copy = statistics.mean(report["copy"] for report in reports) / 1e9
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}; copy {copy:.1f} GB/s on each "
                   f"of {case.ranks} ranks\n")  # fmt: skip
             print("| stage | ms | processor ms | faults | bound ms | ms by rank |\n|---|---|---|---|---|---|")
             total = 0.0
-            found = {stage for told in told_all for stage in told["stages"]}
+            found = {stage for report in reports for stage in report["stages"]}
             for stage in [*ORDER, *sorted(found - set(ORDER))]:
                 if stage not in found:
                     continue
-                times = [told["stages"].get(stage, (0.0, 0.0, 0.0)) for told in told_all]
+                times = [report["stages"].get(stage, (0.0, 0.0, 0.0)) for report in reports]
                 elapsed, busy, faults = (statistics.mean(column) for column in zip(*times, strict=True))
-                bound = 1e3 * statistics.mean(told["bounds"].get(stage, 0.0) for told in told_all)
+                bound = 1e3 * statistics.mean(report["bounds"].get(stage, 0.0) for report in reports)
                 total += bound
                 text = {"rest": "", "step": f"{total:.2f}"}.get(stage, f"{bound:.2f}")
                 by_rank = " ".join(f"{1e3 * own:.2f}" for own, *_ in times)

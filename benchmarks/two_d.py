@@ -291,8 +291,8 @@ def print_projection() -> None:
             line += [f"{1e3 * two:.1f}", f"{base / two:.0%}"]
         print("".join(f"{cell:>10}" for cell in line), flush=True)
     print(
-        '\nThe paper (abstract of arXiv 2508.03854) says "nearly linear training speed scaling up to 4K GPUs": of '
-        "whole models, with their dense parts and overlap, on its machines. What else is published: docs/two-d.md."
+        '\nThe paper (abstract of arXiv 2508.03854) reports "nearly linear training speed scaling up to 4K GPUs": of '
+        "whole models, with their dense parts and overlap, on its machines. Other publications: docs/two-d.md."
     )
 
 

@@ -172,11 +172,11 @@ def check(module: Any, tiling: str, options: argparse.Namespace) -> float:
     state = full_state_dict(module)
     for name, value in base.state_dict().items():
         worst = max(worst, float((state[name] - value).abs().max() / (1 + value.abs().max())))
-    heard = torch.tensor(worst)
-    dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-    if not float(heard) <= 1e-6:
-        raise SystemExit(f"{tiling}: differs from the unsharded module by {float(heard):.2e}")
-    return float(heard)
+    worst_of_all = torch.tensor(worst)
+    dist.all_reduce(worst_of_all, op=dist.ReduceOp.MAX)
+    if not float(worst_of_all) <= 1e-6:
+        raise SystemExit(f"{tiling}: differs from the unsharded module by {float(worst_of_all):.2e}")
+    return float(worst_of_all)
 
 
 def bytes_sent() -> int:
@@ -302,7 +302,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", default="100mbit", help="as tc says it; '' for no limit")
+    parser.add_argument("--rate", default="100mbit", help="bandwidth in tc's notation; '' for no limit")
     parser.add_argument("--tables", type=int, default=4)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--dim", type=int, default=64)

@@ -156,16 +156,16 @@ def main() -> None:
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--dims", nargs="*", type=int, default=[64, 128])
     parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
-    speeds = ", ".join(f"{copy_speed(n):.1f} GB/s on {n}" for n in asked.threads)
+    options = parser.parse_args()
+    speeds = ", ".join(f"{copy_speed(n):.1f} GB/s on {n}" for n in options.threads)
     print(f"{machine()}; copy: {speeds} threads; times in ms\n")
     head = "optimizer D L ids threads distinct sort rows gradients bound update update/bound"
     print("| " + " | ".join(head.split()) + " |\n|" + "---|" * len(head.split()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         library = compiled(Path(folder))
-        for dim in asked.dims:
-            for optimizer in asked.optimizer:
-                for threads in asked.threads:
+        for dim in options.dims:
+            for optimizer in options.optimizer:
+                for threads in options.threads:
                     case = Case(
                         "pooled-train",
                         8,
@@ -178,7 +178,7 @@ def main() -> None:
                         threads,
                         optimizer=optimizer,
                     )
-                    print(run(library, case, asked.rounds), flush=True)
+                    print(run(library, case, options.rounds), flush=True)
 
 
 if __name__ == "__main__":
