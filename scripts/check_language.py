@@ -3,8 +3,8 @@
     python scripts/check_language.py [PATH ...]     # default: tilerec, README.md and docs
 
 Documentation uses the verbs of the field instead: returns, sends, raises, detects. In Python files the script checks
-comments, strings and names, including parts of names that underscores separate. In Markdown it ignores quotations ("…", “…” and
-lines that begin with >).
+comments, strings and names, including parts of names that underscores separate. In Markdown it ignores quotations
+("…", “…” and lines that begin with >).
 """
 
 from __future__ import annotations
