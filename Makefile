@@ -1,36 +1,34 @@
-# Everything a developer runs. Each target does its own set-up, says what it does, and does nothing twice.
+# The commands of a developer. Each target does its own set-up, prints each step, and skips finished steps.
 #
 #   make train      set up .venv and train the synthetic recipe (about a minute on 2 cores)
 #   make test       set up .venv and run lint, types, contracts and the tests
-#   make parity     the whole product of tilings, forms, optimizers and worlds against the unsharded module (minutes)
+#   make parity     every combination of tilings, forms, optimizers and worlds against the unsharded module (minutes)
 #   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
-#   make sanitize   the tests of GPU kernels under the sanitizer: every access looked at (minutes)
-#   make mutate     change one operator or constant at a time, run the tests of its room, list what they do not notice
+#   make sanitize   the tests of GPU kernels under the sanitizer, which checks every access (minutes)
+#   make mutate     change one operator or constant at a time, run the tests of its room, list undetected changes
 #                   (an hour or two; `make mutate ARGS="--rooms sparse --count 10 --seed 7"`, or `ARGS="--at FILE:LINE"`)
-#   make nightly    all of it: the tests with the cases that take minutes (`make parity` among them), `make sanitize`,
+#   make nightly    all tests: those that take minutes included (`make parity` among them), `make sanitize`,
 #                   `make simulated-gpu` and `make mutate` (hours)
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
-#   make check-torch  the tests that lean on torch most, under the oldest and the newest supported release
-#   make native     build the native library into the working tree (the targets above do, when a source changed)
-#   make clean      remove what the targets above made
+#   make native     build the native library into the working tree (the targets above do so if a source has changed)
+#   make clean      remove the files that the targets above made
 #
 # Needs: python3 (>= 3.10) with venv, make, g++, git. cmake and ninja come from pip.
 #
 # Variables
 #   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
 #   TORCH_INDEX  a further index to find torch in, for CPU builds            TORCH_INDEX=https://download.pytorch.org/whl/cpu
-#   TORCHES      releases that `make check-torch` tests                       TORCHES="2.11.0 2.13.0"
-#   WORKERS      processes that the tests are spread over (0: all in one)   WORKERS=0
-#   ARGS         passed on to the program a target runs                     make train ARGS="--set train.max_steps=50"
+#   WORKERS      number of processes that run the tests (0: all in one)     WORKERS=0
+#   ARGS         passed on to the program of a target                       make train ARGS="--set train.max_steps=50"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-# Tests start a hundred processes, which need not compile the package anew each.
+# Tests start a hundred processes; compiled files save each of them from compiling the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
@@ -61,7 +59,7 @@ $(VENV)/.torch: constraints.txt
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt $(TORCH)
 	touch $@
 
-# Editable: everything is read from the working tree.
+# An editable install: Python reads all files from the working tree.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(call say,tilerec and its tools)
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt scikit-build-core cmake ninja
@@ -124,7 +122,7 @@ pytest: setup
 
 .PHONY: parity
 parity: setup
-	$(call say,parity: sharded equals unsharded$(comma) the whole product)
+	$(call say,parity: sharded equals unsharded$(comma) every combination)
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
 
 .PHONY: sanitize
@@ -142,10 +140,10 @@ mutate: setup
 	$(call say,mutants of six rooms$(comma) each against the tests of its room)
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
-# What `make test` leaves out because it takes minutes. A failure does not keep the others from being run.
+# Tests that `make test` leaves out because they take minutes. After a failure the other steps still run.
 .PHONY: nightly
 nightly: setup
-	$(call say,tests$(comma) the cases that take minutes among them)
+	$(call say,tests$(comma) including cases that take minutes)
 	failed=; \
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS) || failed+=" tests"; \
 	$(MAKE) --no-print-directory sanitize || failed+=" sanitize"; \

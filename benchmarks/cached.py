@@ -1,19 +1,22 @@
-"""Cached tables: which part of the rows a cache has, by its size and who goes first; and what its books cost.
+"""Cached tables: hit rates by cache size and policy, and the cost of the cache's bookkeeping.
 
     python benchmarks/cached.py [--rows 1000000] [--batch 16384] [--batches 100] [--threads 1]
         [--ratings PATH/TO/ratings.csv]
 
-The claims: on skewed ids a cache of a twentieth of the rows has half and more of the rows that batches name; LFU has
-more of them than LRU where popularity does not change; and training behind a cache gives the same bits as without one.
+The claims:
 
-Hit rates are those of distinct rows per batch (a row that a batch names ten times moves once), after as many batches of
-warming up as are measured, from the cache's own books. Streams: Zipf's law over rows in random order; movies in the
-order in which MovieLens' users rated them (each in 256 of the ratings a batch), where popularity does change.
+- on skewed ids a cache of a twentieth of the rows holds half or more of the rows of a batch
+- LFU holds more of them than LRU if popularity does not change
+- training behind a cache gives the same bits as without one
+
+Hit rates count distinct rows per batch (a row that occurs ten times in a batch moves once). They come from the cache's
+own statistics, after as many warm-up batches as measured ones. Streams: Zipf's law over rows in random order; movies in
+the order in which MovieLens' users rated them (each in 256 of the ratings a batch), where popularity does change.
 
 Times are those of whole training steps (one table, pooled, row-wise Adagrad) with and without a cache, in turns, both
-on the CPU: the cache is in host memory, too, so it can only cost, and what is measured are its books: finding the
-distinct rows, choosing lines, moving rows. Outputs of every step, and all rows and state in the end, are compared
-before a time is printed. What a cache saves, rows read over a slow link, only a GPU shows.
+on the CPU. The cache is in host memory, too, so it only adds cost. The measured cost is that of its bookkeeping:
+finding the distinct rows, choosing lines, moving rows. Outputs of every step, and all rows and state in the end, are
+compared before a time is printed. Only a GPU can show the time that a cache saves by fewer reads over a slow link.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ DIM, BAG = 64, 8
 
 
 def zipf(rows: int, count: int, exponent: float, seed: int) -> Tensor:
-    """Ids by Zipf's law, popular ones anywhere in the table."""
+    """Return ids by Zipf's law, with popular ones at random places of the table."""
     generator = torch.Generator().manual_seed(seed)
     shares = torch.arange(1, rows + 1, dtype=torch.float64).pow(-exponent).cumsum(0)
     draws = torch.rand(count, generator=generator, dtype=torch.float64) * shares[-1]
@@ -58,7 +61,7 @@ def zipf(rows: int, count: int, exponent: float, seed: int) -> Tensor:
 
 
 def rated_movies(path: Path) -> tuple[Tensor, int]:
-    """Movies in the order of their ratings, numbered as they come first; and how many there are."""
+    """Return movies in the order of their ratings, numbered by first occurrence, and the number of movies."""
     with path.open() as file:
         pairs = sorted((int(row["timestamp"]), int(row["movieId"])) for row in csv.DictReader(file))
     number: dict[int, int] = {}
@@ -67,18 +70,18 @@ def rated_movies(path: Path) -> tuple[Tensor, int]:
 
 
 def hit_rate(ids: Tensor, rows: int, batch: int, factor: float, algorithm: CacheAlgorithm) -> float:
-    """Of the distinct rows of the second half of the batches, the part that was there."""
+    """Return the hit rate of distinct rows in the second half of the batches."""
     sets = CacheSets(rows, -(-round(factor * rows) // WAYS), WAYS, batch, algorithm, CPU)
-    parts, hits, asked = ids.split(batch), 0, 0
+    parts, hits, requested = ids.split(batch), 0, 0
     for serial, part in enumerate(parts, start=1):
         rows_U = torch.unique(part)
         moves = sets.request(rows_U, serial)
         assert not isinstance(moves, NoSpare), "a spare line per id"
         sets.seat(moves)
         if serial > len(parts) // 2:
-            asked += rows_U.numel()
+            requested += rows_U.numel()
             hits += rows_U.numel() - moves.loaded_rows.numel()
-    return hits / asked
+    return hits / requested
 
 
 def print_hit_rates(name: str, ids: Tensor, rows: int, batch: int) -> None:

@@ -1,19 +1,19 @@
-"""The planner's cost model against the clock: predicted and measured seconds of a step, over many plans.
+"""Compare the planner's cost model with measurements: predicted and measured seconds of a step, over many plans.
 
     python benchmarks/cost_model.py [--plans 36] [--ranks 2] [--topology topology.json] [--stages] [--csv FILE]
 
 Sets of tables and plans are drawn at random with a fixed seed: dims 8 to 256, 1 to 20 ids per bag, tables of 1,000 to
-400,000 rows, SGD, row-wise Adagrad or Adam; a third of the plans have one sharding type for all tables, the others mix
-them. Each is run for some steps on 2 ranks with one thread each over gloo, in several passes over all plans so that a
-slow minute does not fall on one of them. A measured time is the median step (the slower rank counts), the least over
+400,000 rows, SGD, row-wise Adagrad or Adam. A third of the plans have one sharding type for all tables, the others mix
+them. Each is run for some steps on 2 ranks with one thread each over gloo, in several passes over all plans, so that a
+slow minute does not affect one plan alone. A measured time is the median step (the slower rank counts), the least over
 passes. Predicted times come from `planner/cost/price.py` with the speeds that `tilerec calibrate` measured just before
-(or those of --topology). Printed: every plan, Spearman's rank correlation, and the median and the 90th percentile of
+(or those of --topology). Output: every plan, Spearman's rank correlation, and the median and the 90th percentile of
 |predicted / measured - 1|.
 
---ranks 4: more ranks than two cores can run at once. Then a measured time is put together: of every stage, the median
-seconds that each rank's thread is on a processor, the slowest rank's counted; and all-to-alls of the same bytes, timed
-by themselves (four processes on two cores). Speeds of the work are still those of two ranks, which have a core each;
-bytes and calls between ranks cost what bare all-to-alls of the four do.
+--ranks 4: more ranks than two cores can run at once. A measured time is then composed. For every stage, it takes the
+median seconds that each rank's thread is on a processor, and counts the slowest rank. It adds all-to-alls of the same
+bytes, timed by themselves (four processes on two cores). Speeds of the work are still those of two ranks, which have a
+core each. Bytes and calls between ranks cost as much as bare all-to-alls of the four.
 
 --stages: sums over plans of the least seconds of each part, predicted and measured (clocks around ops cost a little).
 """
@@ -54,12 +54,12 @@ from tilerec.testing.ranks import Ranks  # noqa: E402
 
 RANKS = 2
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
-MOST_CELLS = 60_000_000  # of all tables of a plan: they must fit, in several copies
+MOST_CELLS = 60_000_000  # of all tables of a plan: several copies must fit
 OPTIMIZERS: tuple[OptimizerSpec, ...] = (SGD(0.1), SGD(0.1), RowWiseAdagrad(0.1), Adam(1e-3))
 
 
 class Plan:
-    """One set of tables and where each lies."""
+    """One set of tables with its tilings."""
 
     def __init__(self, seed: int, ranks: int = RANKS) -> None:
         world = ranks
@@ -154,14 +154,14 @@ def measured_speeds() -> dict[str, Any]:
 
 
 def measured_links() -> dict[str, float]:
-    """Of bare all-to-alls: seconds of one that carries nothing, and of a byte."""
+    """Return the seconds of an empty all-to-all, and the seconds per byte."""
     torch.set_num_threads(1)
     topology = Topology(ProcessGroupComms().size, "cpu")
     return _Bench(ProcessGroupComms(), torch.device("cpu"), topology)._links(default_speeds(topology))
 
 
 def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of each step on this rank, and of its stages: elapsed, and of the main thread on the processor."""
+    """Return the seconds of each step and its stages on this rank: elapsed, and the main thread's processor time."""
     torch.set_num_threads(1)
     clock: Any = None
     if stages:
@@ -196,7 +196,7 @@ def measure(seed: int, steps: int, stages: bool) -> tuple[list[float], dict[str,
     return taken, spent
 
 
-# Stages of the clocks of `sharded_step.py` in the model's; what they leave ("rest") is Python's, before the first wait.
+# Maps stages of `sharded_step.py` to the model's; the remainder ("rest") is Python's time, before the first wait.
 STAGES_OF = {
     "lookup": 1, "rows in host": 1, "rows": 1, "scatter": 2, "gather": 2, "rows'": 2, "rows' in host": 2, "sums": 3,
     "update": 3, "row sums": 3, "replica counts": 3, "replica rows": 3, "replica ids": 3, "replica gradients": 3,
@@ -205,7 +205,7 @@ STAGES_OF = {
 
 
 def measure_alone(seed: int, steps: int) -> tuple[list[float], float]:
-    """Seconds that this rank works in each stage (on a processor); seconds of the step's exchanges by themselves."""
+    """Return this rank's processor seconds in each stage, and the seconds of the step's exchanges by themselves."""
     import sharded_step
 
     torch.set_num_threads(1)
@@ -252,7 +252,7 @@ def measure_alone(seed: int, steps: int) -> tuple[list[float], float]:
 
 
 def ranks_of(values: list[float]) -> list[float]:
-    """Places in ascending order; equal values share theirs."""
+    """Return places in ascending order; equal values share theirs."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
 

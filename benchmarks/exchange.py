@@ -1,14 +1,14 @@
-"""What a rank does to exchange ids and rows: native kernels beside the plain-PyTorch reference and a plain copy.
+"""The exchange of ids and rows on one rank: native kernels, the plain-PyTorch reference, and a plain copy.
 
     python benchmarks/exchange.py [--slots 26] [--batch 2048] [--rounds 15] [--threads 1,2]
 
 The claims: routing ids to the ranks that hold their rows takes a few times the copy of its results, at any number of
-parts; putting rows into an output (or reading them out of a gradient) costs little more than copying them.
+parts. Writing rows into an output (or reading them out of a gradient) costs little more than copying them.
 
-Every case is run by turns natively, by the reference and as a copy of as many bytes as the case reads and writes (half
-of each), so a change in the machine's load meets all three; medians are printed, after the results were compared. The
-bytes of `route_ids` are those of ids and offsets read and of all five results written; those of rows are rows read and
-written once (a sum: rows read, output read and written). "fixed" is the same call on one bag: the cost of calling.
+Every case runs by turns natively, by the reference and as a copy of as many bytes as the case reads and writes (half
+of each), so a change in the machine's load affects all three. Medians are printed, after the results were compared. The
+bytes of `route_ids` are those of ids and offsets read and of all five results written. Those of rows are rows read and
+written once (a sum: rows read, output read and written). "fixed" is the same call on one bag: the cost of a call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def route_case(slots: int, batch: int, length: int, parts: int, ids: torch.dtype) -> Case:
-    """Ids of `slots` features, `length` per bag, every table cut evenly into `parts`; a part per rank."""
+    """Make ids of `slots` features, `length` per bag, every table cut evenly into `parts`; a part per rank."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, ROWS, (slots * batch * length,), generator=generator).to(ids)
     offsets = torch.arange(slots * batch + 1) * length
@@ -65,7 +65,7 @@ def route_case(slots: int, batch: int, length: int, parts: int, ids: torch.dtype
 
 
 def rows_case(op: str, slots: int, batch: int, dim: int, parts: int) -> Case:
-    """Rows of `slots` features side by side in `[batch, slots * dim]`: all bags of one part, or parts summed."""
+    """Make rows of `slots` features side by side in `[batch, slots * dim]`: all bags of one part, or parts summed."""
     generator = torch.Generator().manual_seed(0)
     lists: list[list[int]] = [[], [], [], [], [], []]
     numbers: list[Tensor] = []
@@ -89,7 +89,7 @@ def rows_case(op: str, slots: int, batch: int, dim: int, parts: int) -> Case:
 
 
 def same(case: Case) -> bool:
-    """Whether the op gives what the reference gives."""
+    """Return True if the op gives the reference's result."""
     if case.op == "place_rows_":
         flat, *rest = case.arguments
         pair = (flat.clone(), flat.clone())
@@ -111,7 +111,7 @@ def micros(run: Callable[[], Any]) -> float:
 
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
-    """Median microseconds: native through the dispatcher, the reference, a copy."""
+    """Return median microseconds: native through the dispatcher, the reference, a copy."""
     op = getattr(torch.ops.tilerec, case.op).default
     source, target = torch.ones(case.bytes // 8), torch.ones(case.bytes // 8)
     runs: dict[str, Callable[[], Any]] = {
@@ -139,7 +139,7 @@ def cases(slots: int, batch: int) -> list[Case]:
 
 
 def fixed_cases(slots: int) -> list[Case]:
-    """The same calls on one bag: what calling costs."""
+    """Make the same calls on one bag: the cost of a call."""
     one = [route_case(slots, 1, 1, parts, torch.int64) for parts in (1, 2, 8, 64)]
     moves = [rows_case(op, slots, 1, 1, parts) for op in ("place_rows_", "pick_rows") for parts in (1, 2)]
     return [case._replace(name=f"fixed: {case.name}") for case in one + moves]

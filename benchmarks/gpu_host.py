@@ -1,25 +1,25 @@
-"""What the host does for a call on a GPU, measured without one: Python, torch's dispatcher, Triton's launch path.
+"""Host time of a call on a GPU, measured without a GPU: Python, torch's dispatcher, Triton's launch path.
 
     python benchmarks/gpu_host.py [--tables 26] [--batch 4096] [--length 1] [--dim 16] [--rounds 9] [--json FILE]
     python benchmarks/gpu_host.py --tables 4 --batch 1024 --length 10 --dim 64       # the floor of a small step
 
 The host functions of the Triton backend serve tensors of the CPU here, so checks, keys of layouts, packing and launches
-run as they would on a GPU. What does not:
+run as they would on a GPU. The differences:
   - nothing is compiled and no kernel runs: a launch ends where Triton would call its launcher in C (3 to 5 us on a GPU)
-  - a report is copied to pinned memory and an event recorded: here a copy on the CPU and an object that does nothing
-    (about 5 us more on a GPU)
+  - instead of a copy of a report to pinned memory and a recorded event, there is a copy on the CPU and an object that
+    does nothing (a GPU takes about 5 us more)
   - torch's own ops (`empty`, `sort` …) are the CPU's: they are left out of `host`, as `torch`, since on a GPU their
-    share is a launch each. A step's dense part is none: the loss is the sum of the output
-What the numbers stand for is therefore a lower bound of a GPU's host time, and the shares of it that are ours.
+    share is a launch each. A step has no dense part: the loss is the sum of the output
+The numbers are therefore a lower bound of a GPU's host time, and of tilerec's shares of it.
 
-Columns, in microseconds per call, medians of the rounds: `host` without `torch`; then who has it, each without what it
-calls of the others (their sum is more than `host` by what the watching takes).
+Columns, in microseconds per call, medians of the rounds: `host` without `torch`; then its shares, each without the time
+of the others that it calls (their sum exceeds `host` by the cost of the measurement).
   launch    Triton's launch path, or `launch.py` in front of it; `n` launches
-  reports   asking for a report, sending it, looking at those that came
-  layout    the key of a layout and what is looked up by it
+  reports   requesting a report, sending it, checking those that have arrived
+  layout    the key of a layout and its lookup
   checks    of shapes, types and places
   op        the rest of the op's host function
-  backward  collecting gradients and handing them to the optimizer (`gradient.py`, `table_rows.py`)
+  backward  collecting gradients and passing them to the optimizer (`gradient.py`, `table_rows.py`)
   rest      the dispatcher, autograd, the module
   torch     ops of torch, run on the CPU
 """
@@ -102,7 +102,7 @@ class Clock:
 
 
 class Driver:
-    """Stands for a GPU's: there is one H200, and its stream."""
+    """Stand-in for Triton's driver of a GPU: one H200 with its stream."""
 
     def get_current_device(self) -> int:
         return 0
@@ -115,7 +115,7 @@ class Driver:
 
 
 class Compiled(CompiledKernel):
-    """Stands for what Triton compiles: launched, it counts."""
+    """Stand-in for a kernel that Triton compiled: a launch only counts."""
 
     launches = 0
 
@@ -131,13 +131,13 @@ class Compiled(CompiledKernel):
 
 
 def compile_nothing(self: Any, key: str, signature: Any, device: int, *rest: Any) -> Compiled:
-    assert self.cache_key  # Triton finds the constants that a launch compares in making it
+    assert self.cache_key  # Triton finds the constants that a launch compares when it makes the launch
     kernel = self.device_caches[device][0][key] = Compiled()
     return kernel
 
 
 class Event:
-    """Stands for CUDA's: what it is recorded behind has happened."""
+    """Stand-in for a CUDA event: the work before it has always completed."""
 
     def record(self, stream: Any) -> None:
         pass
@@ -191,7 +191,7 @@ TORCH = ("empty", "zeros", "sort", "empty_like", "zeros_like", "searchsorted", "
 
 
 def replace_everywhere(old: Any, new: Any) -> None:
-    """In every module of the library that has the function under whatever name."""
+    """Replace a function in every module of the library that has it, under any name."""
     for name, module in list(sys.modules.items()):
         if name.startswith("tilerec") and module is not None:
             for attribute, value in list(vars(module).items()):
@@ -200,7 +200,7 @@ def replace_everywhere(old: Any, new: Any) -> None:
 
 
 def install(clock: Clock) -> None:
-    """Have the Triton backend serve the CPU, without a GPU and without kernels."""
+    """Make the Triton backend serve the CPU, without a GPU and without kernels."""
     driver.set_active(Driver())  # type: ignore[arg-type]
     JITFunction._do_compile = compile_nothing  # type: ignore[method-assign]
     for module in (reports, later):
@@ -229,7 +229,7 @@ def install(clock: Clock) -> None:
     from tilerec.ops.gradient import definition as gradient
     from tilerec.storage.table_rows import TableRows, _Skipped
 
-    # What an update tells is begun by a kernel, so here nothing is told.
+    # A kernel begins the report of an update, so there is no report here.
     _Skipped.__call__ = lambda self, numbers: None  # type: ignore[method-assign]
     TableRows.take = clock.watch("backward", TableRows.take)  # type: ignore[method-assign]
     for function in (gradient.deliver, gradient.submit_pooled, gradient.submit_sequence):
@@ -241,7 +241,7 @@ def install(clock: Clock) -> None:
 
 
 def measured(clock: Clock, call: Callable[[], Any], rounds: int, times: int = 100) -> dict[str, float]:
-    """Microseconds by share, and launches, of a call."""
+    """Return microseconds by share, and launches, of a call."""
     for _ in range(20):
         call()
     lines = []
@@ -269,7 +269,7 @@ def features(tables: int, batch: int, length: int) -> KeyedJaggedTensor:
     keys = [f"f{t}" for t in range(tables)]
     lengths = torch.full((tables * batch,), length)
     jagged = KeyedJaggedTensor(keys, torch.randint(0, 100, (tables * batch * length,)), lengths=lengths)
-    jagged.offsets(), jagged.length_per_key()  # what a batch keeps once it was asked
+    jagged.offsets(), jagged.length_per_key()  # values that a batch keeps after their first use
     return jagged
 
 

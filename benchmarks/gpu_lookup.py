@@ -1,13 +1,13 @@
-"""Lookups and fused updates on a GPU: time, bytes, and the fraction of what the memory could do.
+"""Lookups and fused updates on a GPU: time, bytes, and the fraction of the memory's speed.
 
     python benchmarks/gpu_lookup.py [--case P1-fp32 ...] [--optimizer rowwise_adagrad ...] [--json FILE]
-    python benchmarks/gpu_lookup.py --device cpu --shrink 2000     # the script itself, where there is no GPU
+    python benchmarks/gpu_lookup.py --device cpu --shrink 2000     # the script itself, without a GPU
 
 Every result is compared with one of plain PyTorch in fp64 before anything is timed. A time is the median over rounds,
-each on another batch. The implementations follow each other, case by case: the tables of two may not fit.
+each on another batch. The implementations run one after the other, case by case: the tables of two may not fit.
 
-What is printed
-  GB/s      algorithmic: every occurrence's row counts; more than the memory's speed where rows repeat
+Output
+  GB/s      algorithmic: every occurrence's row counts; more than the memory's speed if rows repeat
   roofline  compulsory bytes / (time x copy bandwidth measured in this run): never above 1
   host      wall time until a forward + backward + update is enqueued on an idle device
   launches  kernels and copies of one forward + backward + update, as torch's profiler counts them
@@ -17,8 +17,8 @@ Bytes. A row is read in sectors of 32 bytes: R = 32 ceil(D s / 32). U distinct (
   backward  2 U R + state + output gradients + ids + 4 N            algorithmic: N D s instead of the output gradients
   state     row-wise Adagrad 64 U (two sectors), Adagrad 8 U D, Adam 16 U D
 
-Peers: `torch.nn.functional.embedding_bag` (`embedding`) with `sparse=True` and torch's optimizer step; FBGEMM where it
-can be imported.
+Peers: `torch.nn.functional.embedding_bag` (`embedding`) with `sparse=True` and torch's optimizer step; FBGEMM if it can
+be imported.
 
 Legend: T tables, E rows, D columns, B samples, L ids per bag, N ids in all, s bytes of an element.
 """
@@ -54,7 +54,7 @@ HYPER = {
     "adam": [LR, 1.0, 0.0, 0.0, EPS, 0.9, 0.999, 0.0, 0.0],
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Ids per sample of the 26 features of Criteo's terabyte set made multi-hot, as MLPerf's DLRM-DCNv2 uses it.
+# Ids per sample of the 26 features of Criteo's terabyte set made multi-hot, as in MLPerf's DLRM-DCNv2.
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 MULTI_HOT_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
@@ -76,7 +76,7 @@ class Case:
     exponent: float = 0.0  # of the power law of the ids; 0 is uniform
 
     def shrunk(self, by: int) -> Case:
-        """The same shape with fewer rows and samples."""
+        """Return the same shape with fewer rows and samples."""
         rows = tuple(max(3, r // by) for r in self.rows)
         return dataclasses.replace(self, rows=rows, batch=max(2, self.batch // by))
 
@@ -126,7 +126,7 @@ class Data:
 
 
 def fill(table: Tensor, number: int) -> None:
-    """Some values, the same every time, without a second table's worth of memory."""
+    """Fill with some values, the same every time, without the memory of a second table."""
     generator = torch.Generator(table.device).manual_seed(number)
     block = torch.randn(min(table.numel(), 1 << 22), generator=generator, device=table.device).to(table.dtype)
     flat = table.detach().view(-1)
@@ -136,7 +136,7 @@ def fill(table: Tensor, number: int) -> None:
 
 
 class Ours:
-    """The ops of this package, as the modules call them."""
+    """The ops of this package, called as the modules call them."""
 
     name = "tilerec"
 
@@ -230,7 +230,7 @@ class Torch:
 
 
 class Fbgemm:
-    """FBGEMM's table-batched embedding, where its wheel fits this torch."""
+    """FBGEMM's table-batched embedding, if its wheel fits this torch."""
 
     name = "fbgemm"
 
@@ -274,7 +274,7 @@ IMPLEMENTATIONS = (Ours, Torch, Fbgemm)
 def expected(
     case: Case, optimizer: str, device: torch.device, data: Data, t: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Table t's outputs, its touched rows and their values after one step, in fp64 from the values of `fill`."""
+    """Return table t's outputs, its touched rows and their values after one step, in fp64 from the values of `fill`."""
     table = torch.empty(case.rows[t], case.dims[t], dtype=DTYPES[case.dtype], device=device)
     fill(table, t)
     ids, length, dim = data.parts[t], case.lengths[t], case.dims[t]
@@ -301,10 +301,10 @@ def expected(
 
 
 def check(runner: Any, case: Case, optimizer: str, device: torch.device, data: Data) -> None:
-    """Compare the first and the last table's results of a first step; raises where they differ."""
+    """Compare the first and the last table's results of a first step; raise if they differ."""
     out = runner.forward(data).detach()
     runner.backward(data)
-    # A rounding of the output's type, of sums as large as the sum of their terms; and of the row's.
+    # One rounding of the output's type, for sums as large as the sum of their terms; and one of the row's type.
     rough = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}[case.dtype]
     for t in {0, len(case.rows) - 1}:
         want, rows_U, values = expected(case, optimizer, device, data, t)
@@ -323,18 +323,18 @@ def check(runner: Any, case: Case, optimizer: str, device: torch.device, data: D
 
 
 # Cycles of the GPU's clock that a timed call finds the device busy for: about 1.5 ms at 1.98 GHz, longer than the host
-# needs to enqueue a call, so the events around it bound device time alone.
+# needs to enqueue a call, so the events around the call measure device time alone.
 HEAD_START_CYCLES = 3_000_000
 
 
 class Clock:
-    """Times a call on the device: events on a GPU behind a busy device, wall time on a CPU."""
+    """Timer of a call on the device: events on a GPU behind a busy device, wall time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def host(self, call: Callable[[], Any]) -> float:
-        """Seconds until the call returns to an idle host, with an idle device before it."""
+        """Return the seconds until the call returns to an idle host, with an idle device before it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         before = time.perf_counter()
@@ -354,7 +354,7 @@ class Clock:
 
 
 def copy_bandwidth(device: torch.device, clock: Clock) -> float:
-    """Bytes read and written per second by a copy far larger than the caches."""
+    """Return bytes read and written per second by a copy far larger than the caches."""
     source = torch.ones((1 << 31 if device.type == "cuda" else 1 << 28) // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -366,7 +366,7 @@ def sector_row(dim: int, size: int) -> int:
 
 
 def compulsory(case: Case, optimizer: str, data: Data) -> tuple[float, float, float, float]:
-    """Bytes: forward compulsory and algorithmic, backward compulsory and algorithmic."""
+    """Return bytes: forward compulsory and algorithmic, backward compulsory and algorithmic."""
     size = DTYPES[case.dtype].itemsize
     ids, offsets = data.ids.nbytes, data.offsets.nbytes if case.pooled else 0
     outputs = data.grad.nbytes
@@ -385,7 +385,7 @@ def compulsory(case: Case, optimizer: str, data: Data) -> tuple[float, float, fl
 
 
 def kernels(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """Kernels and copies that a call puts on the device, in their order, and the milliseconds of each."""
+    """Return the kernels and copies of a call on the device, in their order, and the milliseconds of each."""
     if device.type == "cpu":
         return []
     activity = torch.profiler.ProfilerActivity
@@ -398,7 +398,7 @@ def kernels(call: Callable[[], Any], device: torch.device) -> list[tuple[str, fl
 
 
 def graphed(runner: Ours, data: Data, clock: Clock) -> float:
-    """Seconds of forward + backward + update replayed as a CUDA graph."""
+    """Return the seconds of forward + backward + update replayed as a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -411,7 +411,7 @@ def graphed(runner: Ours, data: Data, clock: Clock) -> float:
 
 
 def timed(runner: Any, batches: list[Data], rounds: int, clock: Clock) -> tuple[float, float, float]:
-    """Median seconds of forward, of backward + update, and of the host for both; two rounds are left out."""
+    """Return median seconds of forward, of backward + update, and of the host for both; two rounds are left out."""
     forward, backward, host = [], [], []
     for i in range(rounds + 2):
         data = batches[i % len(batches)]
@@ -422,7 +422,7 @@ def timed(runner: Any, batches: list[Data], rounds: int, clock: Clock) -> tuple[
 
 
 def step(runner: Any, data: Data) -> None:
-    """One forward, backward and update."""
+    """Run one forward, backward and update."""
     runner.forward(data)
     runner.backward(data)
 
@@ -460,7 +460,7 @@ def run(
 def run_case(
     case: Case, optimizer: str, device: torch.device, rounds: int, bandwidth: float, who: list[str]
 ) -> list[dict[str, Any]]:
-    """Every implementation, one after the other: the tables of two may not fit."""
+    """Run every implementation, one after the other: the tables of two may not fit."""
     batches = [Data(case, device, seed) for seed in range(4)]
     lines = []
     for kind in (k for k in IMPLEMENTATIONS if k.name in who):
@@ -494,11 +494,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel of a step")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    unknown = set(asked.case) - {case.name for case in CASES}
+    options = parser.parse_args()
+    unknown = set(options.case) - {case.name for case in CASES}
     if unknown:
         parser.error(f"no case {sorted(unknown)}; there are {[case.name for case in CASES]}")
-    device = torch.device(asked.device)
+    device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu --shrink 2000 runs the script on the CPU")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -506,18 +506,18 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s")
     results = []
     for case in CASES:
-        if case.name not in asked.case:
+        if case.name not in options.case:
             continue
-        case = case.shrunk(asked.shrink) if asked.shrink > 1 else case
-        for optimizer in asked.optimizer:
-            for line in run_case(case, optimizer, device, asked.rounds, bandwidth, asked.who):
+        case = case.shrunk(options.shrink) if options.shrink > 1 else case
+        for optimizer in options.optimizer:
+            for line in run_case(case, optimizer, device, options.rounds, bandwidth, options.who):
                 print(show(line), flush=True)
-                if asked.kernels and line["who"] == Ours.name:
+                if options.kernels and line["who"] == Ours.name:
                     for name, ms in line.get("kernels", []):
                         print(f"    {ms * 1e3:8.1f} us  {name[:110]}")
                 results.append(line)
-    if asked.json:
-        asked.json.write_text(
+    if options.json:
+        options.json.write_text(
             json.dumps({"device": name, "copy_gbs": bandwidth / 1e9, "lines": results}, indent=1)
         )
 

@@ -1,10 +1,10 @@
-"""Jagged ops, exchanged rows and packed rows on a GPU: time, and the fraction of what memory could do.
+"""Jagged ops, exchanged rows and packed rows on a GPU: time, and the fraction of the memory's speed.
 
     python benchmarks/gpu_moves.py [--json FILE]
     TRITON_INTERPRET=1 python benchmarks/gpu_moves.py --device cpu --shrink 500     # the script itself, without a GPU
 
-Every result is compared with the plain-PyTorch reference on the same device before it is timed, and the reference is
-timed beside it, the two taking turns. A time is the median over rounds of a call between two events.
+Every result is compared with the plain-PyTorch reference on the same device before it is timed. The reference is timed
+beside it, the two taking turns. A time is the median over rounds of a call between two events.
 
   roofline  bytes that must be moved / (time x copy bandwidth measured in this run)
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     run: Callable[[], Any]
     reference: Callable[[], Any]
     bytes: int
-    bits: bool = True  # whether both have the same bits on a GPU
+    bits: bool = True  # True if both have the same bits on a GPU
 
 
 def cases(device: torch.device, shrink: int) -> Iterator[Case]:
@@ -150,7 +150,7 @@ def cases(device: torch.device, shrink: int) -> Iterator[Case]:
 
 
 def agree(case: Case) -> None:
-    """Raise unless both give the same."""
+    """Raise unless both give the same result."""
     results, expecteds = case.run(), case.reference()
     pairs = (
         [(results, expecteds)] if isinstance(results, Tensor) else list(zip(results, expecteds, strict=True))
@@ -161,7 +161,7 @@ def agree(case: Case) -> None:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """One call, on the device's clock."""
+    """Return the seconds of one call, on the device's clock."""
     if device.type == "cpu":
         begin = time.perf_counter()
         run()

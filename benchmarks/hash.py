@@ -2,23 +2,23 @@
 
     python benchmarks/hash.py [--peer PATH/TO/python] [--ids 10000000] [--batch 65536] [--rows 1049088] [--device cuda]
 
-The claims: an id is looked up, and let in where it is new, in tens of nanoseconds, whatever the load; no two live ids
-share a row, where plain hashing (id modulo rows) lets a good part of the ids share one.
+The claims: an id is looked up, and inserted if it is new, in tens of nanoseconds at any load. No two live ids share a
+row, while plain hashing (id modulo rows) makes a large part of the ids share one.
 
-A table of 768 buckets is filled to a load with distinct ids; then a stream of ids by Zipf's law passes (of the ids that
-are there at loads below 1, of four times as many as there are rows at load 1). The native op with each number of
-threads (on tables of their own), read-only find and a dictionary (which at load 1 evicts whom it holds longest) take
-the stream in turns of 16 batches; medians over batches are printed. Before, a batch of the native op was compared with
-the reference, bit for bit; after, the tables of the numbers of threads with each other. TorchRec's
-`MCHManagedCollisionModule` (LFU) takes the first batches of the same stream from a table that was filled alike.
+A table of 768 buckets is filled to a load with distinct ids. Then a stream of ids by Zipf's law passes: of the ids in
+the table at loads below 1, of four times as many ids as rows at load 1. The native op with each number of threads (on
+tables of their own), read-only find and a dictionary (which at load 1 evicts its oldest entry) take the stream in turns
+of 16 batches. Medians over batches are printed. Before, a batch of the native op is compared with the reference, bit
+for bit; after, the tables of the numbers of threads with each other. TorchRec's `MCHManagedCollisionModule` (LFU) takes
+the first batches of the same stream, from a table that was filled alike.
 
-With `--device cuda` tables on the GPU take the stream too, by the Triton kernels; their rows and state are compared
-with the native op's. Ids are on the GPU before the clock starts, and it stops when the GPU is done. "each" is
-`zch_assign_each_`, which waits for nothing in between.
+With `--device cuda` tables on the GPU take the stream too, by the Triton kernels. Their rows and state are compared
+with the native op's. Ids are on the GPU before the clock starts, and it stops when the GPU has finished. "each" is
+`zch_assign_each_`, which does not wait in between.
 
 TorchRec's module keeps a sorted table and works every `eviction_interval` batches; a new id has the shared last row
-until then. Two intervals are shown, 1, as here, and 8; means over batches, since only every 8th does the work. Its
-hash-based module has CUDA kernels only.
+until then. Two intervals are shown, 1, as here, and 8. Their times are means over batches, since only every 8th batch
+does the work. Its hash-based module has CUDA kernels only.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.cpu.library import library, status
 
 BUCKETS = 768
-TURN = 16  # batches a side takes in a row
+TURN = 16  # consecutive batches of one implementation
 PEERS = ((1, 1), (1, 2), (8, 2))  # eviction interval, threads
 
 
 class Peer:
-    """TorchRec's module in a process of its own."""
+    """TorchRec's module in its own process."""
 
     def __init__(self, python: str) -> None:
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -88,7 +88,7 @@ class Peer:
 
 
 class Dictionary:
-    """A Python dict from id to row; when the rows are used up, whoever has been there longest goes."""
+    """A Python dict from id to row; when the rows are used up, the oldest entry is evicted."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -115,13 +115,13 @@ class Dictionary:
 
 
 class Line(NamedTuple):
-    """One side at one load; ids per second in millions."""
+    """One implementation at one load; ids per second in millions."""
 
     load: float
     side: str
     fill: float | None
     stream: float | None
-    shared: float  # of the stream's ids, those whose row is another id's too, or that have none
+    shared: float  # fraction of the stream's ids whose row another id has too, or that have none
     evicted: float | None
 
     def cells(self) -> list[str]:
@@ -140,7 +140,7 @@ def clock(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def shares(ids_N: Tensor, rows_N: Tensor) -> float:
-    """Of the ids, those whose row is used by another id too, or that have none."""
+    """Return the fraction of ids whose row another id uses too, or that have none."""
     rank_N = torch.unique(ids_N, return_inverse=True)[1]
     pair_P = torch.unique(torch.stack([rows_N, rank_N]), dim=1)[0]
     row_R, count_R = torch.unique(pair_P, return_counts=True)
@@ -149,7 +149,7 @@ def shares(ids_N: Tensor, rows_N: Tensor) -> float:
 
 
 class Ours:
-    """The native op on a table of its own."""
+    """The native op on its own table."""
 
     def __init__(self, table: HashRange, threads: int) -> None:
         self.table, self.threads, self.steps = table, threads, 0
@@ -168,7 +168,7 @@ class Ours:
 
 
 class OnGpu(Ours):
-    """A table on the GPU; every call ends when the GPU is done."""
+    """A table on the GPU; every call ends when the GPU has finished."""
 
     def __init__(self, table: HashRange, each: bool) -> None:
         super().__init__(table, 1)
@@ -206,7 +206,7 @@ class Gpu:
             self.fill[name] = ids / sum(clock(lambda i=i, s=side: s.step(i))[0] for i in batches)
 
     def turn(self, turn: list[Tensor], previous: list[Tensor], expected: list[Any]) -> None:
-        """A turn of batches; the rows must be those that the native op gave."""
+        """Run a turn of batches; the rows must equal those of the native op."""
         batches, found = [ids_N.cuda() for ids_N in turn], [ids_N.cuda() for ids_N in previous]
         for name, side in self.sides.items():
             taken = [clock(lambda i=i, s=side: s.step(i)) for i in batches]
@@ -232,7 +232,7 @@ class Gpu:
 
 
 def against_reference(ours: Ours, ids_N: Tensor) -> float:
-    """Seconds of the reference for a batch, whose results are compared with the native op's."""
+    """Return the seconds of the reference for a batch whose results are compared with the native op's."""
     table = ours.table
     states = [HashState(*(values.clone() for values in ours.state)) for _ in range(2)]
     options = AssignOptions(ours.steps + 1, Policy.LFU)
@@ -278,7 +278,7 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
             times.setdefault(f"{threads}", []).extend(seconds for seconds, _ in taken)
             found = [clock(lambda i=ids_N, o=ours: o.find(i)) for ids_N in previous]
             times.setdefault(f"find {threads}", []).extend(seconds for seconds, _ in found)
-            time.sleep(0.01)  # threads spin a little before they sleep; the next side must not feel that
+            time.sleep(0.01)  # threads spin a little before they sleep: keep that out of the next time
         if gpu is not None:
             gpu.turn(turn, previous, [result for _, result in taken])
         evicted += sum(int((result.outcomes_N == Outcome.EVICTED).sum()) for _, result in taken)
@@ -320,7 +320,7 @@ def _threads(count: int) -> str:
 def peer_line(
     peer: Peer, name: str, load: float, work: Workload, interval: int, threads: int, batches: int
 ) -> Line:
-    """TorchRec's module on the first batches of the stream; whole intervals, for the mean."""
+    """Run TorchRec's module on the first batches of the stream; whole intervals, for the mean."""
     filling = peer.ask("fill", work=dataclasses.asdict(work), interval=interval, threads=threads)["seconds"]
     batches = -(-batches // interval) * interval
     answers = [peer.ask("step", number=number, threads=threads) for number in range(batches)]

@@ -1,7 +1,7 @@
-"""The other side of `hash.py`: TorchRec's managed-collision module on CPU, in an environment of its own.
+"""The other side of `hash.py`: TorchRec's managed-collision module on CPU, in its own environment.
 
-`hash.py` starts this file with the peer's Python and talks to it over a pipe, one JSON object a line. The stream of ids
-is defined here and made by both sides from seeds; only torch is needed for that.
+`hash.py` starts this file with the peer's Python and communicates over a pipe, one JSON object a line. This file
+defines the stream of ids, and both sides make it from seeds; only torch is needed for that.
 
 Legend: U ids in the universe, the most frequent first; R rows; N ids of a batch.
 """
@@ -23,7 +23,7 @@ MULTIPLIERS = (0x7FB5D329728EA185, 0x81DADEF4BC2DD44D - 2**64)
 
 @dataclass(frozen=True)
 class Workload:
-    """Ids drawn by Zipf's law from a universe; `filled` of them are in the table before."""
+    """Ids drawn by Zipf's law from a universe; `filled` of them are in the table at the start."""
 
     rows: int
     universe: int
@@ -32,20 +32,20 @@ class Workload:
     exponent: float
 
     def ids_of(self, ranks_N: Tensor) -> Tensor:
-        """Ids with nothing in common but their rank: 62 bits, none twice."""
+        """Return 62-bit ids, all distinct, whose only common property is their rank."""
         mask = (1 << ID_BITS) - 1
         x = ranks_N & mask
-        for multiplier in MULTIPLIERS:  # odd products and xors with shifts undo each other: a permutation
+        for multiplier in MULTIPLIERS:  # odd products and xors with shifts are invertible: a permutation
             x = ((x ^ (x >> 31)) * multiplier) & mask
         return x ^ (x >> 31)
 
     def fill(self) -> list[Tensor]:
-        """Every id that the table is to hold, once, in any order."""
+        """Return every id that the table is to hold, once, in any order."""
         order = torch.randperm(self.filled, generator=torch.Generator().manual_seed(1))
         return list(self.ids_of(order).split(self.batch))
 
     def weights(self) -> Tensor:
-        """What `batch_ids` draws with: cumulated probabilities of the ranks."""
+        """Return the cumulated probabilities of the ranks, from which `batch_ids` draws."""
         rank_U = torch.arange(1, self.universe + 1, dtype=torch.float64)
         return rank_U.pow(-self.exponent).cumsum(0)
 
@@ -56,7 +56,7 @@ class Workload:
 
 
 class Mch:
-    """A sorted table of ids with least-frequently-used eviction; every `interval`-th batch lets new ids in."""
+    """A sorted table of ids with least-frequently-used eviction; every `interval`-th batch inserts new ids."""
 
     def __init__(self, work: Workload, interval: int) -> None:
         from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
@@ -74,7 +74,7 @@ class Mch:
         self.module.train()
 
     def step(self, ids_N: Tensor) -> tuple[float, int]:
-        """Seconds (with those of telling which rows must be reset), and how many ids got the shared last row."""
+        """Return seconds (with the search of rows to reset), and the number of ids that got the shared last row."""
         features = {"f": self.jagged(values=ids_N, lengths=torch.ones(ids_N.numel(), dtype=torch.int32))}
         start = time.perf_counter()
         rows_N = self.module(self.module.preprocess(features))["f"].values()

@@ -1,16 +1,15 @@
-"""Host time of keyed jagged tensors: ours beside TorchRec's, in one interleaved run.
+"""Host time of keyed jagged tensors: tilerec beside TorchRec, in one interleaved run.
 
     TILEREC_PEER_PYTHON=path/to/python python benchmarks/jagged.py [--keys 1000] [--batch 64] [--rounds 15]
-    python benchmarks/jagged.py --ops          # the ops under it: native kernels beside the plain-PyTorch reference
+    python benchmarks/jagged.py --ops          # the ops below it: native kernels beside the plain-PyTorch reference
 
 The claim: at 1,000 features x 64 samples, `to_dict`, `split` into 100 and `permute` take at most half of
 TorchRec's time.
 
-Two worker processes, one per library, build the same seeded batch and are asked in turn for one round of each case, so
-a change in the machine's load meets both. Before any time is printed the workers' results are compared. A case
-is timed on a fresh tensor each time (both libraries remember `to_dict`); "synced" tensors know their key
-offsets, "fresh" ones are built and synced inside of the timed span. Without a peer interpreter only our own
-times are printed.
+Two worker processes, one per library, build the same seeded batch and take turns in rounds of each case, so a change in
+the machine's load affects both. Before any time is printed the workers' results are compared. A case is timed on a
+fresh tensor each time (both libraries remember `to_dict`). "synced" tensors have their key offsets, "fresh" ones are
+built and synced inside of the timed span. Without a peer interpreter only tilerec's times are printed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Case = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, Case]:
-    """For each case: what is prepared untimed, and what is timed."""
+    """Return for each case the untimed preparation and the timed call."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +77,7 @@ def cases(kjt_type: Any, keys: int, batch: int, weighted: bool) -> dict[str, Cas
 
 
 def op_arguments(bags: int, mean_length: int) -> dict[str, tuple[Any, ...]]:
-    """One batch for every op: `bags` bags of 0 to `2 * mean_length` ids."""
+    """Make one batch for every op: `bags` bags of 0 to `2 * mean_length` ids."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +103,7 @@ def op_arguments(bags: int, mean_length: int) -> dict[str, tuple[Any, ...]]:
 
 
 def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
-    """Native kernels beside the reference, interleaved, on one and on two threads; results are compared first."""
+    """Time native kernels and the reference, interleaved, on one and on two threads; results are compared first."""
     import torch
 
     from tilerec.ops.jagged.cpu import kernels
@@ -146,7 +145,7 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
 
 
 def digest(result: Any) -> str:
-    """A fingerprint of everything a result holds."""
+    """Return a fingerprint of all data of a result."""
     state = hashlib.sha256()
 
     def add(part: Any) -> None:
@@ -194,12 +193,12 @@ def work(library: str, keys: int, batch: int, weighted: bool, repeats: int) -> N
 
 
 class Worker:
-    """One library in a process of its own."""
+    """One library in its own process."""
 
     def __init__(self, python: str, library: str, arguments: Iterable[str]) -> None:
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
         if library == "tilerec":
-            # The checkout this file is in, after whatever the caller chose.
+            # The checkout of this file, after the caller's paths.
             root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
         else:

@@ -1,10 +1,10 @@
-"""`LinkedHosts`: two network namespaces joined by a virtual cable, each as good as a machine of its own to a program.
+"""`LinkedHosts`: two network namespaces joined by a virtual cable; to a program each looks like a separate machine.
 
     with LinkedHosts(rate="100mbit") as hosts:
-        hosts.popen(0, ["torchrun", ...])           runs on host 0, sees `DEVICE` and a loopback and no other network
+        hosts.popen(0, ["torchrun", ...])           runs on host 0, with `DEVICE`, a loopback and no other network
 
-Wants Linux, root and iproute2; `why_not()` says what is missing. Only what these hosts started is ended, and both
-namespaces are gone afterwards; those that a killed program left behind are removed by the next one.
+Needs Linux, root and iproute2; `why_not()` returns the missing requirement. On exit, only processes that these hosts
+started are killed, and both namespaces are removed. The next program removes namespaces that a killed program left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = "tilerec-"
 
 
 def why_not() -> str | None:
-    """Why there can be no linked hosts here; None if there can."""
+    """Return the reason why linked hosts are impossible here; None if they are possible."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are a thing of Linux"
     if os.geteuid() != 0:
@@ -47,10 +47,10 @@ class LinkedHosts:
     """Two hosts, 0 and 1, with addresses `ADDRESSES`.
 
     Args:
-        rate: what the cable carries each way, in the words of `tc` ("100mbit"); None: as fast as memory.
+        rate: bandwidth of the cable in each direction, in `tc`'s notation ("100mbit"); None: as fast as memory.
 
     Attributes:
-        shaped: why `rate` has no effect, or None if it has.
+        shaped: the reason why `rate` has no effect, or None if it has.
     """
 
     def __init__(self, rate: str | None = None) -> None:
@@ -81,7 +81,7 @@ class LinkedHosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._started:
-            # Each was started as the leader of a process group of its own.
+            # Each was started as the leader of its own process group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -89,21 +89,21 @@ class LinkedHosts:
             _remove(name)
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on a host; it and what it starts is killed when the hosts go."""
+        """Start a program on a host; it and its children are killed when the hosts are closed."""
         where = ["ip", "netns", "exec", self.names[host]]
         process = subprocess.Popen([*where, *command], start_new_session=True, **options)
         self._started.append(process)
         return process
 
     def free_port(self, host: int) -> int:
-        """A TCP port of a host that nobody listens on."""
+        """Return a TCP port of a host on which no process listens."""
         ask = f"import socket; s = socket.create_server(('{ADDRESSES[host]}', 0)); print(s.getsockname()[1])"
         run = ["ip", "netns", "exec", self.names[host], sys.executable, "-S", "-c", ask]
         return int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
 
 
 def _shape(name: str, rate: str) -> str | None:
-    """Slow a host's end down; why it could not be done, if so."""
+    """Limit the speed of a host's end; return the reason if that is impossible."""
     if shutil.which("tc") is None:
         return "the program `tc` (iproute2) is not installed"
     bucket = ["tbf", "rate", rate, "burst", "32kb", "latency", "200ms"]
@@ -121,7 +121,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _remove(name: str) -> None:
-    """Remove a namespace of ours, with whatever still runs in it."""
+    """Remove a namespace of this class, with the processes that still run in it."""
     with contextlib.suppress(RuntimeError):
         for pid in _ip("netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
@@ -130,7 +130,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_orphans() -> None:
-    """Namespaces of programs that are gone."""
+    """Remove namespaces of programs that have ended."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0] if line.strip() else ""
         owner = name.removeprefix(_PREFIX).split("-")[0]

@@ -1,4 +1,4 @@
-"""A picture of times against sizes: an SVG file with logarithmic axes, light and dark, without any dependency."""
+"""A chart of times against sizes: an SVG file with logarithmic axes, light and dark, without any dependency."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y), both above 0, by x; and what they are."""
+    """Points (x, y), both above 0, by x, and their label."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Of the power law that fits best: the slope of logarithms."""
+    """Return the exponent of the power law that fits best: the slope of logarithms."""
     xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
 
 
 def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]) -> None:
-    """Write the picture.
+    """Write the chart.
 
     Args:
-        across, up: what the axes are.
+        across, up: labels of the axes.
         series: one or two, with two points or more each.
     """
     every = [point for one in series for point in one.points]
@@ -80,12 +80,12 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         out.append(f'<polyline class="line of{i}" points="{line}"/>')
         for (x, y), (size, seconds) in zip(places, one.points, strict=True):
-            said = f"{size:,.0f}: {seconds:.3g}"
+            text = f"{size:,.0f}: {seconds:.3g}"
             out.append(
-                f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{said}</title></circle>'
+                f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
             )
         x, y = places[len(places) // 2]
-        end = x > (LEFT + WIDTH) / 2  # the right half: what is written ends there
+        end = x > (LEFT + WIDTH) / 2  # the right half: text ends at its point
         anchor = f'x="{WIDTH - RIGHT}" text-anchor="end"' if end else f'x="{x + 12:.1f}"'
         out.append(f'<text class="name{i}" {anchor} y="{y + 22:.1f}">{html.escape(one.name)}</text>')
     path.parent.mkdir(parents=True, exist_ok=True)

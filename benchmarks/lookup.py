@@ -2,10 +2,10 @@
 
     python benchmarks/lookup.py --peer .venv-peer/bin/python [--quick] [--section pooled ...] [--csv FILE]
 
-Two processes: this one, and `peer.py` under the peer's Python. For every case both build the same tables, each result
-is compared with a float64 oracle, and only then short rounds are timed, ours and the peers' in turn, so that all see
-the same machine. A time is the median over the rounds; a ratio (peer / ours, above 1: tilerec is faster) the median of
-the rounds' own ratios.
+Two processes: this one, and `peer.py` under the peer's Python. For every case both build the same tables, and each
+result is compared with a float64 oracle. Only then are short rounds timed, tilerec's and the peers' in turn, so that
+all run under the same conditions. A time is the median over the rounds; a ratio (peer / tilerec, above 1: tilerec is
+faster) the median of the rounds' own ratios.
 
 Sections
   pooled          forward of pooled lookups (sums)
@@ -14,10 +14,10 @@ Sections
   sequence-train  the same, unpooled
   overhead        one call on 26 tables, 64 samples, one id per bag: mostly the cost of a call
 
-Tables are allocated as each library does: ours flat, in 2 MiB pages where the system gives them.
+Tables are allocated as each library does: tilerec's flat, in 2 MiB pages if the system provides them.
 
-GB/s counts the bytes a perfect implementation must move once: distinct rows, output, ids. Next to it stands a copy of
-256 MiB, read and written, of the same run.
+GB/s counts the bytes that a perfect implementation must move once: distinct rows, output, ids. Beside it is the speed
+of a copy of 256 MiB, read and written, of the same run.
 
 Legend: T tables, E rows, D columns, B samples, L ids per bag, N = T * B * L ids.
 """
@@ -143,7 +143,7 @@ class Peer:
 
 
 def make_data(case: Case) -> dict[str, Tensor]:
-    """Ids, offsets, output gradient, and the distinct rows per table."""
+    """Make ids, offsets, output gradient, and the distinct rows per table."""
     generator = torch.Generator().manual_seed(7)
     T, E, per_table = case.tables, case.rows, case.batch * case.length
     if case.ids == "uniform":
@@ -152,7 +152,7 @@ def make_data(case: Case) -> dict[str, Tensor]:
         share = torch.arange(1, E + 1, dtype=torch.float64) ** -1.05
         draws = torch.rand(T, per_table, generator=generator).double()
         rank = torch.searchsorted(share.cumsum(0) / share.sum(), draws)
-        # Scrambled: popular rows lie anywhere. The factor is a prime, so no two ranks meet.
+        # Scrambled: popular rows lie anywhere. The factor is a prime, so no two ranks get the same row.
         ids = (rank.clamp_(max=E - 1) * 2654435761 + torch.arange(T)[:, None] * 7919) % E
     offsets = torch.arange(T * case.batch + 1) * case.length
     data = {"ids": ids.reshape(-1), "offsets": offsets}
@@ -163,7 +163,7 @@ def make_data(case: Case) -> dict[str, Tensor]:
 
 
 def oracle(case: Case, data: dict[str, Any]) -> list[Tensor]:
-    """What `result_of` must give, in float64 where sums are taken."""
+    """Return the expected result of `result_of`, with sums in float64."""
     T, B, L, D = case.tables, case.batch, case.length, case.dim
     outs, updated = [], []
     for t, (ids, rows) in enumerate(zip(data["ids"].chunk(T), data["rows"], strict=True)):
@@ -193,7 +193,7 @@ def check(who: str, case: Case, got: list[Tensor], want: list[Tensor]) -> None:
     step = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         unit = max(step[case.output] if i == 0 else step[case.dtype], 1e-6)
-        # A sign of a gradient that rounds to 0 decides an Adagrad step: leave room for a handful of such numbers.
+        # The sign of a gradient that rounds to 0 decides an Adagrad step: tolerate a few such numbers.
         wrong = (a - b).abs() > 2 * unit * (b.abs() + case.length + 1)
         if float(wrong.double().mean()) > (0 if i == 0 else 1e-4) or not bool(a.isfinite().all()):
             at = tuple(wrong.nonzero()[0].tolist())
@@ -210,7 +210,7 @@ def compulsory_bytes(case: Case, data: dict[str, Any]) -> int:
 
 
 def copy_speed(threads: int) -> float:
-    """GB/s of a copy of 256 MiB, read plus written; the best of a few."""
+    """Return the GB/s of a copy of 256 MiB, read plus written; the best of a few."""
     torch.set_num_threads(threads)
     a, b = torch.ones(1 << 26), torch.zeros(1 << 26)
     return 2 * a.numel() * 4 / min(timed([lambda: b.copy_(a)], 1)[0] for _ in range(7)) / 1e9
@@ -254,7 +254,7 @@ class Bench:
         self.peer, self.folder, self.rounds, self.round_seconds = peer, folder, rounds, round_seconds
 
     def run(self, case: Case) -> Iterator[Line]:
-        """Check and time one case; a peer that lacks it leaves its column empty and a remark."""
+        """Check and time one case; a peer without it leaves its column empty and adds a remark."""
         data = make_data(case)
         data_path, result_path = str(self.folder / "data.pt"), str(self.folder / "result.pt")
         torch.save(data, data_path)
@@ -308,7 +308,7 @@ class Bench:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The grid, tables of one shape together."""
+    """Yield the grid, tables of one shape together."""
     for section, dim, dtype in itertools.product(options.section, options.dims, options.dtypes):
         if section == "overhead":
             if (dim, dtype) == (options.dims[0], options.dtypes[0]):

@@ -1,13 +1,13 @@
-"""Claim: with ids of 64 bits and managed collision, the MovieLens model scores what it scores with a dense id map.
+"""Claim: with ids of 64 bits and managed collision, the MovieLens model has the score of a dense id map.
 
-The recipe's model and batches, its user and movie numbers hashed to 64 bits first. Compared, over several seeds:
+The recipe's model and batches, with its user and movie numbers hashed to 64 bits first. Compared, over several seeds:
 
-    dense map    row numbers, as the data set makes them: it has read all ids beforehand
-    managed      `HashZchManagedCollisionModule`: ids come as they come; at several sizes of the tables
-    modulo       row = id mod rows, at the same sizes: ids that meet share a row
+    dense map    row numbers of the data set, which has read all ids beforehand
+    managed      `HashZchManagedCollisionModule`: ids are mapped as they occur; at several sizes of the tables
+    modulo       row = id mod rows, at the same sizes: colliding ids share a row
 
-Prints held-out AUC, collisions and evictions, and fails if the managed table with room for all ids is worse than the
-dense map by more than the tolerance.
+Prints held-out AUC, collisions and evictions. Fails if the managed table with space for all ids is worse than the dense
+map by more than the tolerance.
 
     python benchmarks/managed_collision.py --data ml-latest-small
 """
@@ -49,7 +49,7 @@ NAMES = ("user", "movie")
 
 
 class Result(NamedTuple):
-    """One training run: held-out AUC, what it says of its tables, samples per second of training."""
+    """One training run: held-out AUC, statistics of its tables, samples per second of training."""
 
     auc: float
     notes: str
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 
 def buckets_of(rows: int) -> int:
-    """768, halved until a bucket has 64 rows: of small buckets some overflow long before the table is full."""
+    """Return 768, halved until a bucket has 64 rows: some small buckets overflow long before the table is full."""
     buckets = 768
     while buckets % 2 == 0 and rows < 64 * buckets:
         buckets //= 2
@@ -65,7 +65,7 @@ def buckets_of(rows: int) -> int:
 
 
 class Ids(nn.Module):
-    """Row numbers of the data set become ids of 64 bits; what is made of those is another module's affair."""
+    """Converts row numbers of the data set to ids of 64 bits; another module maps these."""
 
     def __init__(self, dataset: Dataset, tables: nn.Module, dim: int, layers: tuple[int, ...]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Modulo(nn.Module):
 
 
 class Rows(nn.Module):
-    """The data set's own row numbers: undoes `Ids`."""
+    """The data set's own row numbers: the inverse of `Ids`."""
 
     def __init__(self, configs: list[EmbeddingBagConfig], ids: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def train(
     run: RunConfig, dataset: Dataset, epochs: list[list[Batch]], held_out: list[Batch], make: str,
     sizes: dict[str, int], seed: int,
 ) -> Result:  # fmt: skip
-    """One run. All of a seed's runs have the same MLP, and initial rows from the same range."""
+    """Train once. All runs of a seed have the same MLP, and initial rows from the same range."""
     assert isinstance(run.model, DotConfig)
     torch.manual_seed(seed)
     configs = [
@@ -218,7 +218,7 @@ def main() -> int:
     held_out = list(dataset.held_out(run.train.eval_batch_size))
 
     def rows(factor: float) -> dict[str, int]:
-        """About so many rows per id, in whole buckets."""
+        """Return the number of rows in whole buckets for about this many rows per id."""
         sizes = {}
         for name, ids in known.items():
             unit = buckets_of(round(factor * ids))

@@ -1,7 +1,7 @@
-"""Claim: trained with Adagrad, the MovieLens model scores what the same model in plain torch scores.
+"""Claim: trained with Adagrad, the MovieLens model has the score of the same model in plain torch.
 
-The recipe's model, batches and initial values, once through `tilerec` (tables updated inside the backward pass) and
-once as `torch.nn.EmbeddingBag` tables with `torch.optim.Adagrad` over all parameters. Prints both held-out scores and
+The recipe's model, batches and initial values run twice: through `tilerec` (the backward pass updates the tables), and
+as `torch.nn.EmbeddingBag` tables with `torch.optim.Adagrad` over all parameters. Prints both held-out scores and
 fails if the AUCs differ by more than the tolerance.
 
     python benchmarks/movielens_parity.py --data ml-latest-small
@@ -57,7 +57,7 @@ class PlainModel(nn.Module):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its scores and its speed in samples per second of training."""
+    """One of the two runs: its scores and its speed in samples per second of training."""
 
     scores: Scores
     samples_per_second: float
@@ -98,7 +98,7 @@ def train_plain(model: nn.Module, dataset: Dataset, config: TrainConfig) -> Side
 
 
 def compare(run: RunConfig) -> tuple[Side, Side]:
-    """Both sides of a run whose model is the dot model and whose optimizers are Adagrad."""
+    """Run both implementations of a run whose model is the dot model and whose optimizers are Adagrad."""
     for spec in (run.train.embedding_optimizer, run.train.dense_optimizer):
         if spec != Adagrad(lr=spec.lr):
             raise SystemExit(f"This comparison is about Adagrad with its defaults; the run has {spec}.")

@@ -1,7 +1,7 @@
-"""The other side of `lookup.py`: FBGEMM's CPU kernels and ATen's `embedding_bag`, in an environment of their own.
+"""The other side of `lookup.py`: FBGEMM's CPU kernels and ATen's `embedding_bag`, in their own environment.
 
-`lookup.py` starts this file with the peer's Python and talks to it over a pipe, one JSON object a line: prepare a case,
-run it once for its result, time it. While one side works the other waits for its line. The workload's definition
+`lookup.py` starts this file with the peer's Python and communicates over a pipe, one JSON object a line: prepare a
+case, run it once for its result, time it. While one side works the other waits for its line. The workload's definition
 (`Case`, `fill_table`) is here and imported by both sides; only torch is needed for that.
 
 Legend: T tables, E rows, D columns, B samples, L ids per bag, N = T * B * L ids.
@@ -52,13 +52,13 @@ PERIOD = 65521  # a prime, so rows of any width all differ
 
 
 def table_values(number: int, dtype: torch.dtype) -> Tensor:
-    """A table's elements repeat these, row after row: multiples of 1/65521 in [-0.5, 0.5), by a linear congruence."""
+    """Return the period of a table's elements: multiples of 1/65521 in [-0.5, 0.5), by a linear congruence."""
     at = torch.arange(PERIOD, dtype=torch.int64)
     return (((at * 48271 + number * 7919) % PERIOD).float() / PERIOD - 0.5).to(dtype)
 
 
 def fill_table(table: Tensor, number: int) -> None:
-    """The same values in every process and version."""
+    """Fill a table with the same values in every process and version."""
     flat = table.detach().view(-1)
     values = table_values(number, table.dtype)
     filled = min(PERIOD, flat.numel())
@@ -70,7 +70,7 @@ def fill_table(table: Tensor, number: int) -> None:
 
 
 def timed(stages: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Mean seconds of each stage over `repeats` runs of all of them in order."""
+    """Return mean seconds of each stage over `repeats` runs of all of them in order."""
     total = [0.0] * len(stages)
     for _ in range(repeats):
         before = time.perf_counter()
@@ -79,7 +79,7 @@ def timed(stages: list[Callable[[], Any]], repeats: int) -> list[float]:
             now = time.perf_counter()
             total[i] += now - before
             before = now
-    # An OpenMP thread spins a little before it sleeps; the other side must not feel that.
+    # An OpenMP thread spins a little before it sleeps; the pause keeps this out of the other side's time.
     time.sleep(0.01)
     return [t / repeats for t in total]
 
@@ -128,7 +128,7 @@ class Fbgemm:
 
 
 class Aten:
-    """One `embedding_bag` (or `embedding`) per table, the outputs joined as a model wants them."""
+    """One `embedding_bag` (or `embedding`) per table, the outputs joined as a model needs them."""
 
     def __init__(self, case: Case, data: dict[str, Tensor]) -> None:
         if case.output != case.dtype:
@@ -174,7 +174,7 @@ class Aten:
 
 
 def result_of(runner: Any, case: Case, rows: list[Tensor] | None) -> list[Tensor]:
-    """Run once, from fresh tables: the output, and after a training step the touched rows of each table."""
+    """Run once, from fresh tables: return the output, and after a training step the touched rows of each table."""
     for stage in runner.stages():
         stage()
     out = [runner.out.detach().float()]

@@ -1,4 +1,4 @@
-"""Is a plan as good as it says? Steps of this planner's plans beside others', all in this library's runtime.
+"""Compare measured steps of this planner's plans with those of other plans, all in this library's runtime.
 
     python benchmarks/planned_steps.py [--peer PYTHON] [--sets 10] [--topology topology.json]
 
@@ -11,9 +11,9 @@ four times:
     by size   whole tables, the largest first, each to the rank that has least so far
     row-wise  every table in two ranges of rows
 
-and the plans of a set take turns, step by step, on 2 ranks with one thread each over gloo. A time is the median of 60
-steps; of a step, the slower rank counts. Printed: milliseconds, the ratio to this planner's plan (above one: ours is
-faster), and what our plan was predicted to take.
+The plans of a set take turns, step by step, on 2 ranks with one thread each over gloo. A time is the median of 60
+steps; of a step, the slower rank counts. Output: milliseconds, the ratio to this planner's plan (above one: tilerec is
+faster), and the predicted time of tilerec's plan.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PLANNERS = ("tilerec", "TorchRec", "by size", "row-wise")
 
 
 class Set:
-    """Random tables, and what reads them. With tilings: a plan of them that `Run` runs."""
+    """Random tables with the features that read them. With tilings: a plan that `Run` runs."""
 
     def __init__(self, seed: int, tilings: dict[str, Tiling] | None = None) -> None:
         draw = random.Random(1000 + seed)
@@ -87,8 +87,8 @@ class Set:
         apply_optimizer_in_backward(self.optimizer, module.parameters())
         return module
 
-    def asked(self) -> dict[str, Any]:
-        """As `planner_peer.py` reads it."""
+    def request(self) -> dict[str, Any]:
+        """Return the request that `planner_peer.py` reads."""
         tables = [
             {"name": w.name, "rows": w.rows, "dim": w.dim, "features": [w.name], "pooling": [w.ids_per_bag]}
             for w in self.works
@@ -98,7 +98,7 @@ class Set:
 
 
 def planned(tables: Set, topology: Topology) -> tuple[dict[str, Tiling], float]:
-    """This planner's tilings, and predicted milliseconds."""
+    """Return this planner's tilings, and predicted milliseconds."""
     planner = EmbeddingShardingPlanner(
         topology,
         tables.batch,
@@ -135,7 +135,7 @@ def by_rows(tables: Set, topology: Topology) -> dict[str, Tiling]:
 
 
 def measure(seed: int, plans: dict[str, dict[str, Tiling]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step on this rank, of all plans in turns."""
+    """Return the seconds of each step on this rank, of all plans in turns."""
     torch.set_num_threads(1)
     group = ProcessGroupComms()
     runs = {}
@@ -146,7 +146,7 @@ def measure(seed: int, plans: dict[str, dict[str, Tiling]], rounds: int) -> dict
     order = list(plans)
     for k in range(-WARM, rounds):
         order.append(order.pop(0))
-        if k % len(order) == 0:  # nobody always follows the same one
+        if k % len(order) == 0:  # no plan always follows the same one
             order.reverse()
         for name in order:
             group.barrier()
@@ -175,7 +175,7 @@ def main() -> None:
     sets = [Set(seed) for seed in chosen]
     answers: list[Any] = [None] * len(sets)
     if given.peer:
-        answers = ask_peer(given.peer, [tables.asked() for tables in sets], 600)
+        answers = ask_peer(given.peer, [tables.request() for tables in sets], 600)
         if "error" in answers[0]:
             raise SystemExit(answers[0]["error"])
     with Ranks(RANKS, timeout_s=600) as ranks:

@@ -1,23 +1,23 @@
-"""Live resharding: what a drifting load costs, what a move costs, and how fast values move.
+"""Live resharding: the cost of a drifting load, the cost of a move, and the speed of moving values.
 
     python benchmarks/reshard.py [--quick] [--topology topology.json]
 
 Drift. 16 tables of 200,000 x 64 (row-wise Adagrad) on 2 ranks with one thread each, over gloo; batch 2,048 a rank. In
-phase A every other table in the plan's order is hot: 20 ids per bag, the others 1; the planner has made the plan for
-that. Then the load drifts (phase B): the tables that are hot lie on rank 0, the others on rank 1. `rebalance` looks at
-the ids that were read, asks the planner (with the speeds that `tilerec calibrate` measured just before, or those of
---topology) and moves what pays. Printed: milliseconds of a step (median of the slower rank's)
+phase A every other table in the plan's order is hot: 20 ids per bag, the others 1. The planner has made the plan for
+that. Then the load drifts (phase B): the hot tables lie on rank 0, the others on rank 1. `rebalance` reads the counts
+of ids, calls the planner (with the speeds that `tilerec calibrate` measured just before, or those of --topology) and
+moves tables if that pays. Output: milliseconds of a step (median of the slower rank's)
 
     A, its plan      B, that plan      B, after rebalance      B, the planner's plan for B from the start
 
-of four models that take turns, step by step, and the move: tables, bytes, predicted and measured seconds, and after
-how many steps it has paid. Twice: with whole tables only, and with every sharding type allowed. Before a time is
-printed, weights and optimizer state after the move are compared bit by bit with those before.
+of four models that take turns, step by step. Also the move: tables, bytes, predicted and measured seconds, and the
+number of steps after which it has paid. All this twice: with whole tables only, and with every sharding type allowed.
+Before a time is printed, weights and optimizer state after the move are compared bit by bit with those before.
 
-Prices. Six moves of other kinds, each in processes of its own: what `rebalance` would price them at, and what
-they take. A pause before, so that memory that other processes have given back is the host's again (virtual machines).
+Prices. Six other kinds of moves, each in its own processes: the price that `rebalance` predicts, and the measured time.
+A pause before returns memory that other processes have freed to the host (virtual machines).
 
-Bandwidth. One table of 512 MiB (64 MiB with --quick), SGD, goes from one tiling to another, back and forth; bytes that
+Bandwidth. One table of 512 MiB (64 MiB with --quick), SGD, moves from one tiling to another, back and forth; bytes that
 a rank sends per second of the whole call, checks included. Beside it, in the same run: all-to-alls of 16 MiB between
 the same ranks, and copies of that memory by both ranks at once (bytes copied per second, of one rank).
 
@@ -114,7 +114,7 @@ def step(module: Any, batch: KeyedJaggedTensor) -> None:
 def timed(
     group: ProcessGroupComms, phases: dict[str, tuple[Any, list[Any]]], steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of steps of each (module, batches), in turns."""
+    """Return the seconds of steps of each (module, batches), in turns."""
     taken: dict[str, list[float]] = {name: [] for name in phases}
     order = list(phases)
     for k in range(-WARM, steps):
@@ -136,7 +136,7 @@ def close(*modules: Any) -> None:
 
 
 def own_state(module: Any) -> dict[str, torch.Tensor]:
-    """Whole tables and their state."""
+    """Return whole tables and their state."""
     found = {}
     for name, table in module._tables.items():
         found[name] = table.weight_of().full().clone()
@@ -146,7 +146,7 @@ def own_state(module: Any) -> dict[str, torch.Tensor]:
 
 
 def drift(speeds: dict[str, Any], tables: int, rows: int, steps: int, whole: bool) -> dict[str, Any]:
-    """On a rank: times of the phases, and the move."""
+    """Run on a rank: return times of the phases, and the move."""
     torch.set_num_threads(1)
     group = ProcessGroupComms()
     topology = Topology.from_json(speeds)
@@ -154,7 +154,7 @@ def drift(speeds: dict[str, Any], tables: int, rows: int, steps: int, whole: boo
     hot_a = set(everyone[::2])
     plan_a = planner(topology, hot_a, tables, whole).plan(module_of(tables, rows))
     tilings = {name: sharding.tiling for _, name, sharding in plan_a.tables()}
-    # What rank 0 has most of becomes hot.
+    # The tables on rank 0 become hot.
     share = {
         name: sum(tile.cells for tile in tiling.tiles_of(0)) if tiling is not None else 0
         for name, tiling in tilings.items()
@@ -219,7 +219,7 @@ MOVES = (
 
 
 def bandwidth(size: int, rounds: int) -> dict[str, Any]:
-    """On a rank: seconds of moves and of bare calls, and the bytes of each."""
+    """Run on a rank: return the seconds of moves and of bare calls, and the bytes of each."""
     torch.set_num_threads(1)
     group = ProcessGroupComms()
     rows = size // (4 * DIM)
@@ -281,7 +281,7 @@ def with_adam(tables: int, rows: int) -> EmbeddingBagCollection:
 
 
 def price_of(number: int, speeds: dict[str, Any], rows: int) -> tuple[str, float, float, float, int]:
-    """On a rank: one move of a model, its predicted seconds, and those that it took, there and back there again."""
+    """Run one move of a model on a rank; return its predicted and measured seconds, and those of a second move."""
     torch.set_num_threads(1)
     group, topology = ProcessGroupComms(), Topology.from_json(speeds)
 
@@ -327,14 +327,15 @@ def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, ste
         f"{'move s':>7} {'predicted':>9} {'pays after':>10}"
     )
     for whole in (True, False):
-        told = ranks.run(drift, speeds, tables, rows, steps, whole)
+        results = ranks.run(drift, speeds, tables, rows, steps, whole)
         ms = {
-            phase: 1e3 * statistics.median(max(step) for step in zip(*(t[phase] for t in told), strict=True))
+            phase: 1e3
+            * statistics.median(max(step) for step in zip(*(t[phase] for t in results), strict=True))
             for phase in ("A", "B", "after", "best")
         }
-        report = told[0]["report"]
+        report = results[0]["report"]
         gain = (ms["B"] - ms["after"]) / 1e3
-        seconds = max(t["report"]["seconds"] for t in told)
+        seconds = max(t["report"]["seconds"] for t in results)
         pays = f"{seconds / gain:,.0f}" if gain > 0 and seconds else "-"
         print(
             f"{'whole tables' if whole else 'all':>12} | {ms['A']:>7.2f} {ms['B']:>7.2f} {ms['after']:>7.2f} "
@@ -343,7 +344,7 @@ def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, ste
         )
         print(
             f"{'':>12}   imbalance {report['imbalance']:.2f}; predicted {1e3 * report['predicted before']:.1f} -> "
-            f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {told[0]['moved in A']}"
+            f"{1e3 * report['predicted after']:.1f} ms; {report['why']}; moved in phase A: {results[0]['moved in A']}"
         )
 
 
@@ -352,10 +353,10 @@ def show_prices(speeds: dict[str, Any], rows: int) -> None:
     print(f"{'':>20} {'MB sent':>8} {'predicted s':>11} {'measured s':>10} {'ratio':>6} {'again s':>8}")
     errors = []
     for number in range(PRICES):
-        with Ranks(RANKS, timeout_s=600) as own:  # processes that have had no more memory than their tables'
-            told = own.run(price_of, number, speeds, rows)
-        name, predicted, sent = told[0][0], told[0][1], told[0][4]
-        taken, again = max(t[2] for t in told), max(t[3] for t in told)
+        with Ranks(RANKS, timeout_s=600) as own:  # new processes: no memory but their tables'
+            results = own.run(price_of, number, speeds, rows)
+        name, predicted, sent = results[0][0], results[0][1], results[0][4]
+        taken, again = max(t[2] for t in results), max(t[3] for t in results)
         errors.append(abs(predicted / taken - 1))
         print(
             f"{name:>20} {sent / 1e6:>8.1f} {predicted:>11.3f} {taken:>10.3f} {predicted / taken:>6.2f} {again:>8.3f}"
@@ -365,12 +366,12 @@ def show_prices(speeds: dict[str, Any], rows: int) -> None:
 
 def show_bandwidth(ranks: Ranks, size: int, rounds: int) -> None:
     print(f"\nbandwidth: one table of {size >> 20} MiB, best of {rounds}")
-    told = ranks.run(bandwidth, size, rounds)
+    results = ranks.run(bandwidth, size, rounds)
     print(f"{'':>34} {'MB in and out':>13} {'ms':>8} {'GB/s':>6}")
-    for name in told[0]:
+    for name in results[0]:
         worst = [
             (max(b for b, _ in call), max(s for _, s in call))
-            for call in zip(*(t[name] for t in told), strict=True)
+            for call in zip(*(t[name] for t in results), strict=True)
         ]
         count, taken = min(worst, key=lambda call: call[1])
         rate = f"{count / taken / 1e9:.2f}" if count else "-"

@@ -1,8 +1,8 @@
 """The other side of `sharded_step.py`: one rank of TorchRec's sharded `EmbeddingBagCollection`, over gloo.
 
-`sharded_step.py` starts W processes of this file with the peer's Python, and W of its own, and talks to each over a
-pipe, one JSON object a line. What both sides share is here and needs only torch: the workload (`Case`), how tables are
-filled, what a rank tells about a step, and the loop that serves requests.
+`sharded_step.py` starts W processes of this file with the peer's Python, and W of its own. It communicates with each
+over a pipe, one JSON object a line. The parts that both sides share are here and need only torch: the workload
+(`Case`), the initial values of tables, a rank's report of a step, and the loop that serves requests.
 
     hello    versions
     prepare  make a sharded module, fill its tables, run one step; write its output and the touched rows to a file
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def host_ranks(self) -> list[list[int]]:
-        """Ranks of each host."""
+        """Return the ranks of each host."""
         each = self.ranks // self.hosts
         return [list(range(h * each, (h + 1) * each)) for h in range(self.hosts)]
 
@@ -61,11 +61,11 @@ class Tile(NamedTuple):
 
 
 class Lacks(Exception):
-    """The peer has no such thing; says why."""
+    """Raised if the peer lacks a case; the message gives the reason."""
 
 
 class Runner:
-    """A sharded module and its steps. Each side makes its own."""
+    """A sharded module and its steps. Each side derives its own."""
 
     remark = ""
 
@@ -77,50 +77,50 @@ class Runner:
         self.lengths = torch.full((case.tables * case.batch,), case.length, dtype=torch.int32)
 
     def step(self, k: int) -> Tensor:
-        """Forward, backward and update with batch `k`; the output as the module gives it, `[B, T * D]`."""
+        """Run forward, backward and update with batch `k`; return the output as the module returns it, `[B, T * D]`."""
         raise NotImplementedError
 
     def by_table(self, output: Tensor) -> Tensor:
-        """An output with its columns in the order of the tables."""
+        """Return an output with its columns in the order of the tables."""
         return output
 
     def tiles(self) -> Iterable[Tile]:
-        """What this rank holds of the tables, as memory."""
+        """Yield the memory of this rank's tiles of the tables."""
         raise NotImplementedError
 
     def sent(self) -> int | None:
-        """Bytes that this rank sent to others in its last step, if it counts them."""
+        """Return the bytes that this rank sent to others in its last step, if it counts them."""
         return None
 
     def close(self) -> None:
-        """Give back what is not freed with the object."""
+        """Release resources that are not freed with the object."""
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
 def expected_rows(tile: Tile, dim: int, rows: Tensor) -> Tensor:
-    """Initial values of some rows of a tile, by the rule of `fill_table`."""
+    """Return the initial values of some rows of a tile, by the rule of `fill_table`."""
     columns = torch.arange(tile.column, tile.column + tile.values.shape[1])
     return table_values(tile.table, tile.values.dtype)[(rows[:, None] * dim + columns) % PERIOD]
 
 
 def blocks(tile: Tile) -> Iterator[tuple[slice, Tensor]]:
-    """A tile's rows some thousands at a time: where they are in it, and their numbers in the table."""
+    """Yield a tile's rows some thousands at a time: their positions in the tile, and their numbers in the table."""
     for at in range(0, tile.values.shape[0], 8192):
         end = min(at + 8192, tile.values.shape[0])
         yield slice(at, end), torch.arange(tile.row + at, tile.row + end)
 
 
 def fill(tiles: Iterable[Tile], dim: int) -> None:
-    """Every table's initial values are the same in every tiling, process and version."""
+    """Fill every table with the same initial values in every tiling, process and version."""
     for tile in tiles:
         for here, rows in blocks(tile):
             tile.values[here] = expected_rows(tile, dim, rows)
 
 
 def result_of(runner: Runner, touched: list[Tensor]) -> dict[str, Any]:
-    """One step from fresh tables: the output, the touched rows of every tile, and how many others changed."""
+    """Run one step from fresh tables; return the output, touched rows per tile, and number of other changed rows."""
     case, held, strays = runner.case, [], 0
     tiles = list(runner.tiles())
     fill(tiles, case.dim)
@@ -146,7 +146,7 @@ def result_of(runner: Runner, touched: list[Tensor]) -> dict[str, Any]:
 
 
 def timed(runner: Runner, steps: int, batches: int) -> float:
-    """Mean seconds of a step on this rank; ranks begin together."""
+    """Return the mean seconds of a step on this rank; ranks begin together."""
     dist.barrier()
     before = time.perf_counter()
     for k in range(steps):
@@ -160,9 +160,9 @@ Answer = Callable[[dict[str, Any], "dict[str, Runner]"], dict[str, Any]]
 def serve(
     make: Callable[[Case, dict[str, Any], int], Runner], hello: Answer, more: dict[str, Answer]
 ) -> None:
-    """The life of one rank: `RANK WORLD RENDEZVOUS THREADS` on the command line, requests on stdin."""
+    """Run one rank: `RANK WORLD RENDEZVOUS THREADS` on the command line, requests on stdin."""
     rank, world, rendezvous, threads = int(sys.argv[-4]), int(sys.argv[-3]), sys.argv[-2], int(sys.argv[-1])
-    answers = os.fdopen(os.dup(1), "w")  # libraries may print what they like: it goes to stderr
+    answers = os.fdopen(os.dup(1), "w")  # output of libraries goes to stderr
     os.dup2(2, 1)
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
@@ -203,7 +203,7 @@ def serve(
             traceback.print_exc()
             answer = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
         print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # tearing down a group waits for calls that never end if a rank failed
+    os._exit(0)  # after a failed rank, the end of a group would wait for calls that never end
 
 
 # ---------------------------------------------------------------------------------------------------------- TorchRec
@@ -252,7 +252,7 @@ class TorchRec(Runner):
         shards = plan["t0"].sharding_spec.shards if case.tiling != "data-parallel" else []
         self.remark = "; ".join(_remarks(case, shards))
         if case.tiling == "data-parallel":
-            # Nothing updates its replicas: it has no fused optimizer there.
+            # Its replicas have no fused optimizer, so this one updates them.
             self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LR, fused=True)
         self.columns: Tensor | None = None
         self.by_module: Tensor | None = None
@@ -262,7 +262,7 @@ class TorchRec(Runner):
         pooled = self.module(features).wait()
         values = pooled.values()
         if self.by_module is None:
-            # Columns come in the order of its shards; the prescribed gradient is laid out so once, before any timing.
+            # Its columns have the order of its shards: permute the given gradient to it once, before any timing.
             D = self.case.dim
             order = [self.names.index(key) for key in pooled.keys()]  # noqa: SIM118 - no dict
             assert pooled.length_per_key() == [D] * len(order)
@@ -289,7 +289,7 @@ class TorchRec(Runner):
 
 
 def _placed(case: Case, table: int) -> Any:
-    """How TorchRec's plan says where a table lies."""
+    """Return the entry of a table in TorchRec's plan."""
     from torchrec.distributed import sharding_plan
 
     if case.tiling == "table-wise":
@@ -304,7 +304,7 @@ def _placed(case: Case, table: int) -> Any:
 
 
 def _remarks(case: Case, shards: list[Any]) -> Iterator[str]:
-    """What a reader should know about the peer's side of a row; what can be asked is asked."""
+    """Yield remarks on the peer's side of a row; the planner itself is called where possible."""
     if case.tiling == "data-parallel":
         yield "TorchRec: no optimizer in the backward of replicas; torch.optim.SGD(fused=True) is timed with it"
         return
@@ -322,7 +322,7 @@ def _remarks(case: Case, shards: list[Any]) -> Iterator[str]:
 
 
 def _planner_shards(case: Case, kind: str) -> int | None:
-    """Into how many shards TorchRec's planner cuts such a table when told to use one sharding type; None: refuses."""
+    """Return the number of shards that TorchRec's planner makes of such a table by a type; None: it refuses."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology

@@ -1,38 +1,39 @@
-"""A training step of sharded tables, side by side with TorchRec, over gloo on CPU.
+"""A training step of sharded tables, beside TorchRec, over gloo on CPU.
 
     python benchmarks/sharded_step.py --peer .venv-peer/bin/python [--quick] [--tilings row-wise,…] [--csv FILE]
-    python benchmarks/sharded_step.py --stages [--profile 15] [--tilings …]        ours alone: where a step's time goes
-    python benchmarks/sharded_step.py --ranks 4 --hosts 2 --tilings table-row-wise,grid                    ours alone
+    python benchmarks/sharded_step.py --stages [--profile 15] [--tilings …]     tilerec alone: parts of a step's time
+    python benchmarks/sharded_step.py --ranks 4 --hosts 2 --tilings table-row-wise,grid                    tilerec alone
 
-The sparse part of a step: forward, backward from a prescribed gradient of the output, SGD update. Two worlds of
-processes, ours and TorchRec's (`sharded_peer.py` in the peer's environment), each one process per rank with one
-thread, take turns in short rounds over the same batches. A time is the median over rounds of the slowest rank's mean
-step; a ratio the median of the rounds' own ratios.
+The sparse part of a step: forward, backward from a given gradient of the output, SGD update. Two worlds of processes,
+tilerec's and TorchRec's (`sharded_peer.py` in the peer's environment), each one process per rank with one thread, take
+turns in short rounds over the same batches. A time is the median over rounds of the slowest rank's mean step; a ratio
+the median of the rounds' own ratios.
 
-Nothing is timed before its result was checked: after one step from the same tables, each rank's output and every
-touched row of every tile must equal a float64 oracle (SGD with the gradients of all ranks summed and divided by W, as
-DDP does; tolerances are a few roundings of the sums), the tiles must cover the tables, and no other row may change.
+Every result is checked before it is timed. After one step from the same tables, each rank's output and every touched
+row of every tile must equal a float64 oracle: SGD with the gradients of all ranks summed and divided by W, as DDP does.
+Tolerances are a few roundings of the sums. The tiles must cover the tables, and no other row may change.
 
 Tilings, the same on both sides: table-wise (table t on rank t mod W), column-wise (D / W columns on each rank),
-row-wise (E / W rows on each rank), data-parallel (whole on every rank; ours with the optimizer attached, TorchRec with
-the step of torch.optim.SGD). TorchRec's plans are made by hand. On 2 ranks table-row-wise and grid are one of these (on
-one host row-wise, on two hosts table-wise and column-wise), so they need `--ranks 4 --hosts 2`: hosts are numbers then,
-all links are equally fast, and the sums within hosts show what they cost rather than what they save.
+row-wise (E / W rows on each rank), data-parallel (whole on every rank; tilerec with the optimizer attached, TorchRec
+with the step of torch.optim.SGD). TorchRec's plans are made by hand. On 2 ranks table-row-wise and grid are one of
+these (on one host row-wise, on two hosts table-wise and column-wise), so they need `--ranks 4 --hosts 2`. Hosts are
+only numbers then and all links are equally fast, so the sums within hosts show their cost rather than their gain.
 
-"bf16": ours with rows and gradients in bf16 on the wire. Replicas exchange gradients as they are summed, so
+"bf16": tilerec with rows and gradients in bf16 on the wire. Replicas exchange gradients as they are summed, so
 data-parallel has no such column.
 
-Stages (ours, mean over ranks of the medians over steps; `bound` beside each)
+Stages (tilerec, mean over ranks of the medians over steps; `bound` beside each)
   route      ids sorted by owner                    header     sizes
   ids        to the owners                          lookup     owners read and pool
   rows       home                                   scatter    into the output
   gather     gradients out of the output's          rows'      gradients to the owners
   update     rows, in place                         rest       step minus all of these: Python, allocation, autograd
-Collectives hold the wait for the other rank; "processor ms" is the main thread's own time, without any wait; "faults"
-are pages that the process touched first (memory fresh from the system; 1,000 cost about 0.5 ms or more). Bounds: for a
-collective a raw one of the same bytes between the same processes; for memory, bytes that must move once (distinct
-rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data that is still
-in a cache may beat the latter. Replicas' ids and gradients travel at the same time: add the two.
+Collectives include the wait for the other rank. "processor ms" is the main thread's own time, without any wait.
+"faults" are pages that the process used for the first time (new memory from the system; 1,000 cost about 0.5 ms or
+more). Bounds: for a collective a raw one of the same bytes between the same processes; for memory, bytes that must move
+once (distinct rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data
+that is still in a cache may be faster than the latter. Replicas' ids and gradients travel at the same time: add the
+two.
 
 Legend: W ranks, T tables, E rows, D columns, B samples of a rank, L ids per bag, K batches.
 """
@@ -134,7 +135,7 @@ class Ours(Runner):
         self.module.exchange.route_group.close()
 
     def distinct_bytes(self, *, updated: bool) -> int:
-        """Of the rows that batch 0 reads here, or that all ranks' batches 0 update here."""
+        """Return the bytes of rows that batch 0 reads here, or that all ranks' batches 0 update here."""
         case, total = self.case, 0
         own = [ids.unique() for ids in self.ids[0].view(case.tables, -1)]
         for tile in self.tiles():
@@ -146,7 +147,7 @@ class Ours(Runner):
 
 
 def _placed(case: Case, table: int) -> ParameterSharding:
-    """Where a table lies."""
+    """Return the plan entry of a table."""
     ranks: list[int] | None = None
     if case.tiling == "table-wise":
         ranks = [table % case.ranks]
@@ -180,7 +181,7 @@ def _size(*tensors: Any) -> int:
 
 
 def _now() -> tuple[float, float, float]:
-    """Seconds elapsed, seconds of the main thread on the processor, page faults of the process."""
+    """Return seconds elapsed, seconds of the main thread on the processor, page faults of the process."""
     return time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -255,7 +256,7 @@ class Clock:
 
 
 def _moved(name: str, args: Any, result: Any) -> int:
-    """Bytes that an op must read and write, but for the tables' rows."""
+    """Return the bytes that an op must read and write, without the tables' rows."""
     if name == "route_ids":
         return _size(args[0], args[1], *result)
     if name == "pooled_lookup":
@@ -296,7 +297,7 @@ def _raw_all_reduce(_group: Any, tensor: Tensor) -> Callable[[], object]:
 
 
 def copy_speed() -> float:
-    """Bytes per second that this rank copies, read plus written, while all ranks do."""
+    """Return the bytes per second that this rank copies, read plus written, while all ranks do."""
     a, b = torch.ones(1 << 24), torch.zeros(1 << 24)
     best = 0.0
     for _ in range(5):
@@ -309,7 +310,7 @@ def copy_speed() -> float:
 
 
 def measure_stages(request: dict[str, Any], runners: dict[str, Runner]) -> dict[str, Any]:
-    """Seconds of every stage, its bound where there is one, and of the step."""
+    """Return the seconds of every stage, its bound if there is one, and of the step."""
     global CLOCK
     if CLOCK is None:
         CLOCK = Clock()
@@ -361,7 +362,7 @@ CLOCK: Clock | None = None
 
 
 def profile(request: dict[str, Any], runners: dict[str, Runner]) -> dict[str, Any]:
-    """Functions of rank 0 by their own time on the processor (waits are none); the other ranks keep it company."""
+    """Return functions of rank 0 by their own processor time (waits have none); the other ranks run the same steps."""
     runner, steps = runners[request["name"]], request["steps"]
     profiler = cProfile.Profile(time.thread_time)
     dist.barrier()
@@ -404,7 +405,7 @@ class World:
             )
 
     def ask(self, do: str, **request: Any) -> list[dict[str, Any]]:
-        """Every rank's answer; a rank that fails ends the run at once."""
+        """Return every rank's answer; a rank that fails ends the run at once."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"do": do, **request}) + "\n")
@@ -432,7 +433,7 @@ class World:
         return [answers[rank] for rank in range(len(self.processes))]
 
     def seconds(self, name: str, steps: int) -> float:
-        """A step of the slowest rank."""
+        """Return the seconds of a step of the slowest rank."""
         return max(answer["seconds"] for answer in self.ask("time", name=name, steps=steps))
 
     def kill(self) -> None:
@@ -454,7 +455,7 @@ class World:
 
 
 def make_data(case: Case, batches: int) -> dict[str, Any]:
-    """`ids`: per rank K times [T * B * L]; `grad`: per rank [B, T * D]; `touched`: per table the rows of batches 0."""
+    """Make `ids`: per rank K times [T * B * L]; `grad`: per rank [B, T * D]; `touched`: per table, of batches 0."""
     generator = torch.Generator().manual_seed(7)
     T, E, per_table = case.tables, case.rows, case.batch * case.length
     share = (torch.arange(1, E + 1, dtype=torch.float64) ** -1.05).cumsum(0)
@@ -464,7 +465,7 @@ def make_data(case: Case, batches: int) -> dict[str, Any]:
         for _ in range(batches):
             draws = torch.rand(T, per_table, generator=generator).double()
             place = torch.searchsorted(share / share[-1], draws).clamp_(max=E - 1)
-            # Scrambled: popular rows lie anywhere, so even cuts of the rows share the traffic evenly.
+            # Scrambled: popular rows lie anywhere, so even row ranges share the traffic evenly.
             own.append(((place * 2654435761 + torch.arange(T)[:, None] * 7919) % E).reshape(-1))
         ids.append(own)
     grad = [torch.randn(case.batch, T * case.dim, generator=generator) for _ in range(case.ranks)]
@@ -474,14 +475,14 @@ def make_data(case: Case, batches: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What the ranks of one side made of a step."""
+    """Checks of one side's step: outputs and tiles of all ranks."""
 
     who: str
     case: Case
     results: list[dict[str, Any]]  # `result_of`, per rank
 
     def compare(self, what: str, got: Tensor, want: Tensor, room: Tensor) -> None:
-        """Stop the run if a number is off by more than its room, or none."""
+        """Stop the run if a number differs by more than its tolerance, or is not a number."""
         wrong = ~((got.double() - want).abs() <= room)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
@@ -574,7 +575,7 @@ class Bench:
         self.ours, self.peer, self.folder, self.options = ours, peer, folder, options
 
     def prepare(self, world: World, name: str, case: Case) -> tuple[list[dict[str, Any]], Checked | None]:
-        """Every rank's answer and result; a rank that lacks the case says so in its answer."""
+        """Return every rank's answer and result; a rank without the case has the reason in its answer."""
         result = str(self.folder / "result")
         answers = world.ask(
             "prepare",
@@ -646,7 +647,7 @@ class Bench:
                     sent.get("bf16"), "; ".join(remarks))  # fmt: skip
 
     def stages(self, case: Case) -> None:
-        """Where a step of ours goes."""
+        """Print the parts of a step's time."""
         options = self.options
         data = make_data(case, options.batches)
         torch.save(data, self.folder / "data.pt")
@@ -655,26 +656,26 @@ class Bench:
         check(data, [side])
         steps = max(3, min(200, int(options.rounds * options.round_seconds / self.ours.seconds("ours", 2))))
         if options.profile:
-            told = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
+            report = self.ours.ask("profile", name="ours", steps=steps, lines=options.profile)[0]
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}: rank 0 by own time, "
-                  f"{told['total']:.1f} ms of processor time a step under the profiler\n")  # fmt: skip
+                  f"{report['total']:.1f} ms of processor time a step under the profiler\n")  # fmt: skip
             print("| ms/step | calls/step | where |\n|---|---|---|")
-            for own, calls, where in told["profile"]:
+            for own, calls, where in report["profile"]:
                 print(f"| {own:.2f} | {calls:.0f} | {where.replace('|', '/')} |")
         if options.stages:
-            told_all = self.ours.ask("stages", name="ours", steps=steps)
-            copy = statistics.mean(told["copy"] for told in told_all) / 1e9
+            reports = self.ours.ask("stages", name="ours", steps=steps)
+            copy = statistics.mean(report["copy"] for report in reports) / 1e9
             print(f"\n{case.tiling}, D {case.dim}, L {case.length}, wire {case.wire}; copy {copy:.1f} GB/s on each "
                   f"of {case.ranks} ranks\n")  # fmt: skip
             print("| stage | ms | processor ms | faults | bound ms | ms by rank |\n|---|---|---|---|---|---|")
             total = 0.0
-            found = {stage for told in told_all for stage in told["stages"]}
+            found = {stage for report in reports for stage in report["stages"]}
             for stage in [*ORDER, *sorted(found - set(ORDER))]:
                 if stage not in found:
                     continue
-                times = [told["stages"].get(stage, (0.0, 0.0, 0.0)) for told in told_all]
+                times = [report["stages"].get(stage, (0.0, 0.0, 0.0)) for report in reports]
                 elapsed, busy, faults = (statistics.mean(column) for column in zip(*times, strict=True))
-                bound = 1e3 * statistics.mean(told["bounds"].get(stage, 0.0) for told in told_all)
+                bound = 1e3 * statistics.mean(report["bounds"].get(stage, 0.0) for report in reports)
                 total += bound
                 text = {"rest": "", "step": f"{total:.2f}"}.get(stage, f"{bound:.2f}")
                 by_rank = " ".join(f"{1e3 * own:.2f}" for own, *_ in times)

@@ -1,27 +1,25 @@
-"""2D parallelism: bytes and time of a step in every layout of 4 ranks, and what the cost model says of thousands.
+"""2D parallelism: bytes and time of a step in every layout of 4 ranks, and the cost model's projection to thousands.
 
     python benchmarks/two_d.py [--quick] [--no-projection] [--only-projection]
 
 Measured: 4 gloo processes with one thread each on this machine; row-wise tables under row-wise Adagrad, ids by a power
-law; forward, backward, update, and the average where it is due. Layouts are replicas x shards. They take turns in
-short rounds over the same batches; a time is the median over rounds of the slowest rank's mean step. Before anything is
-timed, weights after three steps are compared: exact layouts with the unsharded module, averaged ones (SGD, every step)
-too.
-Bytes are those that a rank sends to others, mean over ranks: in its sharding group (ids, rows, gradients), and to its
-replicas. All "links" are this machine's memory, so only the bytes mean anything for other machines.
+law; forward, backward, update, and the average if it is due. Layouts are replicas x shards. They take turns in
+short rounds over the same batches. A time is the median over rounds of the slowest rank's mean step. Before anything is
+timed, weights after three steps are compared with the unsharded module: exact layouts, and averaged ones (SGD, every
+step) too. Bytes are those that a rank sends to others, mean over ranks: in its sharding group (ids, rows, gradients),
+and to its replicas. All "links" are this machine's memory, so only the bytes apply to other machines.
 
-Projected (nothing of it is measured): tables of a large model on 8-GPU hosts, priced by the planner's cost model with
-its default speeds of GPUs (docs/planner-cost.md). One dimension: a plan over all W GPUs. Two: a plan of one sharding
-group, and beside its step the bytes that a rank sends to its replicas, H of them on its host, over the links that they
-cross:
+Projected (not measured): tables of a large model on 8-GPU hosts, priced by the planner's cost model with its default
+speeds of GPUs (docs/planner-cost.md). One dimension: a plan over all W GPUs. Two: a plan of one sharding group. Its
+step is extended by the bytes that a rank sends to its replicas, H of them on its host, over the links that they cross:
 
     exact     U(G) (4 D + 4)                       rows touched by a group in a step, from each replica to each:
               times H - 1 inside the host, times R - H over the network
     average   2 (R - 1) / R U(W N) (4 D + 4) / N   rings over weights and moment of all rows touched in N steps:
               inside the host, and one H-th of it over the network, where H rings share the links of H GPUs (as NCCL's)
 
-U(k ranks' ids): distinct rows, ids uniform. Nothing overlaps, which is to the disadvantage of 2D: averaging runs beside
-the next batch's routing here.
+U(k ranks' ids): distinct rows, ids uniform. Nothing overlaps. This is a disadvantage for 2D, whose averaging runs in
+parallel with the next batch's routing.
 
 Legend: W ranks, G of a sharding group, R replicas, H of them on a host, U distinct rows, D columns, N steps from
 average to average.
@@ -64,7 +62,7 @@ REPLICA_CALLS = "replica"
 
 @dataclass(frozen=True)
 class Size:
-    """What is run."""
+    """Sizes of the measured tables, batches and rounds."""
 
     tables: int
     rows: int
@@ -106,7 +104,7 @@ LAYOUTS = (
 
 
 class Model(nn.Module):
-    """Tables alone, and a loss that has gradients of all sizes."""
+    """Tables alone, with a loss that has gradients of all sizes."""
 
     def __init__(self, size: Size, spec: OptimizerSpec) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ def wrapped(size: Size, spec: OptimizerSpec, layout: Layout) -> DMPCollection:
 
 
 def check(size: Size) -> float:
-    """Largest deviation from the unsharded module after three steps, over layouts that equal it."""
+    """Return the largest deviation from the unsharded module after three steps, over layouts that equal it."""
     rank, worst = dist.get_rank(), 0.0
     for spec, layouts in (
         (RowWiseAdagrad(lr=0.05), [layout for layout in LAYOUTS if layout.sync == "exact"]),
@@ -162,7 +160,7 @@ def check(size: Size) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one layout on one rank."""
+    """Results of one layout on one rank."""
 
     seconds: list[float]  # of each round, a step
     group_bytes: float  # of a step, to the sharding group
@@ -176,14 +174,14 @@ def measure(size: Size) -> list[Measured]:
     batches = [batch(size, rank, step) for step in range(size.steps)]
     times: list[list[float]] = [[] for _ in LAYOUTS]
     sent = [(0.0, 0.0)] * len(LAYOUTS)
-    for turn in range(size.rounds + 1):  # the first warms up
+    for turn in range(size.rounds + 1):  # the first one warms up
         for i, dmp in enumerate(models):
             dmp.traffic().reset()
             dist.barrier()
             start = time.perf_counter()
             for features in batches:
                 dmp(features).backward()
-            if LAYOUTS[i].interval:  # a round ends with what its last steps owe
+            if LAYOUTS[i].interval:  # a round ends with the average that its last steps need
                 dmp.sync()
             if turn:
                 times[i].append((time.perf_counter() - start) / size.steps)
@@ -221,7 +219,7 @@ EVERY = (1, 16)
 
 
 def large_model() -> tuple[list[EmbeddingBagConfig], dict[str, ParameterConstraints], list[float]]:
-    """120 tables, 3.3 TB: rows from 100,000 to 400 million, 64 to 256 columns, 1 to 20 ids a bag."""
+    """Make 120 tables, 3.3 TB: rows from 100,000 to 400 million, 64 to 256 columns, 1 to 20 ids a bag."""
     configs, limits, ids = [], {}, []
     for t in range(120):
         rows, dim = int(10 ** (5 + 3.6 * ((37 * t) % 120) / 119)), (64, 128, 256)[t % 3]
@@ -242,7 +240,7 @@ def planned(ranks: int, plan_for: list[EmbeddingBagConfig], limits: dict[str, Pa
 def replica_seconds(
     configs: list[EmbeddingBagConfig], ids: list[float], group: int, replicas: int, every: int | None
 ) -> float:
-    """Seconds of a step for what a rank tells its replicas; `every=None`: exact."""
+    """Return the seconds of a step for the messages between replicas; `every=None`: exact."""
     if replicas == 1:
         return 0.0
     topology = Topology(group * replicas, "cuda", local_world_size=HOST)
@@ -293,8 +291,8 @@ def print_projection() -> None:
             line += [f"{1e3 * two:.1f}", f"{base / two:.0%}"]
         print("".join(f"{cell:>10}" for cell in line), flush=True)
     print(
-        '\nThe paper (abstract of arXiv 2508.03854) says "nearly linear training speed scaling up to 4K GPUs": of '
-        "whole models, with their dense parts and overlap, on its machines. What else is published: docs/two-d.md."
+        '\nThe paper (abstract of arXiv 2508.03854) reports "nearly linear training speed scaling up to 4K GPUs": of '
+        "whole models, with their dense parts and overlap, on its machines. Other publications: docs/two-d.md."
     )
 
 

@@ -2,16 +2,16 @@
 
     sudo python benchmarks/two_hosts.py [--rate 100mbit] [--dim 64] [--length 8] [--batch 256] [--json FILE]
 
-Two network namespaces joined by a virtual cable are two hosts (`linked_hosts.py`: Linux, root, iproute2); `torchrun`
-starts two ranks on each, and they meet over the cable, whose speed `tc` limits. Which ranks share a host is read from
-torchrun's LOCAL_WORLD_SIZE, as in any job. A step is the sparse part: forward, backward, SGD update.
+Two network namespaces joined by a virtual cable are two hosts (`linked_hosts.py`: Linux, root, iproute2). `torchrun`
+starts two ranks on each, which connect over the cable, and `tc` limits its speed. torchrun's LOCAL_WORLD_SIZE defines
+the ranks that share a host, as in any job. A step is the sparse part: forward, backward, SGD update.
 
-Nothing is timed before it was checked: after 2 steps from the same tables, outputs and tables must equal those of the
-unsharded module on the global batch. Then the tilings take turns in short rounds; a time is the median over rounds of
-a step between two barriers.
+Every result is checked before it is timed: after 2 steps from the same tables, outputs and tables must equal those of
+the unsharded module on the global batch. Then the tilings take turns in short rounds; a time is the median over rounds
+of a step between two barriers.
 
 Bytes over the link, of the host that sends more, per step
-  predicted   from ids, bags and rectangles alone (`predicted` below): what must travel, and the header of sizes
+  predicted   from ids, bags and rectangles alone (`predicted` below): the necessary data, and the header of sizes
   counted     by the model's own `traffic()`
   seen        by the network device: TCP and Ethernet headers, acknowledgements and the barriers included
 
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def pieces(tiling: str, tables: int, rows: int, dim: int) -> Iterator[list[Piece]]:
-    """Column block by column block: the pieces of each, as the words of the sharding types say."""
+    """Yield the pieces of each column block, by the definitions of the sharding types."""
     for t in range(tables):
         if tiling == "row_wise":
             blocks = [(dim, [0, 1, 2, 3])]
@@ -87,20 +87,20 @@ def pieces(tiling: str, tables: int, rows: int, dim: int) -> Iterator[list[Piece
 
 
 def predicted(tiling: str, batches: list[KeyedJaggedTensor], rows: int, dim: int) -> list[dict[str, int]]:
-    """Bytes that each host sends to the other in one step, by what they carry.
+    """Return the bytes that each host sends to the other in one step, by content.
 
     A home sends a piece its N ids (4 bytes each) and, if any of its P bags there has more than one id, their P lengths.
-    Where a block has several pieces on the other host, their sums are added there first: U bags (in which any of the
-    pieces has an id) of `width` fp32 travel back, and a piece that has not all of them is told which (4 P). Gradients
-    take the same way as rows, in the other direction. Sizes travel first: a flag, P and N of each piece, U and the Ps
-    of each sum.
+    If a block has several pieces on the other host, their sums are added there first: U bags (in which any of the
+    pieces has an id) of `width` fp32 travel back. A piece that has not all of these bags receives their numbers (4 P).
+    Gradients take the same way as rows, in the other direction. Sizes travel first: a flag, P and N of each piece, U
+    and the Ps of each sum.
     """
     sent = [dict.fromkeys(("header", "ids", "rows", "gradients"), 0) for _ in HOSTS]
     for home, batch in enumerate(batches):
         here = home // 2
         there = 1 - here
         jagged = batch.to_dict()
-        header = dict.fromkeys(HOSTS[there], 1)  # what this home tells each of them
+        header = dict.fromkeys(HOSTS[there], 1)  # header numbers from this home to each of them
         for block in pieces(tiling, len(batch.keys()), rows, dim):
             far = [piece for piece in block if piece.owner in HOSTS[there]]
             if not far:
@@ -130,7 +130,7 @@ def predicted(tiling: str, batches: list[KeyedJaggedTensor], rows: int, dim: int
 
 
 def batch_of(rank: int, step: int, options: argparse.Namespace) -> KeyedJaggedTensor:
-    """0 to L ids in a bag, uniform over the rows."""
+    """Make a batch of 0 to L ids in a bag, uniform over the rows."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     keys = [f"f{t}" for t in range(options.tables)]
     lengths = torch.randint(0, options.length + 1, (len(keys) * options.batch,), generator=generator)
@@ -155,14 +155,14 @@ def placed(tiling: str, table: int) -> ParameterSharding:
 
 
 def step(module: Any, batch: KeyedJaggedTensor, scale: float) -> torch.Tensor:
-    """One step; the loss is the global batch's, of which a rank sees its samples."""
+    """Run one step; the loss is the global batch's, of which a rank sees its samples."""
     values: torch.Tensor = module(batch).values()
     (values * values).sum().mul(scale).backward()
     return values.detach()
 
 
 def check(module: Any, tiling: str, options: argparse.Namespace) -> float:
-    """The largest difference from the unsharded module, relative to the values' size."""
+    """Return the largest difference from the unsharded module, relative to the values' size."""
     base, rank, worst = collection(options), dist.get_rank(), 0.0
     for number in range(2):
         batches = [batch_of(home, number, options) for home in range(W)]
@@ -172,15 +172,15 @@ def check(module: Any, tiling: str, options: argparse.Namespace) -> float:
     state = full_state_dict(module)
     for name, value in base.state_dict().items():
         worst = max(worst, float((state[name] - value).abs().max() / (1 + value.abs().max())))
-    heard = torch.tensor(worst)
-    dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-    if not float(heard) <= 1e-6:
-        raise SystemExit(f"{tiling}: differs from the unsharded module by {float(heard):.2e}")
-    return float(heard)
+    worst_of_all = torch.tensor(worst)
+    dist.all_reduce(worst_of_all, op=dist.ReduceOp.MAX)
+    if not float(worst_of_all) <= 1e-6:
+        raise SystemExit(f"{tiling}: differs from the unsharded module by {float(worst_of_all):.2e}")
+    return float(worst_of_all)
 
 
 def bytes_sent() -> int:
-    """By the cable's end on this host."""
+    """Return the bytes sent by the cable's end on this host."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == DEVICE:
@@ -243,7 +243,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What the ranks found, and the link's words."""
+    """Return the results of the ranks, and the counters of the link."""
     with LinkedHosts(options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         port = hosts.free_port(0)
@@ -302,7 +302,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", default="100mbit", help="as tc says it; '' for no limit")
+    parser.add_argument("--rate", default="100mbit", help="bandwidth in tc's notation; '' for no limit")
     parser.add_argument("--tables", type=int, default=4)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--dim", type=int, default=64)

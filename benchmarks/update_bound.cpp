@@ -1,4 +1,4 @@
-// The three things that an update of pooled tables cannot avoid, each as a loop of its own: `update_bound.py` times them.
+// The three unavoidable parts of an update of pooled tables, each as its own loop: `update_bound.py` times them.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -49,7 +49,7 @@ void bound_sort(uint32_t* keys, uint32_t* other, int64_t count, int32_t low, int
   if (keys != home) std::memcpy(home, keys, sizeof(uint32_t) * count);
 }
 
-// Reads and writes each of `count` rows once, and its number in `state` if there is one.
+// Reads and writes each of `count` rows once, and its number in `state` if it is not null.
 void bound_rows(float* table, float* state, const uint32_t* rows, int64_t count, int64_t dim) {
   for (int64_t i = 0; i < count; i++) {
     if (i + kAheadRows < count) {

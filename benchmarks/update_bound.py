@@ -1,4 +1,4 @@
-"""How close a backward + update on a CPU is to what it cannot avoid, both measured in one run.
+"""A backward + update on a CPU beside the cost of its unavoidable work, both measured in one run.
 
     python benchmarks/update_bound.py [--optimizer rowwise_adagrad] [--threads 1 2] [--rounds 15]
 
@@ -6,10 +6,10 @@ The bound is the sum of three loops of `update_bound.cpp`, compiled for this mac
 
   sort       the occurrences' keys (row, bag), 32 bits each, by row
   rows       every distinct row, and its number of row-wise state, read and written once in the order of rows
-  gradients  one gradient row per occurrence, read in the order of the sort: from cache, where it fits
+  gradients  one gradient row per occurrence, read in the order of the sort: from cache, if it fits
 
-A real update can be below the sum where it overlaps these. Times are medians over rounds; a ratio is the median of the
-rounds' own. Needs g++.
+A real update can be faster than the sum if it overlaps these. Times are medians over rounds; a ratio is the median of
+the rounds' own. Needs g++.
 
 Legend: T tables, E rows, D columns, B samples, L ids per bag.
 """
@@ -108,7 +108,7 @@ class Bound:
         self._each(loop)
 
     def check(self) -> None:
-        """The loops did what they are timed for."""
+        """Check that the loops did their work."""
         self.sort()
         for t in range(self.case.tables):
             assert torch.equal(self.scratch[t].long(), self.keys[t].long().sort().values)
@@ -156,16 +156,16 @@ def main() -> None:
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--dims", nargs="*", type=int, default=[64, 128])
     parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
-    speeds = ", ".join(f"{copy_speed(n):.1f} GB/s on {n}" for n in asked.threads)
+    options = parser.parse_args()
+    speeds = ", ".join(f"{copy_speed(n):.1f} GB/s on {n}" for n in options.threads)
     print(f"{machine()}; copy: {speeds} threads; times in ms\n")
     head = "optimizer D L ids threads distinct sort rows gradients bound update update/bound"
     print("| " + " | ".join(head.split()) + " |\n|" + "---|" * len(head.split()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         library = compiled(Path(folder))
-        for dim in asked.dims:
-            for optimizer in asked.optimizer:
-                for threads in asked.threads:
+        for dim in options.dims:
+            for optimizer in options.optimizer:
+                for threads in options.threads:
                     case = Case(
                         "pooled-train",
                         8,
@@ -178,7 +178,7 @@ def main() -> None:
                         threads,
                         optimizer=optimizer,
                     )
-                    print(run(library, case, asked.rounds), flush=True)
+                    print(run(library, case, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compile a training step with `fullgraph=True`, then export the trained module, save it, load it, run it.
+"""Compile a training step with `fullgraph=True`, then export the trained module, save it, load it and run it.
 
 python examples/compile_and_export.py
 """
@@ -47,7 +47,7 @@ def main(backend: str = "inductor") -> float:
     head = torch.optim.SGD(model.head.parameters(), lr=0.1)
 
     step = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    for seed, size in enumerate([64, 96, 80]):  # another batch size does not compile again
+    for seed, size in enumerate([64, 96, 80]):  # a new batch size does not compile again
         loss = torch.nn.functional.binary_cross_entropy_with_logits(step(batch(size, seed)), torch.ones(size))
         head.zero_grad()
         loss.backward()

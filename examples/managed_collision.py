@@ -1,4 +1,4 @@
-"""Ids of any 64 bits, more of them than rows: the longest unused give theirs up. On as many ranks as there are.
+"""Train on ids of any 64 bits, more of them than rows: the longest unused ids are evicted. Runs on any number of ranks.
 
 torchrun --nproc-per-node 2 examples/managed_collision.py
 """
@@ -27,13 +27,13 @@ def main(steps: int = 60) -> float:
     tables = EmbeddingBagCollection([table])
     users = ManagedCollisionEmbeddingBagCollection(tables, ManagedCollisionCollection({"user": ids}, [table]))
     apply_optimizer_in_backward(RowWiseAdagrad, users.parameters(), {"lr": 0.3})
-    shard(users)  # rows as a plan says, ids in whole buckets over the ranks
+    shard(users)  # the plan distributes rows over the ranks; ids are distributed in whole buckets
     head = DistributedDataParallel(torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
 
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(steps):
-        # Users come and go: 1,000 of them at a time, of numbers that no table could be indexed by.
+        # The set of active users changes: 1,000 at a time. Their numbers are too large to index a table.
         person = 20 * step + torch.randint(0, 1000, (256,), generator=draw)
         batch = KeyedJaggedTensor(
             ["user"], person * 7919**4 - 2**62, lengths=torch.ones(256, dtype=torch.int64)
@@ -47,9 +47,9 @@ def main(steps: int = 60) -> float:
             print(f"step {step:3d}  loss on rank 0 {loss.item():.4f}")
 
     stats = users.stats()["user"]  # of all ranks
-    asked = [int(batch.values()[0])]
-    dist.broadcast_object_list(asked)  # all ranks ask for one id
-    place = users.inspect("user", asked[0])
+    chosen = [int(batch.values()[0])]
+    dist.broadcast_object_list(chosen)  # all ranks must inspect the same id
+    place = users.inspect("user", chosen[0])
     if dist.get_rank() == 0:
         print(stats)
         print(f"id {place.id} has row {place.row}, on rank {place.rank}; {place.how}")

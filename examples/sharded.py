@@ -1,4 +1,4 @@
-"""Two tables cut over all ranks, a dense head averaged over them.
+"""Train two tables that are sharded over all ranks, with a dense head whose gradients are averaged over the ranks.
 
 torchrun --nproc-per-node 2 examples/sharded.py
 """
@@ -21,13 +21,13 @@ def main(steps: int = 60) -> float:
     ]
     ebc = EmbeddingBagCollection(tables=tables, device="meta")  # no rank ever holds a whole table
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
-    shard(ebc)  # from here on each rank has its tiles; plan= says which, or the planner does
+    shard(ebc)  # from here on each rank has its tiles; plan= chooses them, or else the planner
     head = DistributedDataParallel(torch.nn.Linear(32, 1))
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     if dist.get_rank() == 0:
         print(ebc.plan)
 
-    draw = torch.Generator().manual_seed(dist.get_rank())  # every rank reads samples of its own
+    draw = torch.Generator().manual_seed(dist.get_rank())  # every rank reads its own samples
     for step in range(steps):
         ids = torch.randint(0, 1_000, (2 * 256,), generator=draw)
         features = KeyedJaggedTensor(["user", "seen"], ids, lengths=torch.ones(2 * 256, dtype=torch.int64))
@@ -35,7 +35,7 @@ def main(steps: int = 60) -> float:
         logits = head(ebc(features).values()).squeeze(1)
         loss = binary_cross_entropy_with_logits(logits, clicked)
         optimizer.zero_grad()
-        loss.backward()  # gradients travel to the rows' owners, and the rows move
+        loss.backward()  # gradients travel to the rows' owners, which update the rows
         optimizer.step()
         if step % 20 == 0 and dist.get_rank() == 0:
             print(f"step {step:3d}  loss on rank 0 {loss.item():.4f}")

@@ -1,9 +1,9 @@
-"""`DistributedModelParallel` around a DLRM, with a batch of its own on every rank.
+"""Train a DLRM in `DistributedModelParallel`, with a different batch on every rank.
 
 torchrun --nproc-per-node 2 examples/sharded_dlrm.py
 
-Rank r reads batches r, r + W, r + 2 W, … of the stream, so some ranks run out before others; `even_batches` keeps them
-in step. `tilerec train synthetic --nproc 2` does all this with evaluation, logs and a progress bar.
+Rank r reads batches r, r + W, r + 2 W, … of the stream, so some ranks run out of batches before others. `even_batches`
+keeps them in step. `tilerec train synthetic --nproc 2` does the same with evaluation, logs and a progress bar.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(train_rows: int = 100_500, batch_size: int = 512, dim: int = 16) -> flo
     ebc = EmbeddingBagCollection(tables=tables, device="meta")
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
     model = DistributedModelParallel(DLRM(ebc, len(clicks.dense_features), [32, dim], [64, 32, 1]))
-    # What has no attached optimizer is dense, whole on every rank, and averaged over them.
+    # Parameters without an attached optimizer are dense: whole on every rank, with gradients averaged over the ranks.
     attached = set(model.fused_optimizer.params)
     optimizer = torch.optim.Adam((p for name, p in model.named_parameters() if name not in attached), lr=2e-3)
 
@@ -51,7 +51,7 @@ def main(train_rows: int = 100_500, batch_size: int = 512, dim: int = 16) -> flo
     empty = clicks.batch(0, 0)
     for step, turn in enumerate(even_batches(own, group_of(), empty)):
         logits = model(turn.batch.dense_features, turn.batch.sparse_features)
-        # Scaled so that the ranks' averaged gradient is that of the mean over all samples of the turn.
+        # Scaled so that the averaged gradient is that of the mean over all samples of this step on all ranks.
         loss = click_loss(logits, turn.batch.labels, global_batch=turn.total, world_size=world_size)
         optimizer.zero_grad()
         loss.backward()
@@ -59,7 +59,7 @@ def main(train_rows: int = 100_500, batch_size: int = 512, dim: int = 16) -> flo
         if step % 50 == 0 and rank == 0:
             print(f"step {step:4d}  loss on rank 0 {loss.item():.4f}")
 
-    # Every rank takes part in every lookup; here all of them read the same batches.
+    # Every rank must take part in every lookup. Here all ranks read the same batches.
     model.eval()
     with torch.no_grad():
         pairs = [

@@ -1,8 +1,8 @@
-"""A training loop by hand: DLRM on a synthetic click stream, embeddings updated in the backward pass.
+"""Train DLRM on a synthetic click stream with an explicit loop; the backward pass updates the embeddings.
 
     python examples/train_dlrm.py [steps]
 
-`tilerec train synthetic` does this with evaluation, logs and a progress bar; here every line is visible.
+`tilerec train synthetic` does the same with evaluation, logs and a progress bar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilerec.optim import RowWiseAdagrad, apply_optimizer_in_backward
 
 def main(steps: int = 200, batch_size: int = 1024, dim: int = 16) -> float:
     torch.manual_seed(0)
-    # Clicks drawn from a planted model, so the best reachable AUC is known.
+    # The clicks are drawn from a known model, so the best reachable AUC is known.
     clicks = SyntheticClicks(
         [PowerLawFeature(f"f{i}", num_rows=20_000, max_length=3) for i in range(6)], held_out_rows=1 << 13
     )
@@ -35,12 +35,12 @@ def main(steps: int = 200, batch_size: int = 1024, dim: int = 16) -> float:
         for feature in clicks.sparse_features
     ]
     ebc = EmbeddingBagCollection(tables=tables)
-    # From here on loss.backward() moves the rows the batch touched; their .grad stays None.
+    # From here on loss.backward() updates the rows of the batch; their .grad stays None.
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
 
     dense_features = len(clicks.dense_features)
     model = DLRMTrain(DLRM(ebc, dense_features, [32, dim], [64, 32, 1]))
-    # The dense part is an ordinary PyTorch module: give the parameters without an attached optimizer to any.
+    # The dense part is an ordinary PyTorch module: any optimizer may step the parameters without an attached one.
     attached = {id(parameter) for parameter in ebc.parameters()}
     optimizer = torch.optim.Adam((p for p in model.parameters() if id(p) not in attached), lr=2e-3)
 
@@ -57,7 +57,7 @@ def main(steps: int = 200, batch_size: int = 1024, dim: int = 16) -> float:
     predictions, labels = (torch.cat([output[k] for output in outputs]) for k in (1, 2))
     reached = auc(predictions, labels).item()
     best = clicks.best_predictions()
-    assert best is not None  # a planted model knows its answer
+    assert best is not None  # synthetic clicks have a known best prediction
     print(f"held-out AUC {reached:.4f}; best reachable {auc(best, labels).item():.4f}")
     return reached
 

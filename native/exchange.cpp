@@ -1,4 +1,4 @@
-// Calls of exchange.h: checks, cutting the work into pieces, handing pieces to threads.
+// Calls of exchange.h: checks, division of the work into pieces, distribution of pieces over threads.
 #include "exchange.h"
 
 #include <algorithm>
@@ -20,17 +20,17 @@ TILEREC_DECLARE(void move_block(const SegmentBlock& block))
 namespace tilerec {
 namespace {
 
-constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is done before a second thread has woken up
+constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is finished before a second thread has woken up
 constexpr int64_t kPiecesPerThread = 8;
 constexpr int64_t kBlockBytes = 1 << 20;
-constexpr int64_t kStreamBytes = 8 << 20;  // from here on writing past the caches pays, even if the result is read soon
-constexpr int64_t kHugeBytes = 32 << 20;   // from here on the C library takes fresh memory from the system every time
+constexpr int64_t kStreamBytes = 8 << 20;  // from this size, non-temporal stores are faster, even if the result is read soon
+constexpr int64_t kHugeBytes = 32 << 20;   // from this size, the C library requests new memory from the system every time
 
 int threads_for(int64_t bytes, int64_t threads) {
   return bytes < kBytesForThreads ? 1 : static_cast<int>(std::max<int64_t>(1, threads));
 }
 
-// f(i) for every i of `count`, each taken by whichever thread is free.
+// Calls f(i) for every i below `count`, each on the next free thread.
 template <class Body>
 void deal(int threads, int64_t count, const Body& f) {
   std::atomic<int64_t> next{0};
@@ -44,7 +44,7 @@ int64_t guarded(Call* call, Body body) {
   call->report = {TR_OK, 0, 0, 0};
   try {
     body();
-  } catch (const std::exception&) {  // bad_alloc, or length_error: no memory is that large
+  } catch (const std::exception&) {  // bad_alloc, or length_error: more than any memory
     call->report = {TR_NO_MEMORY, 0, 0, 0};
   }
   return call->report.status;
@@ -58,7 +58,7 @@ bool refuse(Call& call, int64_t number, int64_t position, int64_t value) {
 
 // ------------------------------------------------------------------------------------------------ routes
 
-// What tr_route_begin leaves to tr_route_finish.
+// State that tr_route_begin passes to tr_route_finish.
 struct RouteState {
   std::vector<Route> routes;
   std::vector<Chunk> chunks;
@@ -72,7 +72,7 @@ struct RouteState {
   }
 };
 
-// The routes of a call. False, and a report: a call that contradicts itself.
+// Resolves the routes of a call. Returns false and fills the report if the call contradicts itself.
 bool resolve(tr_route& call, std::vector<Route>& routes) {
   const int64_t *keys = call.lists, *ranges = keys + call.routes, *batches = ranges + call.routes;
   const int64_t *cuts = batches + call.batch_count, *wire = cuts + call.cut_count;
@@ -82,7 +82,7 @@ bool resolve(tr_route& call, std::vector<Route>& routes) {
   std::vector<int64_t> starts(static_cast<size_t>(call.batch_count) + 1);
   for (int64_t k = 0; k < call.batch_count; ++k) {
     if (batches[k] < 0) return refuse(call, -1, k, TR_ROUTE_FEW_OFFSETS);
-    // Keys behind the end of the offsets all begin there: none of their bags is found.
+    // Keys beyond the end of the offsets all begin at the end, so none of their bags exists.
     starts[k + 1] = starts[k] + std::min(batches[k], std::max<int64_t>(bags_there - starts[k], 0));
   }
   std::vector<bool> taken(static_cast<size_t>(call.wire_count));
@@ -92,7 +92,7 @@ bool resolve(tr_route& call, std::vector<Route>& routes) {
     if (key < 0 || (!uniform && key >= call.batch_count)) return refuse(call, r, key, TR_ROUTE_BAD_KEY);
     if (parts < 0 || parts > last_wire - wire || parts >= last_cut - cuts) return refuse(call, r, 0, TR_ROUTE_BAD_LISTS);
     const int64_t bags = batches[uniform ? 0 : key];
-    // Of [0, bags) bags before it and its own, none may lie behind the last offset; divided, so that nothing overflows.
+    // None of the bags before this key, or its own, may lie beyond the last offset. Division avoids an overflow.
     if (bags_there < bags || (uniform ? bags > 0 && key > bags_there / bags - 1 : starts[key] + bags > bags_there))
       return refuse(call, r, key, TR_ROUTE_FEW_OFFSETS);
     if (cuts[0] != 0 || !std::is_sorted(cuts, cuts + parts + 1)) return refuse(call, r, 0, TR_ROUTE_BAD_CUTS);
@@ -124,7 +124,7 @@ bool resolve(tr_route& call, std::vector<Route>& routes) {
   return true;
 }
 
-// Cuts the routes into chunks, with cursors and memory for the parts of ids.
+// Divides the routes into chunks, with cursors and memory for the parts of ids.
 void cut_into_chunks(const tr_route& call, RouteState& state) {
   const auto cost = [](const Route& route) { return (route.end - route.begin) * 32 + route.bags * 16; };
   int64_t total = 0, marks = 0, cursors = 0, most_parts = 0;
@@ -149,7 +149,7 @@ void cut_into_chunks(const tr_route& call, RouteState& state) {
   state.marks.reset(new char[static_cast<size_t>(marks * state.mark_bytes)]);
 }
 
-// Turns each cursor's counts into the places of its ids and bags: parts in wire order, chunks of a part in theirs.
+// Turns each cursor's counts into the positions of its ids and bags: parts in wire order, chunks of a part in their order.
 void place_cursors(tr_route& call, RouteState& state) {
   struct Part {
     const Route* route;
@@ -179,7 +179,7 @@ void place_cursors(tr_route& call, RouteState& state) {
 
 using ChunkKernel = RouteFault (*)(const RouteWork&, const Chunk&);
 
-// Runs a kernel on every chunk. False, and a report: the first fault in the order (route, position).
+// Runs a kernel on every chunk. Returns false and reports the first error in the order (route, position).
 bool run(tr_route& call, RouteState& state, ChunkKernel kernel, bool ids_of_copied_seen) {
   const RouteWork work = state.work(call);
   std::vector<RouteFault> faults(state.chunks.size());
@@ -201,7 +201,7 @@ bool run(tr_route& call, RouteState& state, ChunkKernel kernel, bool ids_of_copi
 // ------------------------------------------------------------------------------------------------ segments
 
 struct Reach {
-  int64_t low = INT64_MAX, high = 0;  // elements of the flat side that are touched
+  int64_t low = INT64_MAX, high = 0;  // elements of the flat side that are read or written
   int64_t elements = 0;               // moved
   bool ascending = true;
 };
@@ -255,7 +255,7 @@ int64_t move_rows(tr_segments* call, bool picks) {
     const int64_t line = std::max<int64_t>(1, 64 / size);
     const int threads = threads_for(bytes, call->threads);
     if (picks && bytes >= kHugeBytes) tr_advise_huge_pages(call->rows, bytes);
-    // Blocks begin with a cache line. Where slots do not ascend, a block looks at every row: then there are few.
+    // Blocks begin with a cache line. If slots do not ascend, a block checks every row, so there are few blocks.
     const int64_t low = reach.low / line * line, reached = reach.high - low;
     int64_t blocks = reach.ascending ? std::max<int64_t>(threads, reached * size / kBlockBytes) : threads;
     const int64_t each = (reached / blocks / line + 1) * line;
@@ -292,7 +292,7 @@ TR_API int64_t tr_route_finish(tr_route* call) {
     RouteState& state = *static_cast<RouteState*>(call->state);
     if (!run(*call, state, TILEREC_CALL(write_chunk), true)) return;
     std::copy(state.counts.begin(), state.counts.end(), call->counts);
-    // Every id lies in a bag, of some key. Checked last: a fault of a route's own offsets names its feature.
+    // Every id must lie in a bag of some key. Checked last, because an error of a route's own offsets names its feature.
     const int64_t last = call->offset_count - 1;
     if (call->routes > 0 && (call->offsets[0] != 0 || call->offsets[last] != call->id_count)) {
       const int64_t at = call->offsets[0] != 0 ? 0 : last;

@@ -1,10 +1,10 @@
-// What ranks exchange: ids sorted by destination, rows put into and read out of place (tilerec/ops/exchange/definition.py is the
-// specification, with an example in numbers for each function).
+// Data exchanged between ranks: ids sorted by destination, rows written to and read from their places
+// (tilerec/ops/exchange/definition.py is the specification, with a numeric example for each function).
 //
 //   route     one feature's ids against the row cuts of its table; a part is one row range of a route
-//   copied    a route of one part that travels: its ids are copied, nothing is sorted
+//   copied    a route with a single part, which travels: its ids are copied, nothing is sorted
 //   chunk     neighbouring bags of one route: the piece of work of one thread
-//   cursor    of a part in a chunk: first how many, then where; how a batch is cut into chunks does not change the results
+//   cursor    of a part in a chunk: first counts, then positions; the cut of a batch into chunks does not change the results
 //   segment   `count` rows of `width` elements, contiguous on one side; on the other side ("flat") row i lies at element
 //             place + slot(i) * stride
 //   block     a range of elements of the flat side: the piece of work of one thread. A row that lies in two blocks is cut, so
@@ -26,7 +26,7 @@ typedef struct {
   int64_t threads;
   // Filled in by tr_route_begin.
   void* state;  // null if it failed; otherwise to be freed once
-  int64_t parts, present, moved;  // how many parts, present bags and ids travel
+  int64_t parts, present, moved;  // numbers of parts, present bags and ids that travel
   // Memory for tr_route_finish.
   int64_t* counts;           // [parts, 2], wire order
   int32_t *lengths, *slots;  // [present]
@@ -35,15 +35,15 @@ typedef struct {
   tr_report report;
 } tr_route;
 
-// Each returns report.status. TR_BAD_ID and TR_BAD_OFFSETS as in tilerec.h, `feature` is the route (the position of an offset
-// its place in `offsets`); a bad id of a copied route is found by tr_route_finish. TR_BAD_ARGUMENT: feature = route, value is
-// one of
+// Each returns report.status. TR_BAD_ID and TR_BAD_OFFSETS as in tilerec.h, where `feature` is the route, and the position of
+// an offset is its index in `offsets`. tr_route_finish finds a bad id of a copied route. TR_BAD_ARGUMENT: feature = route,
+// value is one of
 enum {
-  TR_ROUTE_BAD_LISTS = 1,    // lists of other lengths than `routes` and `ranges` say
+  TR_ROUTE_BAD_LISTS = 1,    // lists whose lengths do not match `routes` and `ranges`
   TR_ROUTE_BAD_KEY = 2,      // a key outside [0, batch_count), position = the key
-  TR_ROUTE_FEW_OFFSETS = 3,  // fewer bags than the batch sizes say, or a negative batch size; position = the key
-  TR_ROUTE_BAD_CUTS = 4,     // cuts that fall or do not begin at 0
-  TR_ROUTE_BAD_WIRE = 5      // not each place once; position = the part
+  TR_ROUTE_FEW_OFFSETS = 3,  // fewer bags than the batch sizes require, or a negative batch size; position = the key
+  TR_ROUTE_BAD_CUTS = 4,     // cuts that decrease or do not begin at 0
+  TR_ROUTE_BAD_WIRE = 5      // a position that does not occur exactly once; position = the part
 };
 TR_API int64_t tr_route_begin(tr_route* call);
 TR_API int64_t tr_route_finish(tr_route* call);
@@ -61,19 +61,19 @@ typedef struct {
   int64_t slot_count;
   int64_t element_bytes;
   int64_t sum_bytes;  // 4: adds are of floats, 8: of doubles, 0: nothing can be added
-  int64_t fresh;      // tr_place_rows: what is in `flat` counts for nothing; places that no segment names become 0
+  int64_t fresh;      // tr_place_rows: `flat` is overwritten; elements outside of all segments become 0
   int64_t threads;
   tr_report report;
 } tr_segments;
 
 // Each returns report.status, TR_OK or TR_NO_MEMORY or TR_BAD_ARGUMENT: feature = segment, value is one of
 enum {
-  TR_SEGMENT_BAD_SHAPE = 1,  // negative counts, widths or strides, or more rows than there are
+  TR_SEGMENT_BAD_SHAPE = 1,  // negative counts, widths or strides, or more rows than exist
   TR_SEGMENT_BAD_SLOTS = 2,  // its slots do not lie in `slots`, or one is negative
-  TR_SEGMENT_OUTSIDE = 3,    // it reaches out of `flat`
+  TR_SEGMENT_OUTSIDE = 3,    // it leaves `flat`
   TR_SEGMENT_CANNOT_ADD = 4
 };
-// and nothing has been written then.
+// After an error nothing has been written.
 TR_API int64_t tr_place_rows(tr_segments* call);
 TR_API int64_t tr_pick_rows(tr_segments* call);
 
@@ -83,8 +83,9 @@ namespace tilerec {
 // ---- routes
 
 struct Cursor {
-  int64_t ids, present;  // counted: of this chunk and part; then: where its next id goes, and its last bag (a copied route's first)
-  int64_t mark;          // bag of the last id, -1 none; writing a copied route: its end of bags
+  int64_t ids, present;  // first counts of this chunk and part; then positions of its next id and its last bag (first bag of a
+                         // copied route)
+  int64_t mark;          // bag of the last id, -1 for none; in the write of a copied route: the end of its bags
   int64_t lower;         // first row of the part
 };
 
@@ -94,7 +95,7 @@ struct Route {
   int64_t begin, end;      // its ids
   const int64_t *cuts, *wire;
   int64_t parts;
-  int64_t marks;                  // where the parts of its ids begin in RouteWork::marks, in ids
+  int64_t marks;                  // offset of its ids' parts in RouteWork::marks, in ids
   int64_t first_chunk, last_chunk;
   bool copied, drops;  // drops: some parts do not travel
 };
@@ -105,7 +106,8 @@ struct Chunk {
   int64_t first_cursor;  // one cursor per part
 };
 
-// First in the order of the chunk; status TR_OK if nothing. The position of an offset is counted from the route's first.
+// The first error in the order of the chunk; status TR_OK if there is none. The position of an offset is counted from the
+// route's first.
 struct RouteFault {
   int64_t status, position, value;
 };
@@ -114,7 +116,7 @@ struct RouteWork {
   const tr_route* call;
   const Route* routes;
   Cursor* cursors;
-  void* marks;     // part of each id of the routes that are not copied; the highest number: it does not travel
+  void* marks;     // part of each id of the routes that are not copied; the highest number marks an id that does not travel
   int mark_bytes;  // 2 or 4
 };
 

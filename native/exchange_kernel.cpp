@@ -12,8 +12,8 @@ constexpr int kGuessBits = 12;
 
 // The part of a row: the last one whose first row is at or below it.
 //
-// Rows with equal high bits form a bucket. If no bucket holds the beginning of more than one part (even cuts never do), a
-// part is its bucket's first part, or the next one. Otherwise the cuts are searched, without branches.
+// Rows with equal high bits form a bucket. If no bucket holds the beginning of more than one part (always so for even cuts),
+// a row's part is its bucket's first part, or the next one. Otherwise a search over the cuts finds it, without branches.
 //
 // Example: cuts {0, 3, 8}, 8 rows, buckets of 2 rows: first parts {0, 0, 1, 1}. Row 3: bucket 1, 0 + (3 >= 3) = 1.
 class Finder {
@@ -69,7 +69,7 @@ bool all_inside(const Id* ids, int64_t begin, int64_t end, uint64_t rows) {
   return !outside;
 }
 
-// Notes the part of every id of the chunk.
+// Stores the part of every id of the chunk.
 template <class Id, class Mark>
 void mark(const Route& route, const Id* ids, int64_t begin, int64_t end, Mark* marks) {
   const Finder finder(route);
@@ -82,7 +82,7 @@ void mark(const Route& route, const Id* ids, int64_t begin, int64_t end, Mark* m
       if (route.wire[marks[i]] < 0) marks[i] = static_cast<Mark>(-1);
 }
 
-// Where the chunk's ids lie in the batch.
+// Position of a bag's first id in the batch.
 int64_t first_id(const tr_route& call, const Route& route, int64_t bag) {
   return call.each_id ? route.begin + bag : route.offsets[bag];
 }
@@ -130,7 +130,7 @@ void write_marked(const RouteWork& work, const Chunk& chunk) {
       const int64_t n = cursor.ids++;
       local[n] = static_cast<Local>(static_cast<int64_t>(ids[i]) - cursor.lower);
       positions[n] = i;
-      // A bag's first id in the part begins a present bag. No branch: which id that is, is a matter of chance.
+      // A bag's first id in the part begins a present bag. No branch here, because a processor cannot predict it.
       const int32_t more = -static_cast<int32_t>(cursor.mark == b);
       cursor.mark = b;
       const int64_t p = cursor.present += 1 + more;
@@ -207,7 +207,7 @@ RouteFault count(const RouteWork& work, const Chunk& chunk) {
   return work.mark_bytes == 2 ? count_marked<Id, uint16_t>(work, chunk) : count_marked<Id, uint32_t>(work, chunk);
 }
 
-// Whether the chunk's offsets ascend within its route's ids.
+// Checks that the chunk's offsets ascend within its route's ids.
 RouteFault check_offsets(const Route& route, const Chunk& chunk) {
   const int64_t* offsets = route.offsets;
   uint64_t falls = 0;
@@ -231,7 +231,7 @@ TR_INLINE vb load_bytes(const char* p) {
 
 TR_INLINE void store_bytes(char* p, vb v) { memcpy(p, &v, sizeof(v)); }
 
-// A vector that fills an aligned place, written past the caches.
+// Writes a vector to an aligned address, around the caches (non-temporal store).
 TR_INLINE void stream_bytes(char* p, vb v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
@@ -260,7 +260,7 @@ TR_INLINE void copy_bytes(char* to, const char* from, int64_t bytes) {
   if (i < bytes) store_bytes(to + bytes - kVector, load_bytes(from + bytes - kVector));
 }
 
-// As copy_bytes; whole lines only.
+// As copy_bytes, for whole cache lines only.
 TR_INLINE void copy_lines(char* to, const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kVector) stream_bytes(to + i, load_bytes(from + i));
 }
@@ -272,7 +272,7 @@ TR_INLINE void add_numbers(char* to, const char* from, int64_t bytes) {
   for (int64_t i = 0, n = bytes / static_cast<int64_t>(sizeof(Number)); i < n; ++i) sum[i] += term[i];
 }
 
-// How many of the ascending numbers are below `limit`.
+// Number of the ascending numbers that are below `limit`.
 TR_INLINE int64_t count_below(const int32_t* numbers, int64_t count, int64_t limit) {
   int64_t first = 0;
   while (count > 0) {
@@ -284,13 +284,13 @@ TR_INLINE int64_t count_below(const int32_t* numbers, int64_t count, int64_t lim
   return first;
 }
 
-// f(bytes in rows, bytes in flat, how many) for what lies in the block of every row.
+// Calls f(address in rows, address in flat, bytes) for the part of every row that lies in the block.
 template <class Body>
 TR_INLINE void each_row(const SegmentBlock& block, const Segment& s, Body f) {
   const int64_t size = block.element_bytes;
   int64_t first = 0, stop = s.count;
   if (s.ascending && s.stride > 0) {
-    // Slots: the first one that reaches into the block, and the first that begins behind it.
+    // Slots: the first one that overlaps the block, and the first that begins after it.
     const int64_t before = block.begin - s.place - s.width, behind = block.end - s.place;
     const int64_t low = before < 0 ? 0 : before / s.stride + 1, high = behind <= 0 ? 0 : (behind - 1) / s.stride + 1;
     first = s.slots ? count_below(s.slots, s.count, low) : low;
@@ -310,7 +310,7 @@ TR_INLINE void each_row(const SegmentBlock& block, const Segment& s, Body f) {
 
 bool in_lines(const char* p) { return (reinterpret_cast<uintptr_t>(p) & 63) == 0; }
 
-// Whether all that is written of a segment in the block is whole cache lines.
+// Returns true if the writes of a segment in the block are whole cache lines.
 bool whole_lines(const SegmentBlock& block, const Segment& s) {
   const int64_t all = s.width | s.place | s.stride | block.begin | block.end;
   return all * block.element_bytes % 64 == 0 && in_lines(block.picks ? s.rows : block.flat);
@@ -358,7 +358,7 @@ SlotRange slot_range(const int32_t* slots, int64_t count) {
 }
 
 void move_block(const SegmentBlock& block) {
-  // Just before its rows come, so that they find it in the cache.
+  // Clear the block just before its rows are written, while it is in the cache.
   if (block.fresh) memset(block.flat + block.begin * block.element_bytes, 0, static_cast<size_t>((block.end - block.begin) * block.element_bytes));
   for (int64_t i = 0; i < block.count; ++i) {
     const Segment& s = block.segments[i];

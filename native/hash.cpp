@@ -1,4 +1,4 @@
-// Calls of hash.h: checks, dealing entries to threads by bucket, resizing.
+// Calls of hash.h: checks, distribution of entries over threads by bucket, resizing.
 #include "hash.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ TILEREC_DECLARE(void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t
 namespace tilerec {
 namespace {
 
-constexpr int64_t kEntriesForThreads = 2048;  // fewer are done before a second thread has woken up
+constexpr int64_t kEntriesForThreads = 2048;  // fewer entries are finished before a second thread has woken up
 constexpr int64_t kMostBins = 1024;
 constexpr int64_t kLanesPerThread = 8;
 
@@ -27,7 +27,7 @@ int threads_for(int64_t entries, int64_t threads) {
   return entries < kEntriesForThreads ? 1 : static_cast<int>(std::max<int64_t>(1, threads));
 }
 
-// f(begin, end) of each thread's share.
+// Calls f(begin, end) with each thread's share.
 template <class Body>
 void share(int threads, int64_t count, const Body& f) {
   parallel(threads, [&](const Team& team) {
@@ -40,7 +40,7 @@ int64_t guarded(Call* call, Body body) {
   call->report = {TR_OK, 0, 0, 0};
   try {
     body();
-  } catch (const std::exception&) {  // bad_alloc, or length_error: no memory is that large
+  } catch (const std::exception&) {  // bad_alloc, or length_error: more than any memory
     call->report = {TR_NO_MEMORY, 0, 0, 0};
   }
   return call->report.status;
@@ -52,7 +52,7 @@ void lower(std::atomic<int64_t>& lowest, int64_t value) {
   }
 }
 
-// False, and a report, if an id is not of the buckets that are held.
+// Returns false and fills the report if an id's bucket is not held.
 bool all_held(tr_zch& call, int threads) {
   if (call.first == 0 && call.held == call.buckets) return true;
   std::atomic<int64_t> lowest{call.count};
@@ -81,14 +81,15 @@ bool numbers_fit(tr_zch& call) {
   return true;
 }
 
-// Entries sorted by bin, a run of 2^shift buckets, and then dealt as lanes: runs of bins with about as many entries each.
+// Sorts entries by bin (2^shift neighbouring buckets), then assigns them in lanes: neighbouring bins with about equal
+// numbers of entries.
 void assign_in_lanes(tr_zch& call, int threads) {
   int shift = 0;
   while ((call.held - 1) >> shift >= kMostBins) ++shift;
   const int64_t bins = ((call.held - 1) >> shift) + 1, count = call.count;
   const std::unique_ptr<uint16_t[]> bin_of(new uint16_t[static_cast<size_t>(count)]);
   const std::unique_ptr<uint32_t[]> positions(new uint32_t[static_cast<size_t>(count)]);
-  std::vector<int64_t> places(static_cast<size_t>(threads * bins));  // per thread and bin: first how many, then where
+  std::vector<int64_t> places(static_cast<size_t>(threads * bins));  // per thread and bin: first counts, then positions
   std::vector<int64_t> cuts{0};
   cuts.reserve(static_cast<size_t>(threads * kLanesPerThread) + 2);
   std::atomic<size_t> next{0};
@@ -123,7 +124,7 @@ void assign_in_lanes(tr_zch& call, int threads) {
   });
 }
 
-// Brings the evicted rows and ids to the front, in the order of their evictors.
+// Moves the evicted rows and ids to the front, in the order of the entries that evicted them.
 void collect_evictions(tr_zch& call) {
   int64_t found = 0, n = 0;
   const auto take = [&](int64_t at) {
@@ -144,13 +145,13 @@ void collect_evictions(tr_zch& call) {
 // ------------------------------------------------------------------------------------------------ resizing
 
 struct Live {
-  int64_t bucket;  // new one, counted from the first
+  int64_t bucket;  // the new bucket, counted from the first
   int64_t first, second;
   double score;
   int64_t row, start, slot;
 };
 
-// Those that go last, first; of equals those of lower rows.
+// Ids that the policy evicts last come first; of equals those of lower rows.
 bool before(const Live& a, const Live& b) {
   if (a.bucket != b.bucket) return a.bucket < b.bucket;
   if (a.score != b.score) return a.score > b.score;
@@ -159,7 +160,7 @@ bool before(const Live& a, const Live& b) {
   return a.row < b.row;
 }
 
-// Old buckets and the new ones that share no id with others: one of the one, and some of the other.
+// Old buckets and new buckets that share no id with other buckets: one old and several new ones, or the reverse.
 class Group {
  public:
   int64_t old_begin = 0, old_end = 0;
@@ -198,7 +199,7 @@ class Group {
       Live *first = live.data() + begin, *last = live.data() + end;
       const int64_t base = live[begin].bucket * call.new_slots;
       if (!find_slots(call, first, last) && last - first <= call.new_slots) {
-        // As they are if this order does not keep everybody.
+        // The first placement stays if this order does not keep every id.
         in_turn.assign(first, last);
         const int64_t from = cut(call, first, last);
         std::stable_sort(in_turn.begin(), in_turn.end(), [&](const Live& a, const Live& b) {
@@ -219,7 +220,7 @@ class Group {
 
   static int64_t turn(int64_t distance, int64_t slots) { return distance < 0 ? distance + slots : distance; }
 
-  // Each takes the first empty slot of its window, in their order. False if somebody finds none.
+  // Each id takes the first empty slot of its window, in order. Returns false if an id finds none.
   bool find_slots(const tr_zch_resizing& call, Live* first, Live* last) {
     const int64_t window = std::min(call.max_probe, call.new_slots);
     bool all = true;
@@ -237,7 +238,7 @@ class Group {
     return all;
   }
 
-  // The slot after the one up to which the fewest ids start, less the slots up to there.
+  // The slot after the position where (ids that start up to it) - (slots up to it) is least.
   int64_t cut(const tr_zch_resizing& call, const Live* first, const Live* last) {
     per_slot.assign(static_cast<size_t>(call.new_slots), 0);
     for (const Live* item = first; item < last; ++item) ++per_slot[item->start];

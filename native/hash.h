@@ -1,8 +1,8 @@
-// Rows of ids: find, assign, resize (tilerec/ops/hash/definition.py is the specification, with examples in numbers and the nouns).
+// Rows of ids: find, assign, resize (tilerec/ops/hash/definition.py is the specification, with terms and numeric examples).
 //
-//   range    what a state holds: buckets [first, first + held) of `buckets`, `slots` rows each
-//   lane     a run of entries one thread takes in order: all of them, or those of a run of buckets
-//   worst    the slot of a full window that goes first
+//   range    the buckets of a state: [first, first + held) of `buckets`, `slots` rows each
+//   lane     entries that one thread processes in order: all of them, or those of neighbouring buckets
+//   worst    the slot of a full window that is evicted first
 //
 // Entries of one bucket are in one lane and in their order, so lanes give the same bits in any order and on any thread.
 #pragma once
@@ -54,8 +54,8 @@ typedef struct {
 } tr_zch_resizing;
 
 // Each returns report.status: TR_OK, TR_NO_MEMORY, TR_BAD_ID (an id of another bucket: position, value = id; of
-// tr_zch_resize the position is its row), or TR_BAD_ARGUMENT (position, value; feature is one of these). Nothing has been
-// changed then.
+// tr_zch_resize the position is its row), or TR_BAD_ARGUMENT (position, value; feature is one of these). After an error
+// nothing has changed.
 enum { TR_ZCH_BAD_COUNT = 1, TR_ZCH_BAD_TTL = 2 };
 TR_API int64_t tr_zch_find(tr_zch* call);
 TR_API int64_t tr_zch_assign(tr_zch* call);
@@ -76,7 +76,7 @@ static inline int64_t zch_low(uint64_t mixed, int64_t count) {
   return (int64_t)(((mixed & 0xffffffffu) * (uint64_t)count) >> 32);
 }
 
-// age ** (n / 256) by products and square roots, which every machine rounds alike.
+// age ** (n / 256) by products and square roots, which all machines round alike.
 static inline double zch_power(int64_t age, int64_t n) {
   double result = 1.0, base = (double)age, root = base;
   for (int64_t whole = n >> 8; whole > 0;) {
@@ -92,7 +92,7 @@ static inline double zch_power(int64_t age, int64_t n) {
 }
 static inline int64_t zch_exponent(double exponent) { return (int64_t)(exponent * 256 + 0.5); }
 
-// Entries begin ... end - 1 of the call, or where `positions` is given the entries it names there.
+// Entries begin ... end - 1 of the call. If `positions` is given: entries positions[begin ... end - 1].
 struct ZchLane {
   const uint32_t* positions;
   int64_t begin, end;

@@ -9,16 +9,16 @@ namespace tilerec {
 namespace TILEREC_ISA {
 namespace {
 
-// Entries between the first look at memory and its use: enough to hide a miss of every cache, few enough that processors
-// remember all of them.
+// Entries between the prefetch of memory and its use: enough to hide a miss of every cache, few enough that processors keep
+// all prefetches in flight.
 constexpr int kAhead = 16;
 constexpr int64_t kNone = -1;
 
-// Slots are looked at eight rows at a time, rows 8 k ... 8 k + 7 of the state: their ids lie in one line of the cache.
-// A block may reach into neighbouring buckets, which another thread may be writing: those bits are read and not used.
+// Slots are compared eight rows at a time, rows 8 k ... 8 k + 7 of the state: their ids lie in one cache line. A block may
+// overlap neighbouring buckets, which another thread may be writing: those bits are read and not used.
 constexpr int64_t kBlock = 8;
 
-// A bit for each of a block's values that is `wanted`.
+// A bit for each of a block's values that equals `wanted`.
 inline uint32_t same_values(const int64_t* values, int64_t wanted) {
 #if defined(__AVX512F__)
   return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(values), _mm512_set1_epi64(wanted));
@@ -45,14 +45,14 @@ inline uint32_t empty_rows(const uint8_t* used) {
 #endif
 }
 
-// Where a search ended: at the id, at the first empty row, or after the window.
+// The end of a search: at the id, at the first empty row, or after the window.
 struct Search {
-  int64_t row;  // of the state; kNone: the window is full of others
+  int64_t row;  // of the state; kNone: the window is full of other ids
   int64_t probes;
   bool found;
 };
 
-// Rows begin ... end - 1. True when the search ends here.
+// Searches rows begin ... end - 1. Returns true if the search ends here.
 inline bool search_run(const int64_t* ids, const uint8_t* used, int64_t rows, int64_t id, int64_t begin, int64_t end,
                        Search& search) {
   uint32_t inside = 0xffu << (begin & (kBlock - 1));
@@ -100,21 +100,21 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Worst {
   int64_t row;
-  int64_t whole, second;  // its score; which of them counts, the policy says
+  int64_t whole, second;  // its score; the policy decides which of these fields count
   double score;
 };
 
-// Each takes rows [begin, end); `worst` changes if one of them scores strictly less. Passes over arrays: the least
-// score of those that may go, then its first place. kNever is more than every step, clock and count.
+// Each function takes rows [begin, end); `worst` changes if one of them scores strictly less. Passes over arrays: the least
+// score of the rows that may be evicted, then its first position. kNever is more than every step, clock and count.
 constexpr int64_t kNever = INT64_MAX;
 
-// `value` or kNever, in a form that the compiler turns into vectors.
+// `value` or kNever, in a form that the compiler vectorizes.
 inline int64_t only_if(bool holds, int64_t value) {
   const int64_t mask = -(int64_t)holds;
   return (value & mask) | (kNever & ~mask);
 }
 
-// The first row with both values; there is one.
+// The first row with both values. Such a row must exist.
 inline int64_t first_of(const int64_t* a, int64_t value_a, const int64_t* b, int64_t value_b, int64_t begin, int64_t end) {
   for (; begin + kBlock <= end; begin += kBlock) {
     const uint32_t both = same_values(a + begin, value_a) & same_values(b + begin, value_b);
@@ -170,7 +170,7 @@ void worst_ttl(const int64_t* expires, const int64_t* last, int64_t step, int64_
   worst = {s, low, 0, 0};
 }
 
-// All of it is asked for at once: the lines of a window are rarely in the cache.
+// Prefetches the whole window at once, because its lines are rarely in the cache.
 inline void prefetch_window(const int64_t* values, const Window& w) {
   for (int64_t r = w.start; r < w.first_end; r += kBlock) __builtin_prefetch(values + r);
   for (int64_t r = w.base; r < w.wrapped_end; r += kBlock) __builtin_prefetch(values + r);

@@ -1,4 +1,4 @@
-// Which instruction set runs, how many threads, on which pages.
+// Choice of the instruction set, limits on threads after a fork, and huge pages.
 #include "isa.h"
 
 #include <atomic>
@@ -37,8 +37,8 @@ Isa first_choice() {
 
 std::atomic<Isa> chosen{first_choice()};
 
-// After fork only the calling thread lives on. GNU's OpenMP runtime does not know that and waits for its lost threads for
-// ever, so a child of a process that had other threads works alone.
+// After fork only the calling thread exists. GNU's OpenMP runtime would wait for its lost threads for ever, so a child of a
+// process that had other threads uses one thread.
 std::atomic<bool> alone{false};
 
 #if defined(__linux__)
@@ -50,7 +50,7 @@ void before_fork() {
     while (dirent* entry = readdir(tasks)) threads += entry->d_name[0] != '.';
     closedir(tasks);
   }
-  had_others = threads != 1;  // 0: could not be told
+  had_others = threads != 1;  // 0: the number is unknown
 }
 
 void in_child() {
@@ -82,7 +82,7 @@ TR_API int32_t tr_isa_choose(int32_t level) {
 
 TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHuge = uintptr_t(2) << 20;  // whole huge pages only: neighbours keep theirs
+  constexpr uintptr_t kHuge = uintptr_t(2) << 20;  // whole huge pages only: neighbouring memory keeps its pages
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) & ~(kHuge - 1);
   const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kHuge - 1);
   if (last <= first) return -1;

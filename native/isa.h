@@ -1,12 +1,13 @@
 // One source, several instruction sets.
 //
 // A file `native/*_kernel.cpp` is compiled once per level, with TILEREC_ISA naming the level's namespace: base, avx2 or
-// avx512 (x86-64; elsewhere base alone). Everything in it, and in headers made for it, lives in
-// `namespace tilerec { namespace TILEREC_ISA { ... } }`: two levels must never define the same symbol, or the linker keeps one
-// of them and may hand AVX-512 code to a machine without it. For the same reason such files use no standard containers
-// or algorithms that the compiler could leave as shared functions. All other `native/*.cpp` are compiled once, for the base level.
+// avx512 (x86-64; elsewhere base alone). All its code, and the code of headers made for it, is in
+// `namespace tilerec { namespace TILEREC_ISA { ... } }`. Two levels must never define the same symbol: the linker would keep
+// one of them and might run AVX-512 code on a machine without it. For the same reason such files use no standard containers
+// or algorithms that the compiler could emit as shared functions. All other `native/*.cpp` are compiled once, for the base
+// level.
 //
-// A kernel `void sum(const Args&)` in sum_kernel.cpp is reached from sum.cpp by
+// sum.cpp calls a kernel `void sum(const Args&)` of sum_kernel.cpp by
 //
 //   TILEREC_DECLARE(void sum(const Args&))
 //   ... TILEREC_CALL(sum)(args);

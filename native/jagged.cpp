@@ -1,9 +1,9 @@
-// Jagged algebra (tilerec/ops/jagged/definition.py says what each function computes, with an example in numbers).
+// Jagged algebra (tilerec/ops/jagged/definition.py specifies each function, with a numeric example).
 //
 //   segment   a run of neighbouring items; S of them, offsets[S + 1] ascend from 0
-//   item      `item_bytes` bytes: most functions move items and never look inside
+//   item      `item_bytes` bytes: most functions move items and do not interpret them
 //
-// Work is dealt to threads by items, not by segments: one long bag does not stall the others. Every thread writes its own
+// Threads share the work by items, not by segments: one long bag does not stall the others. Every thread writes its own
 // part of the output and sums run first to last within it, so results do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
@@ -19,12 +19,12 @@ namespace {
 using tilerec::parallel;
 using tilerec::Team;
 
-// Below this much memory traffic waking a second thread costs more than it saves.
+// Below this many bytes of memory traffic, waking a second thread costs more than it saves.
 constexpr int64_t kBytesWorthThreads = 1 << 16;
 
 int32_t threads_for(int64_t bytes, int32_t threads) { return bytes < kBytesWorthThreads ? 1 : threads; }
 
-// The lowest number that was found wrong by any thread.
+// The lowest position at which any thread found an error.
 class Fault {
  public:
   void raise(int64_t position) {
@@ -43,7 +43,7 @@ void fill(tr_report* report, int64_t status, int64_t position = 0, int64_t value
   *report = tr_report{status, -1, position, value};
 }
 
-// Whether offsets ascend within [0, end]; with `exact` they begin at 0 and stop at `end`. Ends with a barrier.
+// Checks that offsets ascend within [0, end]; with `exact` they begin at 0 and stop at `end`. Ends with a barrier.
 void check_offsets(const Team& team, const int64_t* offsets, int64_t segments, int64_t end, bool exact, Fault* fault) {
   for (size_t s = team.begin(segments), stop = team.end(segments); s < stop; ++s)
     if (offsets[s] > offsets[s + 1] || offsets[s] < 0 || offsets[s + 1] > end) fault->raise(static_cast<int64_t>(s));
@@ -118,7 +118,7 @@ void sum_items(const Number* items, int64_t count, int64_t width, Number* out) {
     *out = static_cast<Number>(sum);
     return;
   }
-  // Unsigned sums wrap as torch's integers do, whatever their width, so each column can be kept in `out`.
+  // Unsigned sums wrap as torch's integers do, for every width, so each column can be kept in `out`.
   for (int64_t d = 0; d < width; ++d) out[d] = 0;
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < width; ++d)
@@ -141,7 +141,7 @@ void segment_sum(const void* values, int64_t items, int64_t width, const int64_t
   report_offsets(fault, offsets, segments, report);
 }
 
-// The bucket of an id: how many inner cuts are at or below it.
+// The bucket of an id: the number of inner cuts at or below it.
 template <class Id>
 int64_t bucket_of(Id id, const int64_t* cuts, int64_t buckets) {
   if (buckets <= 16) {
@@ -189,7 +189,7 @@ void bucketize(const Id* ids, int64_t items, const Length* lengths, int64_t segm
         ++out_lengths[c * segments + s];
       }
     team.wait();
-    // Bucket-major, and in a bucket thread by thread: threads hold ascending segments.
+    // Ordered by bucket, and in a bucket by thread: threads hold ascending segments.
     int64_t* cursor = cursors.get() + team.thread * buckets;
     int64_t base = 0;
     for (int64_t c = 0; c < buckets; ++c)
@@ -216,7 +216,7 @@ void select_segments_backward(const Number* grad, int64_t width, const int64_t* 
   parallel(threads_for((items + copies) * width * static_cast<int64_t>(sizeof(Number)), threads), [&](const Team& team) {
     check_offsets(team, out_offsets, selected, copies, true, &fault);
     if (fault.raised()) return;
-    // A thread owns a range of the input's items and looks for copies of them in output order.
+    // A thread owns a range of the input's items and searches copies of them in output order.
     const int64_t begin = static_cast<int64_t>(team.begin(static_cast<size_t>(items)));
     const int64_t end = static_cast<int64_t>(team.end(static_cast<size_t>(items)));
     std::fill(out + begin * width, out + end * width, Number{0});
@@ -276,7 +276,7 @@ TR_API void tr_select_segments(const void* values, int64_t item_bytes, int64_t i
   parallel(threads_for(total * item_bytes, threads), [&](const Team& team) {
     check_offsets(team, out_offsets, selected, total, true, &fault);
     if (fault.raised()) return;
-    // A thread owns a range of the output's items: it may begin and end inside of a segment.
+    // A thread owns a range of the output's items, which may begin and end inside of a segment.
     const int64_t begin = static_cast<int64_t>(team.begin(static_cast<size_t>(total)));
     const int64_t end = static_cast<int64_t>(team.end(static_cast<size_t>(total)));
     if (begin == end) return;

@@ -1,4 +1,4 @@
-// Where the fields of the interface's structs lie, as text (tilerec/ops/runtime/cpu/records.py makes the same of its records).
+// Offsets and sizes of the fields of the interface's structs, as text (tilerec/ops/runtime/cpu/records.py makes the same text).
 #include <cstddef>
 #include <string>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// "status 0+8 feature 8+8": place and size in bytes.
+// "status 0+8 feature 8+8": offset and size in bytes.
 class Fields {
  public:
   Fields(std::string& text, const char* name, size_t size) : text_(text) {

@@ -1,4 +1,4 @@
-// Calls of lookup.h: resolving places, cutting the work into parts, handing parts to threads.
+// Calls of lookup.h: resolution of positions, division of the work into parts, distribution of parts over threads.
 #include "lookup.h"
 
 #include <algorithm>
@@ -18,10 +18,10 @@ TILEREC_DECLARE(LookupFault sample_weight_part(const LookupPart& part))
 namespace tilerec {
 namespace {
 
-constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is done before a second thread has woken up
+constexpr int64_t kBytesForThreads = 128 << 10;  // less work than this is finished before a second thread has woken up
 constexpr int64_t kPartsPerThread = 8;
-constexpr int64_t kStreamBytes = 16 << 20;     // outputs from here on would push the tables' rows out of the caches
-constexpr int64_t kHugeBytes = 32 << 20;       // from here on the C library takes fresh memory from the system every time
+constexpr int64_t kStreamBytes = 16 << 20;     // outputs from this size would evict the tables' rows from the caches
+constexpr int64_t kHugeBytes = 32 << 20;       // from this size, the C library requests new memory from the system every time
 
 using Kernel = LookupFault (*)(const LookupPart&);
 
@@ -33,7 +33,7 @@ int64_t bytes_of(int64_t type) { return type == TR_F32 ? 4 : 2; }
 
 int64_t clamp(int64_t x, int64_t most) { return std::max<int64_t>(0, std::min(x, most)); }
 
-// Whether feature f's table is there and has memory.
+// Returns true if feature f's table exists and has memory.
 bool table_serves(tr_lookup& call, int64_t f) {
   const int64_t table = call.tables[f];
   if (table < 0 || table >= call.table_count) return call.report = {TR_BAD_ARGUMENT, f, table, TR_LOOKUP_BAD_TABLE}, false;
@@ -42,14 +42,14 @@ bool table_serves(tr_lookup& call, int64_t f) {
   return true;
 }
 
-// The features of a pooled call. False, and a report: a call that contradicts itself.
+// Resolves the features of a pooled call. Returns false and fills the report if the call contradicts itself.
 bool resolve(tr_lookup& call, std::vector<LookupFeature>& features) {
   const bool uniform = call.batch_count == 1;
   const int64_t bags_there = call.offset_count - 1;
   std::vector<int64_t> key_starts;
   if (!uniform) {
     key_starts.resize(static_cast<size_t>(call.batch_count) + 1);
-    // Keys behind the end of the offsets all begin there: none of their bags is found.
+    // Keys beyond the end of the offsets all begin at the end, so none of their bags exists.
     for (int64_t k = 0; k < call.batch_count; k++) {
       const int64_t left = bags_there - key_starts[k];
       if (call.batches[k] < 0) return call.report = {TR_BAD_ARGUMENT, 0, k, TR_LOOKUP_FEW_OFFSETS}, false;
@@ -66,7 +66,7 @@ bool resolve(tr_lookup& call, std::vector<LookupFeature>& features) {
     if (key < 0 || (!uniform && key >= call.batch_count))
       return call.report = {TR_BAD_ARGUMENT, f, key, TR_LOOKUP_BAD_KEY}, false;
     const int64_t bags = uniform ? call.batches[0] : call.batches[key];
-    // Of [0, bags) bags before it and its own, none may lie behind the last offset; divided, so that nothing overflows.
+    // None of the bags before this key, or its own, may lie beyond the last offset. Division avoids an overflow.
     if (bags < 0 || bags > bags_there || (uniform && bags > 0 && key > bags_there / bags - 1) ||
         (!uniform && key_starts[key] + bags > bags_there))
       return call.report = {TR_BAD_ARGUMENT, f, key, TR_LOOKUP_FEW_OFFSETS}, false;
@@ -78,13 +78,13 @@ bool resolve(tr_lookup& call, std::vector<LookupFeature>& features) {
   return true;
 }
 
-// Work in bytes moved; a bag costs about as much as a short row.
+// Cost in bytes moved; a bag costs about as much as a short row.
 int64_t cost_of(const tr_lookup& call, const LookupFeature& f, int64_t ids, int64_t bags) {
   return ids * (f.dim * bytes_of(f.type) + 16) + bags * (f.dim * bytes_of(call.number_type) + 32);
 }
 
-// Runs the parts on threads. Every thread begins with its own run of neighbouring parts (so that two threads rarely keep
-// the same table in their caches) and then takes what others have left. Which thread does a part changes no bit.
+// Runs the parts on threads. Every thread begins with its own run of neighbouring parts, so that two threads rarely keep the
+// same table in their caches. Then it takes remaining parts of other threads. The thread of a part does not change any bit.
 void run(tr_lookup& call, const std::vector<LookupFeature>& features, const std::vector<Piece>& pieces, int threads,
          int64_t scratch, bool stream, Kernel kernel) {
   std::vector<LookupFault> faults(pieces.size(), LookupFault{TR_OK, 0, 0});
@@ -114,13 +114,13 @@ void cut(std::vector<Piece>& pieces, int64_t feature, int64_t begin, int64_t end
   for (int64_t i = 0; i < parts; i++) pieces.push_back({feature, begin + count * i / parts, begin + count * (i + 1) / parts});
 }
 
-// A fresh output of many small pages costs more to receive from the system than to fill.
+// For a new output of many small pages, the system needs more time to provide the pages than the lookup to fill them.
 void expect_large(void* out, int64_t bytes) {
   if (bytes >= kHugeBytes) tr_advise_huge_pages(out, bytes);
 }
 
-// Whether every id lies in a bag, of some key: the offsets begin at 0 and end at the number of ids. Checked last: a fault
-// of a feature's own offsets names the feature.
+// Checks that every id lies in a bag of some key: the offsets begin at 0 and end at the number of ids. Checked last, because
+// an error of a feature's own offsets names the feature.
 void check_covered(tr_lookup& call) {
   const int64_t last = call.offset_count - 1;
   if (call.report.status != TR_OK || call.features == 0) return;
@@ -148,7 +148,7 @@ int64_t pooled_call(tr_lookup& call, Kernel kernel, bool one_key_at_a_time) {
   std::vector<bool> seen;
   for (size_t f = 0; f < features.size(); f++) {
     if (one_key_at_a_time && features[f].bags > 0) {
-      // Features of one key add to the same numbers: a second reader of a key waits until the first ones are done.
+      // Features of one key add to the same numbers: a second feature of a key waits until earlier ones have finished.
       const size_t key = static_cast<size_t>(call.keys[f]);
       if (seen.size() <= key) seen.resize(key + 1, false);
       if (seen[key]) {
@@ -213,7 +213,7 @@ template <class Body>
 int64_t guarded(tr_lookup* call, Body body) {
   try {
     return body();
-  } catch (const std::exception&) {  // bad_alloc, or length_error: no memory is that large
+  } catch (const std::exception&) {  // bad_alloc, or length_error: more than any memory
     call->report = {TR_NO_MEMORY, 0, 0, 0};
     return TR_NO_MEMORY;
   }

@@ -1,4 +1,4 @@
-// Looking rows up: the C functions and what their kernels are given (tilerec/ops/lookup/definition.py is the specification).
+// Lookups of rows: the C functions and the inputs of their kernels (tilerec/ops/lookup/definition.py is the specification).
 //
 //   out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of bag (f, b); empty bag: zeros
 //
@@ -29,9 +29,9 @@ typedef struct {
   tr_report report;
 } tr_lookup;
 
-// What `value` says when a call is a TR_BAD_ARGUMENT; `feature` is the first that cannot be served.
+// `value` of a call that is a TR_BAD_ARGUMENT; `feature` is the first with this error.
 enum {
-  TR_LOOKUP_FEW_OFFSETS = 1,  // fewer bags than the batch sizes say, or a negative batch size
+  TR_LOOKUP_FEW_OFFSETS = 1,  // fewer bags than the batch sizes require, or a negative batch size
   TR_LOOKUP_BAD_TABLE = 2,    // a table outside [0, table_count)
   TR_LOOKUP_BAD_KEY = 3,      // a key outside [0, batch_count)
   TR_LOOKUP_NO_ROWS = 4,      // a table whose rows have no memory
@@ -42,8 +42,8 @@ enum {
 //
 // Example: one table {{1, 2}, {3, 4}}, ids {0, 1, 1}, offsets {0, 2, 3}, sum: out {{4, 6}, {3, 4}}.
 TR_API int64_t tr_pooled_lookup(tr_lookup* call);
-// Row by row: out[p] = W[ids[p]]; keys, means, batches and sample_weights are not read. The features' runs begin at 0, follow
-// each other and end at id_count, so that every row of the output is written. Same example: {{1, 2}, {3, 4}, {3, 4}}.
+// Row by row: out[p] = W[ids[p]]; keys, means, batches and sample_weights are not read. The features' runs begin at 0, are
+// contiguous and end at id_count, so that every row of the output is written. Same example: {{1, 2}, {3, 4}, {3, 4}}.
 TR_API int64_t tr_sequence_lookup(tr_lookup* call);
 // sample_grads[p] += s * <numbers[f, b], W[ids_p]>, features in their order. In a product's sum, eight running sums over
 // the columns c % 8 are added up as ((0+1)+(2+3))+((4+5)+(6+7)).
@@ -52,8 +52,8 @@ TR_API int64_t tr_sample_weight_grad(tr_lookup* call);
 #if defined(__cplusplus)
 namespace tilerec {
 
-// A feature of one call, all places resolved: bag b holds the ids offsets[b] .. offsets[b + 1] and its result lies at
-// number numbers_start + b * numbers_stride.
+// A feature of one call, with all positions resolved: bag b holds the ids offsets[b] .. offsets[b + 1], and its result is
+// at element numbers_start + b * numbers_stride of the output.
 struct LookupFeature {
   const void* data;
   uint64_t rows;
@@ -71,11 +71,11 @@ struct LookupPart {
   const LookupFeature* feature;
   int64_t begin, end;
   float* scratch;
-  bool stream;  // sequence: write past the caches
+  bool stream;  // sequence: write around the caches (non-temporal stores)
 };
 
-// What a part found wrong, first in its order; status TR_OK if nothing. Value and position as in tr_report, a bag's number
-// counted from the feature's first bag.
+// The first error of a part, in its order; status TR_OK if there is none. Value and position as in tr_report, with a bag's
+// number counted from the feature's first bag.
 struct LookupFault {
   int64_t status, position, value;
 };

@@ -1,9 +1,9 @@
 // The loops of lookup.h.
 //
-// A row is cut into blocks of 8, 4, 2 or 1 vectors and a last part of a vector; the sum of a block stays in registers while
-// the rows of a bag go by. Rows of later bags are asked for ahead of time: a table is far larger than any cache, and the
-// processor cannot guess the next row. A wide row takes several passes, each over the same few bags, so that a pass finds
-// the page of a row in the processor's table of addresses.
+// A row is cut into blocks of 8, 4, 2 or 1 vectors and a last part of a vector. The sum of a block stays in registers while
+// the loop reads the rows of a bag. Rows of later bags are prefetched: a table is far larger than any cache, and the
+// processor cannot predict the next row. A wide row takes several passes, each over the same few bags, so that a pass finds
+// the page of a row in the TLB.
 #include "lookup.h"
 
 #include "rows.h"
@@ -12,7 +12,7 @@ namespace tilerec {
 namespace TILEREC_ISA {
 namespace {
 
-constexpr int64_t kAheadBytes = 8192;  // rows asked for ahead, in bytes of the block
+constexpr int64_t kAheadBytes = 8192;  // rows prefetched ahead, in bytes of the block
 constexpr int64_t kGroupRows = 64;     // rows of the bags that the passes over a wide row share
 
 inline int64_t ahead(int64_t bytes) {
@@ -23,11 +23,11 @@ inline int64_t ahead(int64_t bytes) {
 template <int kBytes>
 TR_INLINE void ask_for(const char* at) {
   for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 3);
-  // A block that is no multiple of a cache line may end in one line more.
+  // A block that is no multiple of a cache line may end in one more line.
   if (kBytes % 64) __builtin_prefetch(at + kBytes - 1, 0, 3);
 }
 
-// Where the numbers of one feature's bags go.
+// Destination of the numbers of one feature's bags.
 struct Out {
   void* at;
   int64_t type, stride;
@@ -68,14 +68,15 @@ struct Bags {
   const int64_t* offsets;
   const float* weights;
   bool mean;
-  int64_t last;  // end of the ids this part may ask ahead for
+  int64_t last;  // end of the ids whose rows this part may prefetch
   Out out;
   LookupFault* fault;
 };
 
-// kVectors vectors from column `column` on, or (kVectors 0) its first `tail` columns. False: a fault, the part ends.
+// Sums kVectors vectors from column `column` on, or (kVectors 0) its first `tail` columns. Returns false on an error, which
+// ends the part.
 template <int kVectors, bool kWeighted, class E, class I>
-__attribute__((noinline))  // on its own, so that the loop has all registers
+__attribute__((noinline))  // a separate function, so that the loop has all registers
 bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin, int64_t end) {
   constexpr int kRegisters = kVectors > 0 ? kVectors : 1;
   constexpr int kBytes = kRegisters * kLanes * (int)sizeof(E);
@@ -205,7 +206,7 @@ TR_INLINE void copy_row(const char* from, char* to, int64_t bytes) {
 }
 
 #if defined(__x86_64__)
-// The same past the caches; kBytes and both pointers are multiples of a vector.
+// The same with non-temporal stores; kBytes and both pointers are multiples of a vector.
 template <int kBytes>
 TR_INLINE void stream_row(const char* from, char* to, int64_t) {
   for (int i = 0; i < kBytes; i += 4 * kLanes) {

@@ -1,7 +1,7 @@
-// Stand-ins for the OpenMP runtime, so that the library loads and works, on one thread, where none is loaded.
+// Stand-ins for the OpenMP runtime. With them the library loads and works on one thread in a process without a runtime.
 //
-// The dynamic linker looks in the process's global scope first: when PyTorch's runtime is there, its functions are taken and
-// these are never called. They cover what `parallel.h` makes the compiler call (GCC's and Clang's names).
+// The dynamic linker searches the process's global scope first. If PyTorch's runtime is loaded, its functions are used and
+// these are never called. They cover the calls that the compiler emits for `parallel.h` (GCC's and Clang's names).
 #include <cstdint>
 
 #define STAND_IN extern "C" __attribute__((weak, visibility("default")))

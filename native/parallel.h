@@ -2,12 +2,12 @@
 //
 //   parallel(threads, [&](const Team& team) { ... });
 //
-// runs the body on every thread of a team. It shares the OpenMP pool of the process (PyTorch's): the library is compiled with
-// OpenMP and linked without it, so the runtime that is loaded already serves it; where none is, openmp_absent.cpp's
-// functions run the body on one thread. Never throw out of a body.
+// runs the body on every thread of a team. It shares the OpenMP pool of the process (PyTorch's). The library is compiled with
+// OpenMP and linked without it, so it uses the runtime that is already loaded. If none is loaded, the functions of
+// openmp_absent.cpp run the body on one thread. Never throw out of a body.
 //
-// Kernels (native/*_kernel.cpp) get a `const Team&` from their caller, or none at all, and do not call `parallel` themselves:
-// it is made for files that are compiled once.
+// Kernels (native/*_kernel.cpp) get a `const Team&` from their caller, or none at all. They must not call `parallel`
+// themselves: it is only for files that are compiled once.
 #pragma once
 
 #include <omp.h>
@@ -25,7 +25,7 @@ struct Team {
 #pragma omp barrier
     }
   }
-  // This thread's share of `count` things.
+  // This thread's share of `count` items.
   size_t begin(size_t count) const { return share(count, thread); }
   size_t end(size_t count) const { return share(count, thread + 1); }
   size_t share(size_t count, int t) const {
@@ -43,7 +43,7 @@ void parallel(int threads, const Body& body) {
   }
 #pragma omp parallel num_threads(threads)
   {
-    // Fewer threads than asked for may come (a nested region, a limit of the environment).
+    // The runtime may start fewer threads than requested (a nested region, a limit of the environment).
     body(Team{omp_get_thread_num(), omp_get_num_threads()});
   }
 }

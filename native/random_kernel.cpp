@@ -1,4 +1,5 @@
-// Philox4x32-10 and what is made of its words. Plain loops over kGroups counters, which the compiler turns into vectors.
+// Philox4x32-10, and uniform and normal numbers from its words. Plain loops over kGroups counters, which the compiler
+// vectorizes.
 //
 // A group is four neighbouring columns of a row: one counter, four words.
 #include "random.h"
@@ -37,7 +38,7 @@ inline void uniform(const Words& words, float low, float high, float* values) {
 }
 
 // ln((k + 1) / 2^24) for 0 <= k < 2^24. x = 2^e m with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh((m - 1) / (m + 1)).
-// Polynomials of our own, not the C library's functions: the same bits on every machine. Within 2 units in the last place.
+// Own polynomials replace the C library's functions: the same bits on every machine. Within 2 units in the last place.
 inline double log_of(uint32_t k) {
   const double x = (double)(int32_t)(k + 1) * 0x1p-24;
   int64_t bits;
@@ -62,7 +63,7 @@ inline double log_of(uint32_t k) {
   return (double)(int32_t)e * 0.693147180559945309417 + (2.0 * s + 2.0 * s * (q * p));
 }
 
-// Columns (r cos, r sin) of a pair of words; the angle's quadrant is taken off while it is still an integer.
+// Columns (r cos, r sin) of a pair of words. The angle's quadrant is split off while the angle is still an integer.
 inline void box_muller(const uint32_t* first, const uint32_t* second, float mean, float deviation, float* even, float* odd) {
   for (int i = 0; i < kGroups; i++) {
     const double radius = __builtin_sqrt(-2.0 * log_of(first[i] >> 8));
@@ -123,7 +124,7 @@ void fill_rows(const RandomFill& fill, E* out, int64_t begin, int64_t end) {
     int64_t start_row = row, start_group = group;
     int used = 0;
     for (int i = 0; i < kGroups; i++) {
-      // Past the end, whatever: those words are not used.
+      // Beyond the end any row will do: those words are not used.
       const uint64_t at = (uint64_t)(fill.places ? fill.places[row < end ? row : begin] : fill.row_offset + row);
       words.w[0][i] = (uint32_t)at;
       words.w[1][i] = (uint32_t)(at >> 32);

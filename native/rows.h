@@ -2,11 +2,11 @@
 //
 //   vf              kLanes floats: 16 with AVX-512, 8 with AVX2, 4 otherwise; + - * / and comparisons work lane by lane
 //   load(p)         kLanes numbers from p; exact
-//   load(p, n)      the first n (0 <= n <= kLanes), zeros after them; reads nothing behind p[n - 1]
+//   load(p, n)      the first n (0 <= n <= kLanes), zeros after them; reads nothing beyond p[n - 1]
 //   store(p, v)     rounds to nearest, ties to even; NaNs stay NaNs, too large numbers become infinite
 //   store(p, v, n)  writes p[0 .. n - 1] only
 //
-// Pointers need no alignment beyond their element's. Every level gives the same bits, portable code included.
+// Pointers need no alignment beyond their element's. All levels give the same bits, portable code included.
 //
 // Example: bf16 words {0x3f80, 0x4000} (1.0, 2.0): load(p, 2) = {1, 2, 0, 0, ...}.
 #pragma once
@@ -59,7 +59,7 @@ TR_INLINE vu select(vi mask, vu a, vu b) { return ((vu)mask & a) | (~(vu)mask & 
 
 // ---- widening and narrowing of one vector
 
-// 16-bit words to 32-bit ones and back (a word that fits). GCC's __builtin_convertvector is right but slow here.
+// 16-bit words to 32-bit ones and back (the word must fit). GCC's __builtin_convertvector is correct but slow here.
 TR_INLINE vu spread(vh words) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32((__m256i)words);
@@ -210,7 +210,7 @@ TR_INLINE void store_one(E* p, float x) {
 
 // ---- prefetch
 
-// Asks for the cache lines of `bytes` bytes from p on. p may point anywhere.
+// Prefetches the cache lines of `bytes` bytes from p on. p may be any address.
 TR_INLINE void prefetch_row(const void* p, size_t bytes) {
   const char* at = (const char*)p;
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);

@@ -1,4 +1,4 @@
-// Conversion of rows between data types, by the functions all kernels use.
+// Conversion of rows between data types, with the functions that all kernels use.
 #include "rows.h"
 
 #include "tilerec.h"

@@ -1,15 +1,16 @@
-// Row rules: how one row of a table takes its summed gradient, a vector of columns at a time.
+// Row rules: the update of one row of a table by its summed gradient, a vector of columns at a time.
 //
 //   rule     an optimizer's arithmetic for a row. It has `kWide` slots of [rows, dim] and, after them, narrow slots of [rows]
-//   phase    a row sum the rule needs before it can go on; `terms` gives what is to be summed, `reduced` takes the sums
-//   kKeeps   whether rows whose gradient is not finite are left as they are (and counted); a rule that only stores takes them
-//   Row      what a rule knows of the row at hand: its narrow slots, the sums so far, factors made of them
+//   phase    a row sum that the rule needs before its next step; `terms` returns the terms to sum, `reduced` takes the sums
+//   kKeeps   true: rows whose gradient is not finite are left unchanged (and counted); false (a rule that only stores): they
+//            are written
+//   Row      the rule's state of the current row: its narrow slots, the sums so far, factors made of them
 //
 // The order of calls for a row:
 //     Row row = rule.begin(narrow slots)
 //     for phase in 0..rule.phases():  sums = add(rule.terms(phase, row, g, w, wide));  rule.reduced(phase, row, sums, dim)
 //     rule.apply(row, g, w, wide) for every vector of columns;  rule.finish(row, narrow slots)
-// Run on the whole row this is the fused update; cut at the sums it is `rule_partials` and `rule_apply_` of a column part.
+// On the whole row this is the fused update. Split at the sums it is `rule_partials` and `rule_apply_` of a column part.
 //
 //   g = summed gradient / grad_scale     w = the row in fp32     t = the table's update count (the row's own with row_step)
 //
@@ -49,7 +50,7 @@ struct ElementRule {
   void finish(const Row&, float* const*, int64_t) const {}
 };
 
-// w = G: how a dense gradient is made. Infinities and NaNs are stored: who made them must see them.
+// w = G: writes a dense gradient. Infinities and NaNs are stored, so that the user sees them.
 struct Store : ElementRule {
   static constexpr int kWide = 0;
   static constexpr bool kKeeps = false;
@@ -98,7 +99,7 @@ struct Adagrad : ElementRule {
   }
 };
 
-// s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g; then the row is cut back to max_norm.
+// s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g; then the row is scaled down to max_norm.
 // L2 decay: g' = g + wd w, c = 1 - k wd; decoupled: g' = g, c = 1 - lr wd; none: g' = g, c = 1.
 struct RowWiseAdagrad {
   static constexpr int kWide = 0, kSums = 1;
@@ -153,7 +154,7 @@ struct Moments {
   double exact_lr, exact_beta1, exact_beta2;
   float eps, beta1, beta2, rest1, rest2;
   bool row_step;
-  Row fixed;  // the corrections of the table's own count
+  Row fixed;  // the bias corrections of the table's update count
   Moments(const double* hyper, int64_t t, bool row_step)
       : h(hyper), exact_lr(hyper[0]), exact_beta1(hyper[5]), exact_beta2(hyper[6]), eps(static_cast<float>(hyper[4])),
         beta1(static_cast<float>(hyper[5])), beta2(static_cast<float>(hyper[6])), rest1(static_cast<float>(1 - hyper[5])),
@@ -212,7 +213,7 @@ struct Adam : Moments<false> {
     vf m, v;
     if (h.weight_decay != 0) {
       if (decoupled)
-        w = w * kept;  // g must not see this
+        w = w * kept;  // without an effect on g
       else
         g = g + h.weight_decay * w;
     }
@@ -237,7 +238,7 @@ struct PartialRowWiseAdam : Moments<true> {
   }
 };
 
-// w -= lr |w| / |u| u, the ratio 1 where either norm is 0. RowWise: one second moment per row, its sum comes first.
+// w -= lr |w| / |u| u, with ratio 1 if either norm is 0. RowWise: one second moment per row, whose sum is phase 0.
 template <bool RowWise>
 struct LambRule : Moments<RowWise> {
   using Base = Moments<RowWise>;

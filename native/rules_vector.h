@@ -1,4 +1,4 @@
-// What row rules need beyond rows.h: square roots, tests, and row sums by aligned blocks of eight columns.
+// Vector functions of the row rules beyond rows.h: square roots, tests, and row sums by aligned blocks of eight columns.
 #pragma once
 
 #include "rows.h"
@@ -20,7 +20,7 @@ TR_INLINE vf root(vf x) {
 #endif
 }
 
-// Whether any lane is set.
+// Returns true if any lane is set.
 TR_INLINE bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -39,8 +39,8 @@ TR_INLINE vi not_finite(vf x) { return (vi)(as_bits(x) & 0x7fffffffu) >= 0x7f800
 // The sum of one block: ((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7)).
 TR_INLINE float block_sum(const float* x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
 
-// The sums of `blocks` consecutive blocks from x on, into `out`, which may be written up to a multiple of 4; x is readable
-// that far too. Example: eight ones -> 8.
+// The sums of `blocks` consecutive blocks from x on, into `out`. `out` may be written, and x read, up to a multiple of 4
+// blocks. Example: eight ones -> 8.
 TR_INLINE void block_sums(const float* x, int64_t blocks, float* out) {
 #if defined(__AVX2__)
   // Horizontal adds of four blocks at once give each block's two halves; their sum is the block's.

@@ -1,4 +1,4 @@
-// Sorting occurrences by row, equal rows in the order (feature, occurrence). Keys are packed as sort_key.h says.
+// Sorts occurrences by row, equal rows in the order (feature, occurrence). sort_key.h describes the packed keys.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +12,21 @@
 
 namespace tilerec {
 
-// How many bits hold every number below `count`. Example: 5 -> 3, 1 -> 0.
+// Number of bits that hold every number below `count`. Example: 5 -> 3, 1 -> 0.
 inline int bits_below(uint64_t count) { return count < 2 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// How the row bits are cut into the digits of a radix sort: `passes` digits of `bits` bits each.
+// The digits of a radix sort over the row bits: `passes` digits of `bits` bits each.
 struct Digits {
   int passes, bits;
 };
 
 constexpr int kMaxDigit = 11;
 constexpr int kMaxPasses = 8;
-constexpr size_t kInsertionSort = 24;    // up to here: insertion
-constexpr size_t kComparisonSort = 128;  // up to here: by comparison
+constexpr size_t kInsertionSort = 24;    // keys up to which insertion sort is used
+constexpr size_t kComparisonSort = 128;  // keys up to which std::sort is used
 
 inline Digits choose_digits(int row_bits, size_t count) {
-  // A digit of b bits costs 2^b counters per pass: keep that well below the number of keys.
+  // A digit of b bits costs 2^b counters per pass: keep this well below the number of keys.
   int widest = count >= 65536 ? 11 : count >= 4096 ? 10 : 8;
   int passes = std::max(1, (row_bits + widest - 1) / widest);
   return {passes, std::max(1, (row_bits + passes - 1) / passes)};
@@ -42,8 +42,8 @@ inline void insertion_sort(E* keys, size_t count) {
   }
 }
 
-// Puts keys [begin, end) where `next` says that the next key of their digit goes. Four at a time: their loads need not wait for
-// each other's stores (2.7 times as fast as one by one; `__restrict__` is true, the arrays are apart).
+// Writes keys [begin, end) to the positions in `next`, which holds the next free position per digit. Four at a time: their
+// loads need not wait for each other's stores (2.7 times as fast as one by one). `__restrict__` holds: the arrays do not overlap.
 template <class E>
 inline void scatter(const E* __restrict__ from, E* __restrict__ to, size_t begin, size_t end, int payload_bits, int shift,
                     uint32_t mask, uint32_t* __restrict__ next) {
@@ -60,8 +60,8 @@ inline void scatter(const E* __restrict__ from, E* __restrict__ to, size_t begin
   for (; i < end; i++) to[next[digit(from[i])]++] = from[i];
 }
 
-// Sorts keys by row, equal rows in their given order. `other` is as long as `keys`; returns whichever of the two holds the
-// result. Fewer than 2^32 keys.
+// Sorts keys by row, equal rows in their given order. `other` is as long as `keys`. Returns the one of the two arrays that
+// holds the result. Fewer than 2^32 keys.
 template <class E>
 E* sort_keys(E* keys, E* other, size_t count, int row_bits, int payload_bits) {
   if (count < 2 || row_bits == 0) return keys;
@@ -83,7 +83,7 @@ E* sort_keys(E* keys, E* other, size_t count, int row_bits, int payload_bits) {
   for (int pass = 0; pass < digits.passes; pass++) {
     uint32_t* next = counts + pass * size;
     const int shift = pass * digits.bits;
-    if (next[(row_of(keys[0], payload_bits) >> shift) & mask] == count) continue;  // one digit only: nothing moves
+    if (next[(row_of(keys[0], payload_bits) >> shift) & mask] == count) continue;  // one digit only: no key moves
     uint32_t sum = 0;
     for (uint32_t d = 0; d < size; d++) {
       uint32_t here = next[d];
@@ -97,7 +97,7 @@ E* sort_keys(E* keys, E* other, size_t count, int row_bits, int payload_bits) {
 }
 
 // The same by a team: every thread calls it, with `counts` of `threads << kMaxDigit` counters shared by all. Each thread
-// scatters its own share of the keys, shares in order, so the result does not depend on how many threads there are.
+// scatters its own share of the keys, shares in order, so the result does not depend on the number of threads.
 template <class E>
 E* sort_keys_together(const Team& team, E* keys, E* other, size_t count, int row_bits, int payload_bits, uint32_t* counts) {
   const Digits digits = choose_digits(row_bits, count);

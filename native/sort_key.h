@@ -1,11 +1,11 @@
-// A sort key: an occurrence's row with its payload, packed in as few bits as hold them.
+// A sort key: an occurrence's row with its payload, packed into the fewest bits.
 //
 //   occurrence   one id of a batch
-//   payload      what leads from a sorted occurrence back to its gradient row (a bag's or an occurrence's number)
-//   packed key   row << payload_bits | payload, in 32 or 64 bits, or a pair of 64-bit words where 64 bits are too few
+//   payload      the number of a bag or an occurrence, which leads from a sorted occurrence back to its gradient row
+//   packed key   row << payload_bits | payload, in 32 or 64 bits, or a pair of 64-bit words if 64 bits are too few
 //
-// Occurrences are built in the order (feature, occurrence) and payloads never fall along it, so the stable order by row and
-// the order by the whole packed key are the same, and small inputs may be sorted by comparison.
+// Occurrences are built in the order (feature, occurrence), and payloads never decrease along it. So the stable order by row
+// and the order by the whole packed key are the same, and small inputs may be sorted by comparison.
 //
 // Example: rows {5, 2, 5}, payloads {0, 1, 2}, 2 payload bits -> packed {20, 9, 22} -> sorted {9, 20, 22}: row 2 with
 // payload 1, then row 5 with payloads 0 and 2.
@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-// Inlined for good: files of several instruction sets share these.
+// Always inlined, because files of several instruction sets share these.
 #define TR_KEY static inline __attribute__((always_inline))
 
 namespace tilerec {

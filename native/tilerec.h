@@ -1,17 +1,17 @@
-// The C interface of the native CPU library: what every family of functions shares.
+// The C interface of the native CPU library: types and rules shared by every family of functions.
 //
 //   table     rows x dim numbers, contiguous, of one data type
-//   report    where a function tells what it found wrong; all fields are filled in when `status` is not 0
+//   report    describes the first error of a call; all fields are filled in when `status` is not 0
 //
 // Rules of the interface, for all functions `tr_*`:
 //   - plain C: integers, floats and pointers in structs; arrays belong to the caller; nothing is kept after the call
-//   - `threads` is how many threads may work; with 1 no OpenMP function is called
+//   - `threads` is the largest number of threads that may work; with 1 no OpenMP function is called
 //   - the same arguments give the same bits for every `threads` and every instruction set
-//   - ids are read as `index_type` says; no memory outside the named arrays is read or written, whatever ids and offsets hold
+//   - `index_type` is the type of ids; for any values of ids and offsets, no memory outside the named arrays is read or written
 //
-// tilerec/ops/runtime/cpu/library.py refuses a library whose TR_ABI_VERSION or whose structs (tr_layout) are not those it was written
-// for. Whoever changes the arguments or the meaning of a function raises TR_ABI_VERSION, here and there: a library that is left
-// over from older sources would otherwise give wrong numbers and no error. A new struct or field is named in layout.cpp too.
+// tilerec/ops/runtime/cpu/library.py rejects a library with another TR_ABI_VERSION or other structs (tr_layout). If you change the
+// arguments or the meaning of a function, raise TR_ABI_VERSION here and there: a library built from older sources would
+// otherwise return wrong numbers and no error. List a new struct or field in layout.cpp too.
 #pragma once
 
 #include <stdint.h>
@@ -27,9 +27,9 @@ enum { TR_I32 = 0, TR_I64 = 1 };
 enum {
   TR_OK = 0,
   TR_BAD_ID = 1,       // an id outside [0, rows): feature, position, value = id
-  TR_BAD_OFFSETS = 2,  // offsets fall, or leave [0, ids]: feature, position = bag number, value = the offset;
+  TR_BAD_OFFSETS = 2,  // offsets decrease, or leave [0, ids]: feature, position = bag number, value = the offset;
                        // feature -1: the batch's do not begin at 0 (position 0) or do not end at the number of ids
-  TR_BAD_ARGUMENT = 3, // the caller's mistake: value says which
+  TR_BAD_ARGUMENT = 3, // the caller's mistake: value identifies it
   TR_NO_MEMORY = 4
 };
 
@@ -38,16 +38,16 @@ typedef struct {
 } tr_report;
 
 // Version of this interface; widest instruction set of this machine and the one in use (0 base, 1 AVX2, 2 AVX-512);
-// choose another one (tests; returns what is in use afterwards, never more than the machine has).
+// choose another one (for tests; returns the level in use afterwards, never a wider one than the machine has).
 TR_API int32_t tr_abi_version(void);
-// Size and fields of every struct of the interface, a line for each: "tr_report 32: status 0+8 feature 8+8 position 16+8 ...".
+// Size and fields of every struct of the interface, one line each: "tr_report 32: status 0+8 feature 8+8 position 16+8 ...".
 TR_API const char* tr_layout(void);
 TR_API int32_t tr_isa_widest(void);
 TR_API int32_t tr_isa(void);
 TR_API int32_t tr_isa_choose(int32_t level);
-// Asks the system for huge pages under [data, data + bytes), best before they are first written: a table's rows lie all over
-// its memory, and with small pages every lookup also misses the processor's table of addresses. Only advice: where the
-// system has no such pages nothing happens. Returns 0 if the system took it.
+// Requests huge pages from the system for [data, data + bytes), best before the first write. A lookup reads rows from all of
+// a table's memory, and with small pages every lookup also misses the processor's TLB. This is only a hint: on a system
+// without such pages nothing happens. Returns 0 if the system accepted it.
 TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes);
-// Threads that a call with threads = n would really use here and now (1 without an OpenMP runtime, or in a forked child).
+// Number of threads that a call with threads = n would use now (1 without an OpenMP runtime, or in a forked child).
 TR_API int32_t tr_threads(int32_t n);

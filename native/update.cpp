@@ -1,11 +1,11 @@
 // Updates: plan the record's tables, sort their occurrences by row, hand units of runs to the kernels.
 //
-//   plan    per table that the record names: its features, its occurrences, how its keys are packed
+//   plan    per table of the record: its features, its occurrences, the packing of its keys
 //   unit    up to kUnit neighbouring sorted occurrences; it owns the runs that begin in it
 //
-// Threads sort whole tables where there are enough of them, and share the sort of a table that is too large a part of the
-// work. Then they take units of all tables from one counter. Runs longer than kPiece are summed in pieces afterwards. What a
-// run adds up, and in which order, depends on the run alone: bits do not depend on the threads.
+// Threads sort whole tables if there are enough of them, and share the sort of a table that is too large a part of the
+// work. Then they take units of all tables from one counter. Runs longer than kPiece are summed in pieces afterwards. The
+// terms of a run's sum and their order depend on the run alone, so bits do not depend on the threads.
 #include "update.h"
 
 #include <algorithm>
@@ -84,7 +84,7 @@ class Arena {
 };
 thread_local Arena::Kept Arena::kept_;
 
-constexpr int64_t kUnknown = -1;  // how many rows the table of a sum has, where its caller does not say
+constexpr int64_t kUnknown = -1;  // number of rows of a sum's table, if the caller does not pass it
 
 // A feature of a record, seen from its table.
 struct FeaturePlan {
@@ -113,7 +113,7 @@ struct Plan {
   size_t total = 0;
   int64_t widest = 0;
   Arena arena;
-  // Who sorts what: tables shared by all threads, then whole tables, the largest first.
+  // Tables that all threads sort together, and tables that one thread sorts alone, the largest first.
   std::vector<size_t> shared, whole;
   size_t counts_at = 0, scratch_at = 0;
   std::atomic<size_t> next_table{0}, next_unit{0}, next_piece{0}, next_long{0};
@@ -165,7 +165,7 @@ bool read_layout(Plan& plan, const int64_t* rows, const int64_t* dims, int64_t t
     if (r.offsets) {
       if (end_bag >= r.offsets_count) return complain(report, TR_BAD_ARGUMENT, f, TR_UPDATE_FEW_OFFSETS, r.offsets_count), false;
       const int64_t* at = r.offsets + feature.first_bag;
-      // No sign bit in any offset, so that a difference cannot wrap, nor in any difference.
+      // Check the sign bits of all offsets and of all differences. Without a sign bit in an offset, no difference can wrap.
       int64_t falls = at[0];
       for (int64_t b = 0; b < feature.bags; b++)
         falls |= at[b + 1] | static_cast<int64_t>(static_cast<uint64_t>(at[b + 1]) - static_cast<uint64_t>(at[b]));
@@ -201,7 +201,7 @@ bool read_layout(Plan& plan, const int64_t* rows, const int64_t* dims, int64_t t
   return true;
 }
 
-// Chooses how keys are packed, who sorts what, and gets the memory.
+// Chooses the packing of keys and the sort of each table, and allocates the memory.
 bool prepare(Plan& plan, int threads, tr_report* report) {
   const tr_gradient& r = *plan.record;
   for (TablePlan& table : plan.tables) {
@@ -213,7 +213,7 @@ bool prepare(Plan& plan, int threads, tr_report* report) {
     bool mean = false;
     for (size_t f = 0; f < feature_count; f++) mean |= pooled && features[f].mean;
     int64_t rows = table.rows;
-    if (rows == kUnknown) {  // as many as the ids say; a negative id is found when the keys are made
+    if (rows == kUnknown) {  // the largest id + 1; a negative id is found when the keys are made
       rows = 0;
       for (size_t f = 0; f < feature_count; f++)
         for (int64_t p = features[f].ids_begin; p < features[f].ids_end; p++)
@@ -251,7 +251,7 @@ bool prepare(Plan& plan, int threads, tr_report* report) {
     const size_t count = plan.tables[t].count;
     bool share = threads > 1 && count >= 16384 && count * 2 * static_cast<size_t>(threads) > plan.total;
     if (share && threads == 2) {
-      // Two halves that weigh the same need no sharing.
+      // Two halves of equal work need no sharing.
       share = count * 8 > plan.total * 3 || plan.tables.size() < 4;
     }
     (share ? plan.shared : plan.whole).push_back(t);
@@ -276,7 +276,7 @@ bool prepare(Plan& plan, int threads, tr_report* report) {
   return true;
 }
 
-// Makes the keys of occurrences [begin, end) of a table (numbers among the table's own). Returns the first bad one, or -1.
+// Makes the keys of occurrences [begin, end) of a table (numbered within the table). Returns the first bad one, or -1.
 template <class E, class I>
 int64_t make_keys(const Plan& plan, const TablePlan& table, int64_t begin, int64_t end) {
   const tr_gradient& r = *plan.record;
@@ -287,7 +287,7 @@ int64_t make_keys(const Plan& plan, const TablePlan& table, int64_t begin, int64
   bool bad = false;
   for (size_t f = table.features_begin; f < table.features_end; f++) {
     const FeaturePlan& feature = plan.features[f];
-    const int64_t to_own = feature.base - feature.ids_begin;  // from a place in ids to the table's own number
+    const int64_t to_own = feature.base - feature.ids_begin;  // from a position in ids to the number within the table
     const int64_t low = std::max(begin - to_own, feature.ids_begin), high = std::min(end - to_own, feature.ids_end);
     if (low >= high) continue;
     if (!r.offsets) {
@@ -364,7 +364,7 @@ int64_t sort_table(const Team& team, Plan& plan, TablePlan& table) {
   return sort_table<WideKey>(team, plan, table);
 }
 
-// The least bad occurrence that any thread met.
+// The lowest bad occurrence that any thread found.
 class FirstBad {
  public:
   void meet(size_t table, int64_t occurrence) {
@@ -388,7 +388,7 @@ class FirstBad {
   std::atomic<uint64_t> first_{UINT64_MAX};
 };
 
-// Sorts all tables; to be called by every thread of a team. Afterwards all threads see all sorted keys.
+// Sorts all tables. Every thread of a team must call it. Afterwards all threads see all sorted keys.
 void sort_all(const Team& team, Plan& plan, FirstBad& bad) {
   for (size_t t : plan.shared) bad.meet(t, sort_table(team, plan, plan.tables[t]));
   const Team alone{0, 1};
@@ -399,7 +399,7 @@ void sort_all(const Team& team, Plan& plan, FirstBad& bad) {
   team.wait();
 }
 
-// Calls work(table plan, begin, end) for units that are nobody's yet.
+// Calls work(table, unit, begin, end) for units that no thread has taken yet.
 template <class Work>
 void take_units(Plan& plan, const Work& work) {
   size_t t = 0;
@@ -440,7 +440,7 @@ Target target_of(const tr_rows& tables, int64_t t) {
   return to;
 }
 
-// Whether every table has memory and a place in its row that the random words reach.
+// Returns true if every table has memory, and a column offset within the range of the random words.
 bool tables_serve(const tr_rows& tables, tr_report* report) {
   for (int64_t t = 0; t < tables.tables; t++) {
     if (tables.column_offsets[t] < 0 || tables.column_offsets[t] >= int64_t(1) << 34)
@@ -506,7 +506,7 @@ void update_rows(const tr_rows& tables, const tr_gradient& record, int threads, 
       while (run > 0 && all_long[run - 1].pieces_before > i) run--;
       const LongRun& of = all_long[run - 1];
       const size_t begin = of.begin + (i - of.pieces_before) * kPiece;
-      if (begin >= of.end) break;  // behind the last piece of the last run
+      if (begin >= of.end) break;  // beyond the last piece of the last run
       TILEREC_CALL(sum_piece)(plan.tables[of.table].gather, begin, std::min(begin + kPiece, of.end), scratch,
                               pieces.get() + i * static_cast<size_t>(plan.widest));
     }
@@ -618,7 +618,8 @@ TR_API void tr_sum_free(void* handle) { delete static_cast<Sums*>(handle); }
 
 namespace {
 
-// Whether all rows lie in their tables; clears `ascend` if those of a table do not ascend, so that two threads could meet one row.
+// Returns true if all rows lie in their tables. Clears `ascend` if the rows of a table do not ascend: then two threads could
+// update one row.
 bool rows_are_good(const tr_rows& tables, const tr_parts& parts, bool* ascend, tr_report* report) {
   *report = {TR_OK, -1, -1, 0};
   if (!tables_serve(tables, report)) return false;
@@ -632,7 +633,7 @@ bool rows_are_good(const tr_rows& tables, const tr_parts& parts, bool* ascend, t
   return true;
 }
 
-// Shares the rows of all parts among threads; body(target, t, begin, end, scratch) has rows [begin, end) of table t.
+// Shares the rows of all parts among threads; body(target, t, begin, end, scratch) gets rows [begin, end) of table t.
 template <class Body>
 void over_rows(const tr_rows& tables, const tr_parts& parts, int threads, tr_report* report, const Body& body) {
   size_t total = 0;

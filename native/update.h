@@ -1,7 +1,7 @@
 // C interface of the updates: sum a step's row gradients, apply a row rule once per distinct row.
 //
-//   gradient record   row gradients not yet materialised: an output gradient, the ids it belongs to, and where each feature's
-//                     bags lie in both. Occurrence p of bag b of feature f has the row gradient
+//   gradient record   row gradients not yet materialised: an output gradient, its ids, and the positions of each feature's
+//                     bags in both. Occurrence p of bag b of feature f has the row gradient
 //                     s * w_p * grad[grad_starts[f] + b * grad_strides[f] : + dim], s = 1 / (ids in the bag) for a mean
 //   part              some columns of a table; its rule runs in phases (rules.h)
 //
@@ -39,8 +39,8 @@ typedef struct {
   const int32_t* types;
   const int64_t *steps, *seeds, *row_offsets, *column_offsets;  // two seeds per table
   const double* hyper;
-  const int64_t* const* names;  // per table, or null: names[t][r] is the number of row r, which random words and the report of a
-                                // row are told by (null: r); [rows]
+  const int64_t* const* names;  // per table [rows], or null: names[t][r] is the number of row r (null: r); random words and
+                                // reports use this number
   int64_t tables, slots_per_table, hypers;
   int32_t rule;
 } tr_rows;
@@ -53,35 +53,35 @@ typedef struct {
   const int64_t *counts, *strides, *full_dims;
 } tr_parts;
 
-// What `position` says where a record or its tables are a TR_BAD_ARGUMENT; `feature` is the first of the record's that is wrong
-// (its table's number for TR_UPDATE_BAD_COLUMN), -1 if none can be told.
+// `position` of a record or of tables that are a TR_BAD_ARGUMENT. `feature` is the record's first wrong feature (the table's
+// number for TR_UPDATE_BAD_COLUMN), -1 if the error has no feature.
 enum {
   TR_UPDATE_BAD_TABLE = 0,    // a table outside [0, tables)
   TR_UPDATE_NEGATIVE = 1,     // a first bag or a number of bags below 0
   TR_UPDATE_SHORT_GRAD = 2,   // bags reach outside the gradient
-  TR_UPDATE_FEW_OFFSETS = 3,  // bags reach behind the last offset
-  TR_UPDATE_FEW_IDS = 4,      // without offsets: bags reach behind the last id
+  TR_UPDATE_FEW_OFFSETS = 3,  // bags reach beyond the last offset
+  TR_UPDATE_FEW_IDS = 4,      // without offsets: bags reach beyond the last id
   TR_UPDATE_TOO_MANY = 5,     // 2^32 - 1 or more occurrences of one table
   TR_UPDATE_BAD_COLUMN = 6,   // a column offset that is negative or not below 2^34
   TR_UPDATE_NO_ROWS = 7       // a table whose rows have no memory
 };
 
-// Updates every row that the record names, once. skipped[3]: how many rows had a summed gradient that is not finite (they
-// keep weights and slots; TR_RULE_STORE stores them and skips none), table and row of the first, -1 if none. A record that is
-// refused changes nothing.
+// Updates every row of the record once. skipped[3]: the number of rows whose summed gradient is not finite, then table and
+// row of the first, -1 if none. Such rows keep weights and slots (TR_RULE_STORE stores them and skips none). A record with an
+// error changes nothing.
 TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int32_t threads, int64_t* skipped, tr_report* report);
 
-// The distinct rows of a record that reads `tables` tables of rows[t] rows (0: not known) and dims[t] columns: how many of each
-// (counts[t]), then, table after table, the rows ascending and their summed gradients [counts[t], dims[t]]. The handle is null if
-// report->status is not 0; free it once.
+// The distinct rows of a record that reads `tables` tables of rows[t] rows (0: not known) and dims[t] columns. tr_sum_begin
+// writes their number per table (counts[t]). tr_sum_finish writes, table after table, the rows ascending and their summed
+// gradients [counts[t], dims[t]]. The handle is null if report->status is not 0; free it once.
 TR_API void* tr_sum_begin(const tr_gradient* record, const int64_t* rows, const int64_t* dims, int64_t tables, int32_t threads,
                           int64_t* counts, tr_report* report);
 TR_API void tr_sum_finish(void* handle, int64_t* rows_out, float* grads_out);
 TR_API void tr_sum_free(void* handle);
 
-// Column parts of tables, which share a rule, in phases.
+// A rule in phases on column parts of tables that share it.
 // outs, per table: [counts, K, 1], or [counts, K, blocks] if exact: a value per aligned block of 8 global columns that the
-// part touches. `finite`: one sum more, in every place 1 if the row's gradient is finite, else 0.
+// part overlaps. `finite` adds one more sum: every element is 1 if the row's gradient is finite, else 0.
 TR_API void tr_rule_partials(const tr_rows* tables, const tr_parts* parts, int32_t phase, int32_t exact, int32_t finite,
                              int32_t threads, float* const* outs, tr_report* report);
 TR_API void tr_rule_apply(const tr_rows* tables, const tr_parts* parts, int32_t threads, tr_report* report);

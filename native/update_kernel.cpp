@@ -2,8 +2,9 @@
 //
 //   run    the occurrences of one row, neighbours after sorting
 //
-// Per run: sum the gradient rows in registers, test that the sum is finite (if the rule keeps such rows), run the rule over the row (rules.h), write row
-// and slots once. Gradient rows are asked for some occurrences ahead, weights and slots some runs ahead.
+// Per run: sum the gradient rows in registers, test that the sum is finite (if the rule skips rows that are not), run the
+// rule over the row (rules.h), write row and slots once. Gradient rows are prefetched some occurrences ahead, weights and
+// slots some runs ahead.
 #include "rules.h"
 #include "sort_key.h"
 #include "update.h"
@@ -15,8 +16,8 @@ namespace TILEREC_ISA {
 namespace {
 
 constexpr int kRegisters = 8;      // vectors summed side by side
-constexpr int kAheadLines = 48;    // cache lines of gradient rows asked for ahead
-constexpr int kAheadRuns = 8;      // runs whose weights and slots are asked for ahead
+constexpr int kAheadLines = 48;    // cache lines of gradient rows prefetched ahead
+constexpr int kAheadRuns = 8;      // runs whose weights and slots are prefetched ahead
 
 // ---- summing the gradient rows of a run
 
@@ -75,7 +76,7 @@ struct Source {
     }
   }
 
-  // The sum of occurrences [begin, end): in `out` (written up to whole vectors), or where it already lies.
+  // The sum of occurrences [begin, end): in `out` (written up to whole vectors). A single unscaled fp32 row is returned in place.
   const float* sum(size_t begin, size_t end, float* out) const {
     if (sizeof(G) == sizeof(float) && end - begin == 1 && !from.scale) {
       ask(begin);
@@ -97,7 +98,7 @@ struct Source {
     return out;
   }
 
-  // The beginnings of the runs that begin in [begin, end), behind them the end of the last; returns how many.
+  // Writes the starts of the runs that begin in [begin, end), then the end of the last run; returns the number of runs.
   int runs(size_t begin, size_t end, uint32_t* starts, int64_t* rows) const {
     int bits = from.payload_bits, n = 0;
     uint64_t before = begin ? row_of(keys[begin - 1], bits) : ~uint64_t(0);
@@ -109,7 +110,7 @@ struct Source {
       before = row;
     }
     if (n == 0) return 0;
-    // The last run may go on: look for its end in growing steps.
+    // The last run may continue beyond `end`: search its end in growing steps.
     size_t known = end, step = 1;
     while (known < from.count && row_of(keys[known], bits) == before) {
       size_t next = known + step;
@@ -177,9 +178,10 @@ struct IsFloat<float> {
   static constexpr bool value = true;
 };
 
-constexpr int kGroup = 4;  // rows whose sums are made side by side: one row's additions and roots wait less for each other
+constexpr int kGroup = 4;  // rows whose sums are made side by side, to hide the latency of one row's additions and roots
 
-// Layout of the scratch of a thread: per row of a group its summed gradient and the row in fp32; terms, block sums, random words.
+// Layout of a thread's scratch: per row of a group its summed gradient and the row in fp32; then terms, block sums, random
+// words.
 struct Scratch {
   float *gradient, *row, *terms[2], *blocks;
   uint32_t* words;
@@ -198,9 +200,9 @@ static_assert(scratch_floats(0) >= (2 * kGroup + 4) * 128 && scratch_floats(1) -
 
 #define TR_MEMBER __attribute__((always_inline)) inline
 
-// A rule over rows of one table. kDim: the columns at hand if the compiler may know them (then the first column also begins an
-// aligned block), else 0. Everything that the inner loops use is a value in here: a local object of this type stays in
-// registers, whatever the loops store to.
+// A rule over rows of one table. kDim: the number of columns if it is a compile-time constant (then the first column also
+// begins an aligned block), else 0. All variables of the inner loops are members held by value: a local object of this type
+// stays in registers, even though the loops store to memory.
 template <class Rule, class W, int kDim>
 struct Updater {
   Rule rule;
@@ -211,7 +213,7 @@ struct Updater {
   float* narrow[kMaxSlots];
   float grad_scale;
   bool scaled, stochastic;
-  int shift_;  // how far the first column lies behind an aligned block's begin
+  int shift_;  // distance of the first column from the start of its aligned block
 
   Updater(const Target& to, float* at)
       : rule(to.hyper, to.step), to(to), scratch(at, to.dim), weights(static_cast<W*>(to.weights)),
@@ -327,7 +329,7 @@ struct Updater {
     }
   }
 
-  // Whole rows, all phases at once; at most kGroup of them. g need not be padded.
+  // Updates whole rows, all phases at once; at most kGroup of them. g need not be padded.
   TR_MEMBER void update(int n, const int64_t* r, const float* const* g) const {
     typename Rule::Row row[kGroup];
     float* w[kGroup];
@@ -381,7 +383,7 @@ struct Columns {
 
 template <class Rule, class W>
 struct Loops {
-  // Calls run with the columns at hand if an Updater may know them, else with 0.
+  // Calls run with the number of columns if it has a compile-time Updater, else with 0.
   template <class Run>
   static void with_dim(const Target& to, const Run& run) {
     if constexpr (IsFloat<W>::value) {
@@ -402,7 +404,8 @@ struct Loops {
     const int n = source.runs(from, begin, end, starts, rows);
     if (n == 0) return;
     const Updater<Rule, W, kDim> updater(to, at);
-    // One row of 128 columns is enough work for 16 lanes to hide a row's sums in: four take 9 to 12 % longer (AVX-512 EPYC).
+    // With 16 lanes, one row of 128 columns is enough work to hide a row's sums: groups of four take 9 to 12 % longer
+    // (AVX-512 EPYC).
     constexpr int kTogether = Rule::kSums && !(kDim >= 128 && kLanes == 16) ? kGroup : 1;
     int64_t group[kGroup];
     const float* g[kGroup];
@@ -442,7 +445,7 @@ struct Loops {
     else
       skip(to.name(row), result);
   }
-  // Not for known columns: some rules look at the weights only where they decay, and unrolled loops would always read them.
+  // No compile-time columns: some rules read the weights only with weight decay, and unrolled loops would always read them.
   static void partials(const Target& to, const int64_t* rows, const float* grads, const float* scalars, int64_t stride,
                        int phase, bool exact, bool finite, size_t begin, size_t end, float* at, float* out) {
     const Updater<Rule, W, 0> updater(to, at);
@@ -526,7 +529,7 @@ void add_row(float* to, const float* x, int64_t dim) {
   for (int64_t c = 0; c < dim; c++) to[c] += x[c];
 }
 
-// How many runs begin in [begin, end).
+// Number of runs that begin in [begin, end).
 size_t count_runs(const Gather& from, size_t begin, size_t end) {
   uint32_t starts[kUnit + 1];
   int64_t rows[kUnit + 1];

@@ -1,4 +1,4 @@
-// Stochastic rounding of a row: random words by place (ops/random/definition.py), eight counters of Philox4x32-10 side by side.
+// Stochastic rounding of a row: random words by position (ops/random/definition.py), eight counters of Philox4x32-10 side by side.
 #pragma once
 
 #include "rows.h"
@@ -31,7 +31,7 @@ static void row_words(uint32_t key0, uint32_t key1, uint64_t row, uint32_t first
       k0 += w0;
       k1 += w1;
     }
-    // Word j of counter i goes to place 4 i + j: a transpose of 4 x 8.
+    // Word j of counter i is element 4 i + j: a transpose of 4 x 8.
     __m256i t0 = _mm256_unpacklo_epi32(c0, c1), t1 = _mm256_unpackhi_epi32(c0, c1);
     __m256i t2 = _mm256_unpacklo_epi32(c2, c3), t3 = _mm256_unpackhi_epi32(c2, c3);
     __m256i u0 = _mm256_unpacklo_epi64(t0, t2), u1 = _mm256_unpackhi_epi64(t0, t2);
@@ -68,8 +68,8 @@ static void row_words(uint32_t key0, uint32_t key1, uint64_t row, uint32_t first
 
 TR_INLINE vf size_of(vf x) { return as_float(as_bits(x) & 0x7fffffffu); }
 
-// The neighbour of x in the narrow type, below or above by the word's low bits, as fp32 (exact in the narrow type, or too
-// large for it). Infinities and NaNs stay.
+// A neighbour of x in the narrow type, as fp32 (exact in the narrow type, or too large for it). The word's low bits select the
+// one below or above. Infinities and NaNs are unchanged.
 TR_INLINE vf round_by(vf x, vu word, bf16) {
   vf kept = as_float((as_bits(x) + (word & 0xffffu)) & 0xffff0000u);
   return select((vi)(as_bits(x) & 0x7fffffffu) >= 0x7f800000, x, kept);

@@ -1,4 +1,4 @@
-// What update.cpp hands to its kernels: plain records, nothing in them runs.
+// Arguments that update.cpp passes to its kernels: plain records.
 #pragma once
 
 #include <stddef.h>
@@ -6,7 +6,7 @@
 
 namespace tilerec {
 
-// Where the sorted occurrences of one table have their gradient rows: occurrence i's is
+// Positions of the gradient rows of one table's sorted occurrences: occurrence i's is
 //     grad[place[payload] or start + payload * stride : + dim], times scale[payload] if there is a scale.
 struct Gather {
   const void* grad;
@@ -28,16 +28,16 @@ struct Target {
   float* slots[kMaxSlots];
   const double* hyper;
   const int64_t* names;  // of the rows, or null: row r is r
-  int64_t dim, full_dim;  // columns at hand, and of the whole row
+  int64_t dim, full_dim;  // columns of this part, and of the whole row
   int64_t step, row_offset, column_offset;
-  int64_t block_offset;  // where the first column lies in the row, for the row sums' blocks
+  int64_t block_offset;  // position of the first column in the row, for the row sums' blocks
   uint32_t seeds[2];
   int32_t type, rule, hypers;
 
   int64_t name(int64_t row) const { return names ? names[row] : row; }
 };
 
-// The runs (equal rows) that begin in a unit: units are this long at most.
+// The largest number of occurrences of a unit. A unit owns the runs (equal rows) that begin in it.
 constexpr size_t kUnit = 512;
 
 // Longer runs are summed in pieces of this many occurrences, pieces in order, so that threads can share a run. The bits
@@ -46,7 +46,7 @@ constexpr size_t kPiece = 4096;
 
 struct UnitResult {
   int64_t skipped, first_row;  // rows whose gradient was not finite; the least of them
-  size_t long_begin, long_end; // the run longer than kPiece, if long_begin < long_end; it is left to the caller
+  size_t long_begin, long_end; // a run longer than kPiece, if long_begin < long_end; the caller must update it
 };
 
 // Floats of scratch a kernel needs for `dim` columns.

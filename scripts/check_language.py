@@ -1,10 +1,10 @@
-"""Words that documentation avoids because they make a thing speak. Counts them, and fails if there are any.
+"""List words that give a thing a person's voice, and fail if there are any.
 
-    python scripts/check_language.py [PATH ...]     # tilerec, README.md and docs unless given
+    python scripts/check_language.py [PATH ...]     # default: tilerec, README.md and docs
 
-A tensor does not tell and a rank does not ask: the verb of the field (returns, sends, raises, detects) takes their
-place. Python files are read by token: comments, strings and names, whose parts are words (`told_count`). Of Markdown,
-quotations ("…", “…” and lines that begin with >) are left out.
+Documentation uses the verbs of the field instead: returns, sends, raises, detects. In Python files the script checks
+comments, strings and names, including parts of names that underscores separate. In Markdown it ignores quotations
+("…", “…” and lines that begin with >).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
 
 
 def main() -> int:
-    """Print each banned word with its place; return 1 if there is one."""
+    """Print each banned word with its file and line; return 1 if there is one."""
     root = Path(__file__).resolve().parent.parent
     paths = [Path(given) for given in sys.argv[1:]] or [root / name for name in ROOTS]
     count = 0

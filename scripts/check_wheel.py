@@ -4,10 +4,15 @@
     python scripts/check_wheel.py dist/*.whl --env python3.12=2.13.0   # chosen environments
     python scripts/check_wheel.py dist/*.whl --without-compiler        # also: an install without C++ compiler
 
-What is checked: the file is one `py3-none-<platform>` wheel; the native library in it is linked to no OpenMP,
-Python or torch library; with each (Python, torch) the installed package finds and loads it, and `tests/ops`
-passes against the installed package, not the working tree. Each environment is a new venv with the torch that
-pip finds; a CUDA build of torch takes about 5 GB of disk while it is checked.
+The script checks that
+
+- the file is one `py3-none-<platform>` wheel;
+- the native library in it is linked to no OpenMP, Python or torch library;
+- with each (Python, torch) the installed package finds and loads the library;
+- `tests/ops` passes against the installed package, not the working tree.
+
+Each environment is a new venv with the torch that pip finds. A CUDA build of torch takes about 5 GB of disk during the
+check.
 """
 
 from __future__ import annotations
@@ -55,14 +60,14 @@ def pinned_torch() -> str:
 
 
 def oldest_torch() -> str:
-    """The lower bound in pyproject.toml, as a full version."""
+    """Return the lower bound of torch in pyproject.toml, as a full version."""
     match = re.search(r'"torch>=(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert match, "pyproject.toml gives a lower bound of torch"
     return f"{match.group(1)}.0"
 
 
 def another_python() -> str:
-    """The oldest supported Python on PATH that is not the one running; else the one running."""
+    """Return the oldest supported Python on PATH other than the running one, else the running one."""
     for minor in range(OLDEST_PYTHON[1], NEWEST_PYTHON[1] + 1):
         name = f"python3.{minor}"
         if minor == sys.version_info.minor or shutil.which(name) is None:
@@ -80,7 +85,7 @@ def check_file(wheel: Path) -> None:
     name, _, python, abi, platform = wheel.stem.rsplit("-", 4)
     if (name, python, abi) != ("tilerec", "py3", "none") or platform == "any":
         raise SystemExit(
-            f"{wheel.name}: wanted tilerec-<version>-py3-none-<platform>.whl with a native library"
+            f"wheel: got {wheel.name}; expected tilerec-<version>-py3-none-<platform>.whl with a native library"
         )
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -90,7 +95,7 @@ def check_file(wheel: Path) -> None:
         if foreign:
             raise SystemExit(f"{wheel.name}: files that do not belong into a wheel: {foreign[:5]}")
         if shutil.which("readelf") is None:
-            print("  readelf not found: what the library is linked to was not checked")
+            print("  readelf not found: the libraries that it is linked to were not checked")
             return
         with tempfile.TemporaryDirectory() as folder:
             dynamic = subprocess.run(
@@ -116,7 +121,7 @@ def check_environment(
         run([environment.python, "-m", "venv", here / "venv"])  # type: ignore[list-item]
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index]
         run([*pip, f"torch=={environment.torch}", f"{wheel}[test]"])
-        # Tests and configuration away from the working tree: `import tilerec` can only mean the wheel.
+        # Tests and configuration are copied out of the working tree, so `import tilerec` can only find the wheel.
         shutil.copytree(ROOT / "tests", here / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", here)
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -126,7 +131,7 @@ def check_environment(
 
 
 def build_without_compiler(folder: Path) -> Path:
-    """A wheel from this tree on a machine whose C++ compiler does not work: pure Python, and pip succeeds."""
+    """Build a wheel without a working C++ compiler: pip must succeed, and the wheel must be pure Python."""
     print("\n== no C++ compiler", flush=True)
     source = folder / "source"
     shutil.copytree(

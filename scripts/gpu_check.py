@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in one go: builds, checks, times, and writes what it found into a folder.
+"""Run all builds, tests and benchmarks that need a GPU, and write their output into a folder.
 
     python scripts/gpu_check.py [--out build/gpu] [--only tests lookup ...] [--quick]
 
-Needs a Python with PyTorch's GPU build, Triton, and the packages of the extra `test`; no network, no installation (the
-working tree is put on the path). Steps, in order, each in a process of its own so that one that fails does not take the
-others along:
+Needs a Python with PyTorch's GPU build, Triton, and the packages of the extra `test`. It needs no network and no
+installation (the working tree is put on the path). Each step runs in its own process, so a failed step does not stop
+the others. Steps, in order:
 
   machine    device, driver, versions
   native     the CPU library, if there is a compiler (the host side of tests uses it)
@@ -13,7 +13,7 @@ others along:
   moves      benchmarks/gpu_moves.py: jagged ops, exchanged and packed rows
   hash       benchmarks/hash.py --device cuda
 
-Exits with 1 if a step failed; the summary comes last.
+Exits with 1 if a step failed. The summary is printed last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Step:
-    """A command, its time limit in seconds, and what --quick adds to it."""
+    """A command, its time limit in seconds, and the arguments that --quick adds."""
 
     name: str
     command: list[str]
@@ -47,7 +47,7 @@ MACHINE = (
 
 
 def steps(out: Path) -> list[Step]:
-    """All steps, writing under `out`."""
+    """Return all steps; they write under `out`."""
     python = sys.executable
     return [
         Step("machine", [python, "-c", MACHINE], 60),
@@ -65,7 +65,7 @@ def steps(out: Path) -> list[Step]:
                 "-p",
                 "no:cacheprovider",
                 "-p",
-                "no:benchmark",  # where pytest-benchmark is installed, it warns of several workers
+                "no:benchmark",  # pytest-benchmark, if installed, warns of several workers
                 "-n",
                 str(min(14, os.cpu_count() or 1)),  # most of the time goes to Triton's compiler
                 "--session-timeout",
@@ -87,7 +87,7 @@ def steps(out: Path) -> list[Step]:
 
 
 def run(step: Step, out: Path, quick: bool) -> tuple[int, float]:
-    """Run one step with its output shown and kept; its exit status and seconds."""
+    """Run one step, print and save its output; return its exit status and seconds."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -118,12 +118,12 @@ def main() -> int:
     names = [step.name for step in steps(Path())]
     parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     results = [
-        (step.name, *run(step, asked.out, asked.quick))
-        for step in steps(asked.out)
-        if step.name in asked.only
+        (step.name, *run(step, given.out, given.quick))
+        for step in steps(given.out)
+        if step.name in given.only
     ]
     for name, status, seconds in results:
         print(f"{name:8} {'ok' if status == 0 else f'failed ({status})':12} {seconds:6.0f} s")

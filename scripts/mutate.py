@@ -1,4 +1,4 @@
-"""Mutation run: change one operator or constant of the package, run the tests of its room, list unnoticed changes.
+"""Mutation run: change one operator or constant of the package, run the tests of its room, list undetected changes.
 
     python scripts/mutate.py                                     # all rooms, the default seed and count
     python scripts/mutate.py --rooms sharding ops --seed 7 --count 20
@@ -10,21 +10,29 @@ A mutant is one edit of one line:
     arithmetic   a * b    ->  a // b                not       not a    ->  a
     constant     8        ->  9, 7                  sign      -a       ->  a
 
-Each mutant runs in a process of its own, forked after torch was imported. The mutated file lies in a temporary copy of
-the repository; the working tree is only read. Test files of the room that import the mutated file or bear its name run
-first, then the other files of the room, then files of other rooms that import it; within each, the fastest first. A
-failed test, a crash, a time-out and a process beyond `MOST_MEMORY` all count as noticed; in another room, only by files
-that pass on the unchanged package.
+Each mutant runs in its own process, forked after the import of torch. The mutated file lies in a temporary copy of the
+repository; the working tree is only read. A room is a package with its folder of tests. Test files run in this order,
+the fastest first within each group:
+
+1. files of the room that import the mutated file or have its name
+2. the other files of the room
+3. files of other rooms that import the mutated file
+
+A failed test, a crash, a time-out and a process beyond `MOST_MEMORY` all count as noticed. In another room, only files
+that pass on the unchanged package count.
 
 The sample depends on the seed and on the text of the lines alone: an edit elsewhere in a room keeps its other mutants.
 
 `scripts/mutate_equivalents.txt` lists mutants that no test can notice, each with the reason. They do not count.
 
-Not mutated: annotations, decorators, assertions, error messages, and the Triton kernels (`make sanitize` covers those);
-functions that run on a GPU alone (`GPU_ONLY`), which tests/cuda covers, on a GPU or by `make simulated-gpu`; sizes of
-what is only timed (`TIMED`).
+These are not mutated:
 
-Exits with 1 if a room notices less than `--floor` percent of its mutants.
+- annotations, decorators, assertions, error messages
+- the Triton kernels (`make sanitize` covers them)
+- functions that run on a GPU alone (`GPU_ONLY`): tests/cuda covers them, on a GPU or by `make simulated-gpu`
+- sizes of models that are only timed (`TIMED`)
+
+Exits with 1 if the tests of a room notice less than `--floor` percent of its mutants.
 """
 
 from __future__ import annotations
@@ -50,7 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 
 MOST_MEMORY = 8 << 30
-"""Bytes that a mutant's process may occupy before it is ended."""
+"""Bytes that a mutant's process may occupy; beyond this the process is killed."""
 
 SECONDS_PER_TEST = 60
 """Time limit of one test. The slowest takes 5 s, or several times as long on a busy machine if it starts processes."""
@@ -58,7 +66,7 @@ SECONDS_PER_TEST = 60
 
 @dataclass(frozen=True)
 class Room:
-    """Folders of sources that are mutated, and the folders of the tests that must notice it."""
+    """Folders of sources that are mutated, and the folders of the tests that must notice the mutants."""
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
@@ -78,11 +86,11 @@ GPU_ONLY = {
     "tilerec/storage/host_rows.py": ("_DeviceView.__init__", "_over_pinned", "_forget_error", "_pin"),
     "tilerec/storage/made_ahead.py": ("Moment.__init__", "Moment.wait"),
 }
-"""Functions of which no line runs without a GPU, by file. A function with any other line does not belong here: its GPU
+"""Functions of which no line runs without a GPU, by file. A function with any other line is not listed here: its GPU
 lines are entries of the list of equivalents."""
 
 TIMED = {"tilerec/planner/cost/whole_steps.py": ("SHAPES",)}
-"""Constants that hold sizes of models whose steps are timed, by file: any size near one measures as well."""
+"""Constants with sizes of models whose steps are timed, by file: a similar size is an equally good measurement."""
 
 # ---------------------------------------------------------------------------------------------------- mutants
 
@@ -133,7 +141,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.And: (r"and", ("or",)),
     ast.Or: (r"or", ("and",)),
 }
-"""Per operator of the grammar: how it is written, and the operators that replace it."""
+"""Per operator of the grammar: its pattern in source text, and the operators that replace it."""
 
 SILENT_CALLS = {"cast", "TypeVar", "warn", "warning"}
 """Calls whose arguments change no result."""
@@ -143,10 +151,10 @@ SILENT_KEYWORDS = {"strict", "stacklevel"}
 
 
 class _Sites(ast.NodeVisitor):
-    """Collects every edit of a module: (start, end, new), as byte offsets.
+    """Visitor that collects every edit of a module: (start, end, new), as byte offsets.
 
     Args:
-        skipped: functions and constants that are left alone, as "name" or "Class.name".
+        skipped: functions and constants that are not mutated, as "name" or "Class.name".
     """
 
     def __init__(self, source: bytes, skipped: Sequence[str] = ()) -> None:
@@ -167,7 +175,7 @@ class _Sites(ast.NodeVisitor):
         return self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def _operator(self, op: ast.AST, begin: int, end: int) -> None:
-        """Edits of the operator written between two operands."""
+        """Add the edits of the operator between two operands."""
         pattern, replacements = OPERATORS.get(type(op), ("", ()))
         gap = self.source[begin:end].decode()
         found = re.search(pattern, gap) if replacements and "#" not in gap else None
@@ -203,14 +211,14 @@ class _Sites(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        value, news = node.value, list[str]()
+        value, changes = node.value, list[str]()
         if isinstance(value, bool):
-            news = [str(not value)]
+            changes = [str(not value)]
         elif isinstance(value, int):
-            news = [str(value + 1)] + [str(value - 1)] * (value > 0)
+            changes = [str(value + 1)] + [str(value - 1)] * (value > 0)
         elif isinstance(value, float):
-            news = [repr(value * 2 if value else 1.0)]
-        self.edits += [(self._begin(node), self._end(node), new) for new in news if new != "inf"]
+            changes = [repr(value * 2 if value else 1.0)]
+        self.edits += [(self._begin(node), self._end(node), new) for new in changes if new != "inf"]
 
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -250,7 +258,7 @@ class _Sites(ast.NodeVisitor):
 
 
 def _is_type(node: ast.expr) -> bool:
-    """An operand of `A | B` that is a type or None."""
+    """Return True if an operand of `A | B` is a type or None."""
     if isinstance(node, ast.Subscript):
         node = node.value
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -263,7 +271,7 @@ def _is_type(node: ast.expr) -> bool:
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Every mutant of a file, in the order of its text."""
+    """Return every mutant of a file, in the order of its text."""
     sites = _Sites(source, (*GPU_ONLY.get(path, ()), *TIMED.get(path, ())))
     sites.visit(ast.parse(source))
     lines = source.splitlines()
@@ -278,7 +286,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], seed: int, count: int) -> list[Mutant]:
-    """`count` mutants, by the hash of the seed and the mutant's text."""
+    """Choose `count` mutants by the hash of the seed and the mutant's text."""
     seen: dict[tuple[str, str, str], int] = {}
     marked = []
     for mutant in mutants:
@@ -290,7 +298,7 @@ def sample(mutants: Sequence[Mutant], seed: int, count: int) -> list[Mutant]:
 
 
 def read_equivalents(text: str) -> dict[tuple[str, str, str], str]:
-    """Reasons by mutant. An entry is a path, `- line`, `+ line` and the reason; a blank line ends it."""
+    """Return reasons by mutant. An entry is a path, `- line`, `+ line` and the reason; a blank line ends it."""
     entries = {}
     for block in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         lines = block.strip().splitlines()
@@ -309,7 +317,7 @@ def read_equivalents(text: str) -> dict[tuple[str, str, str], str]:
 
 
 class _Durations:
-    """A pytest plugin that adds up seconds per test file."""
+    """Pytest plugin that adds up seconds per test file."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -321,13 +329,13 @@ class _Durations:
 
 SITE = """
 import sys
-# An editable install puts a finder in front of sys.path; the copy is on sys.path.
+# An editable install puts a finder before sys.path; remove it, so that the copy on sys.path is found.
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
 """
 
 
 class Copy:
-    """A copy of the repository in which one file at a time is mutated and tests run."""
+    """Copy of the repository in which one file at a time is mutated and tests run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -354,7 +362,7 @@ class Copy:
         assert "tilerec" not in sys.modules
 
     def run(self, files: Sequence[str], limit: float) -> tuple[str, dict[str, float]]:
-        """Run test files up to the first failure: why they ended ("passed", ...), and seconds per file."""
+        """Run test files up to the first failure; return the outcome ("passed", ...) and seconds per file."""
         log, report = self.folder / "log.txt", self.folder / "durations.json"
         report.unlink(missing_ok=True)
         sys.stdout.flush()
@@ -395,21 +403,21 @@ class Copy:
         file = self.folder / mutant.path
         source = (ROOT / mutant.path).read_bytes()
         file.write_bytes(source[: mutant.start] + mutant.new + source[mutant.end :])
-        # Compiled files are known by size and second: another hour, so that none of the original is taken.
+        # Python identifies compiled files by size and second. A time one hour later avoids those of the original.
         os.utime(file, (time.time() + 3600, time.time() + 3600))
 
     def restore(self, mutant: Mutant) -> None:
         shutil.copy2(ROOT / mutant.path, self.folder / mutant.path)
 
     def last_line(self) -> str:
-        """The line of pytest's summary that names what failed."""
+        """Return the line of pytest's summary that names the failed test."""
         lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
         named = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         return named[0][:110] if named else ""
 
 
 def _wait(pid: int, limit: float) -> str:
-    """Why a process ended. It is ended here beyond its time or its memory."""
+    """Wait for a process, kill it beyond its time or its memory, and return the reason for its end."""
     begun = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -436,7 +444,7 @@ def _memory(pid: int) -> int:
 
 
 def _kill_group(pid: int) -> None:
-    """End a process and the processes that its tests started."""
+    """Kill a process and the processes that its tests started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -450,7 +458,7 @@ def test_files(room: Room) -> list[str]:
 
 
 def nearest(path: str, files: Sequence[str]) -> list[str]:
-    """Test files named after a source file or importing it."""
+    """Return the test files that are named after a source file or import it."""
     module = Path(path).with_suffix("").as_posix().replace("/", ".")
     package, _, stem = module.rpartition(".")
     imports = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{stem}\b")
@@ -458,7 +466,7 @@ def nearest(path: str, files: Sequence[str]) -> list[str]:
 
 
 def other_test_files(room: Room) -> list[str]:
-    """Test files outside of a room, but for those that need a GPU, an interpreter of its kernels, or several hosts."""
+    """Return test files outside of a room, except those that need a GPU, Triton's interpreter, or several hosts."""
     apart = {*room.tests, "tests/cuda", "tests/simulated_gpu", "tests/ops/triton", "tests/hosts"}
     every = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     return [file for file in every if Path(file).parent.as_posix() not in apart]
@@ -474,7 +482,7 @@ def mutants_in(room: Room) -> Iterator[Mutant]:
 
 @dataclass
 class Score:
-    """Figures of one room."""
+    """Counts of one room's mutants."""
 
     room: str
     noticed: int = 0
@@ -495,12 +503,12 @@ class Score:
 
 
 def _named(line: str, files: Iterable[str]) -> set[str]:
-    """Files that a line of pytest's summary names; all of them where it names none: a crash."""
+    """Return the files that a line of pytest's summary names; all files if it names none (a crash)."""
     return {file for file in files if re.search(rf" {re.escape(file)}(::|\s|$)", line)} or set(files)
 
 
 class Elsewhere:
-    """Test files of other rooms. Only those that pass on the unchanged package notice a mutant."""
+    """Test files of other rooms. Only files that pass on the unchanged package can notice a mutant."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy = copy
@@ -508,7 +516,7 @@ class Elsewhere:
         self.unsound: set[str] = set()
 
     def run(self, mutant: Mutant, files: Sequence[str]) -> tuple[str, str]:
-        """Run files on the mutated package: why they ended, and the line that names what failed."""
+        """Run files on the mutated package; return the outcome and the line that names the failed test."""
         copy = self.copy
         while files := [file for file in files if file not in self.unsound]:
             ended, _ = copy.run(files, limit=60 + 360.0 * len(files))
