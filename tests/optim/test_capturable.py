@@ -338,11 +338,11 @@ def test_what_a_capture_would_freeze_is_told(capture: Callable[[bool], None]) ->
     group["lr"] = 0.2  # replays read it
     group["weight_decay"] = 0.0  # as it was
     with pytest.warns(
-        UserWarning, match="Adam: weight_decay was written after .*weight_decay was then; capture anew"
+        UserWarning, match=r"Adam: weight_decay was written after .*keep the old value\. Capture again"
     ):
         group["weight_decay"] = 0.1
     with pytest.warns(
-        UserWarning, match=r"lr was written after .*give the new value to the old tensor with fill_\(\)"
+        UserWarning, match=r"lr was written after .*Write the new value into the old tensor with fill_\(\)"
     ):
         group["lr"] = torch.tensor(0.3)
     write_setting(group, "lr", 0.4)  # in place
@@ -370,7 +370,9 @@ def test_rates_that_are_none_are_refused() -> None:
     apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(1), "capturable": True})
     step(module, 0)  # torch takes such tensors, too
     module.fused_optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    with pytest.raises(ConfigError, match=r"lr is a tensor on meta, its tables are on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"got lr as a tensor on meta; expected it on cpu, where its tables are"
+    ):
         step(module, 0)
 
 

@@ -1,15 +1,14 @@
-"""One request of all cached tables of a batch, on a GPU: what `CacheSets.request` and `seat` do table by table.
+"""One request for all cached tables of a batch, on a GPU; `CacheSets.request` and `seat` do the same table by table.
 
 Nouns as in `tilerec/ops/cache.py`, and
-  ask    what a cache has to say to a request: its books and lines as they are, and its entries of the clock
-  sure   there are at least as many spare lines as the request can need; the host need not ask how many it does
+  ask    one cache's part of a request: its books and lines, and its entries of the clock
+  sure   the spare lines suffice in any case, so the host need not read how many the request needs
 
-Nothing waits where all asks are sure. Otherwise the host waits once, for the header, and makes more spare lines where
-some are missing.
+The host does not wait if all asks are sure. Otherwise it waits once, for the header, and adds the missing spare lines.
 
-Whatever is raised midway: until rows come in nothing has changed but marks that mean nothing, and dirty rows that were
-to leave are in the table as well. From then on it is not sure which row is in which line, and every cache is rescued:
-what is dirty, and was in its line before and stays there, is written to the table, and the cache is emptied.
+Exceptions midway: until rows are loaded, only marks without meaning have changed, and dirty rows to be evicted are in
+the table as well. After that the row of a line is no longer certain, and every cache is rescued: dirty rows that stay
+in their lines are written to the table, and the cache is emptied.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MOST_KEYS = 1 << 61
 
 
 class Made(NamedTuple):
-    """A cache over the host tensors as they are."""
+    """The tensors of a cache over its current host tensors."""
 
     host: list[HostRows]
     marks: tuple[Any, ...]
@@ -55,7 +54,7 @@ class Made(NamedTuple):
 
 @dataclass
 class Ask:
-    """Of one cache."""
+    """One cache's part of a request."""
 
     made: Made
     segments: Sequence[tuple[int, int]]
@@ -64,20 +63,20 @@ class Ask:
     alive: int
     names: str
     sure: bool
-    grow: Callable[[int], Made]  # have so many spare lines
-    rescue: Callable[[Tensor], None]  # given the plan's entries that are of this cache
+    grow: Callable[[int], Made]  # takes the number of spare lines that the cache must have
+    rescue: Callable[[Tensor], None]  # takes this cache's entries of the plan
 
 
 class Emptied(Exception):
-    """There was no memory for more spare lines beside the lines, so a cache was made anew, without rows."""
+    """A cache was rebuilt without rows: there was no memory for its lines and a longer copy at once."""
 
 
 def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
-    """Bring the rows that a batch names.
+    """Load the rows of a batch.
 
     Raises:
-        InputError: for an id that is no row, at a later op.
-        Emptied: ask again.
+        InputError: an id is no row; raised by a later op.
+        Emptied: a cache was emptied; the caller repeats the request.
     """
     begins = [begin for ask in asks for begin, _ in ask.segments]
     ends = [end for ask in asks for _, end in ask.segments]
@@ -98,7 +97,7 @@ def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
 
 
 def _more(asks: Sequence[Ask], header: Tensor) -> bool:
-    """Make the spare lines that are missing; whether some were. Waits for the device unless all are sure."""
+    """Add the spare lines that are missing; return True if there were any. Waits for the device unless all are sure."""
     if all([ask.sure for ask in asks]):  # noqa: C419
         return False
     made = False
@@ -118,7 +117,7 @@ def _move(
     lines: list[Tensor] = []
     host: list[Tensor] = []
     tables: list[int] = []
-    far: list[int] = []  # tables of which the device cannot read the rows
+    far: list[int] = []  # tables whose rows the device cannot read
     for t, ask in enumerate(asks):
         here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
         if len(here) < len(ask.made.lines):
@@ -136,7 +135,7 @@ def _move(
             _in(asks[t].made, _entries(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
-        with ExitStack() as rescues:  # each, even where another's is interrupted
+        with ExitStack() as rescues:  # rescues every cache, even if one rescue is interrupted
             for t, ask in enumerate(asks):
                 rescues.callback(_rescue, ask, plan, header, ids, t)
         raise
@@ -147,7 +146,7 @@ def _rescue(ask: Ask, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """The plan's entries of a table. Waits."""
+    """Return the plan's entries of a table. Waits for the device."""
     own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
     return own[:, own[Plan.TABLE] == t]
 
@@ -168,7 +167,7 @@ def _in(made: Made, entries: Tensor) -> None:
 
 
 def in_chunks(asks: Sequence[Ask]) -> list[list[Ask]]:
-    """Asks whose rows can be sorted at a time: all of them, as a rule (LFU: up to a billion rows)."""
+    """Split the asks into chunks whose keys fit one sort: usually one chunk (with LFU up to a billion rows)."""
     chunks: list[list[Ask]] = [[]]
     keys = 0
     for ask in asks:
