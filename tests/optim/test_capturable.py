@@ -319,7 +319,7 @@ def test_a_capture_by_numbers_is_refused_and_says_what_to_pass(
     apply_optimizer_in_backward(spec, module.parameters())
     before = [p.detach().clone() for p in module.parameters()]
     capture(True)
-    words = r"Table 'a' \(and 1 more\): its update by \w+ is captured .*attach the optimizer with {'capturable': True}"
+    words = r"Table 'a' \(and 1 more\): its update by \w+ is captured .*Attach the optimizer with {'capturable': True}"
     with pytest.raises(ConfigError, match=words):
         step(module, 0)
     assert all(map(torch.equal, before, module.parameters()))
@@ -353,7 +353,7 @@ def test_a_rate_that_is_not_on_the_device_yet_is_not_made_in_a_capture(
 ) -> None:
     group = hyper_group.HyperGroup.of(Adam(lr=0.1, capturable=True))
     capture(True)
-    with pytest.raises(ConfigError, match="run a step before the capture"):
+    with pytest.raises(ConfigError, match="Run a step before the capture"):
         group.rate(torch.device("cpu"))
     capture(False)
     assert group.rate(torch.device("cpu")).item() == 0.1

@@ -28,7 +28,7 @@ from tilerec.storage.host_rows import HostRows
 
 OPS = torch.ops.tilerec
 
-_MOST_KEYS = 1 << 61
+_MAX_SORT_KEYS = 1 << 61
 
 
 class Made(NamedTuple):
@@ -39,12 +39,12 @@ class Made(NamedTuple):
     lines: list[Tensor]
     dirty_L: Tensor
     sets: CacheSets
-    told: Tensor  # int64 [8]; see ops/cache.py
+    counters: Tensor  # int64 [8]; see ops/cache.py
 
     def books(self) -> list[Tensor]:
         sets = self.sets
         return [
-            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.told,
+            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.counters,
         ]  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
@@ -101,8 +101,8 @@ def _more(asks: Sequence[Ask], header: Tensor) -> bool:
     if all([ask.sure for ask in asks]):  # noqa: C419
         return False
     made = False
-    for ask, told in zip(asks, header.tolist(), strict=True):
-        missing = told[Told.SPARE] - told[Told.FREE]
+    for ask, counters in zip(asks, header.tolist(), strict=True):
+        missing = counters[Told.SPARE] - counters[Told.FREE]
         if missing > 0:
             before = ask.made.sets
             ask.made, made = ask.grow(before.spare + missing), True
@@ -117,22 +117,22 @@ def _move(
     lines: list[Tensor] = []
     host: list[Tensor] = []
     tables: list[int] = []
-    far: list[int] = []  # tables whose rows the device cannot read
+    unreadable: list[int] = []  # tables whose rows the device cannot read
     for t, ask in enumerate(asks):
         here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
         if len(here) < len(ask.made.lines):
-            far.append(t)
+            unreadable.append(t)
             continue
         lines += ask.made.lines
         host += here
         tables += [t] * len(here)
     OPS.cache_move_(plan, header, lines, host, tables, ids, False)
-    for t in far:
-        _out(asks[t].made, _entries(plan, header, ids, t))
+    for t in unreadable:
+        _write_back(asks[t].made, _entries(plan, header, ids, t))
     try:
         OPS.cache_move_(plan, header, lines, host, tables, ids, True)
-        for t in far:
-            _in(asks[t].made, _entries(plan, header, ids, t))
+        for t in unreadable:
+            _load(asks[t].made, _entries(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
         with ExitStack() as rescues:  # rescues every cache, even if one rescue is interrupted
@@ -151,13 +151,13 @@ def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     return own[:, own[Plan.TABLE] == t]
 
 
-def _out(made: Made, entries: Tensor) -> None:
+def _write_back(made: Made, entries: Tensor) -> None:
     own = entries[:, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] % 2 == 1)]
     for lines, rows in zip(made.lines, made.host, strict=True):
         rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
 
 
-def _in(made: Made, entries: Tensor) -> None:
+def _load(made: Made, entries: Tensor) -> None:
     entries = entries[:, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0)]
     moved = entries[:, entries[Plan.FROM] >= 0]
     loaded = entries[:, entries[Plan.FROM] < 0]
@@ -173,7 +173,7 @@ def in_chunks(asks: Sequence[Ask]) -> list[list[Ask]]:
     for ask in asks:
         sets = ask.made.sets
         own = sets.line_of_E.shape[0] << (31 if sets.count_E.numel() else 0)
-        if chunks[-1] and keys + own > _MOST_KEYS:
+        if chunks[-1] and keys + own > _MAX_SORT_KEYS:
             chunks.append([])
             keys = 0
         chunks[-1].append(ask)

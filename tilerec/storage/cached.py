@@ -72,7 +72,7 @@ class Bags:
     ranges: tuple[tuple[int, int, int, int], ...]
     """Per range: first bag, number of bags, first id, end of ids."""
 
-    def are_of(self, offsets: Tensor) -> bool:
+    def has_offsets(self, offsets: Tensor) -> bool:
         return self.version == _version(offsets) and _same_memory(self.offsets, offsets)
 
 
@@ -99,7 +99,7 @@ class _Batch:
     looked: bool = False  # it was looked up, and its update is still to come
     bags: Bags | None = None  # per segment, if known
 
-    def is_of(self, ids: Tensor, segments: Segments) -> bool:
+    def matches(self, ids: Tensor, segments: Segments) -> bool:
         return self.has(ids) and self.segments == tuple(sorted(segments))
 
     def has(self, ids: Tensor) -> bool:
@@ -120,12 +120,12 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _marks(host: Sequence[Tensor]) -> tuple[Any, ...]:
+def _identity(host: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the identity of host tensors: address, shape and dtype of each."""
     return tuple((t.data_ptr(), tuple(t.shape), t.dtype) for t in host)
 
 
-def _by_itself(method: Any) -> Any:
+def _locked(method: Any) -> Any:
     """Decorate a method to run under the cache's lock and outside of torch's inference mode.
 
     Training updates lines that an evaluation has loaded, so they must not be inference tensors.
@@ -181,31 +181,31 @@ class RowCache:
     def stats(self) -> CacheStats:
         """Requests, hits and transfers so far. On a GPU, reading this waits for the device."""
         with self.lock:
-            self._hear()
+            self._read_counts()
             return self._stats
 
     @stats.setter
     def stats(self, stats: CacheStats) -> None:
         with self.lock:
-            self._hear()
+            self._read_counts()
             self._stats = stats
 
-    @_by_itself
-    def _hear(self) -> None:
+    @_locked
+    def _read_counts(self) -> None:
         """Add the device's counts to `_stats` and zero them."""
         made = self._made
         if made is None or not _together(made):
             return
         self._wait_for_other_stream()
-        told = made.told.tolist()
-        made.told.zero_()
+        counters = made.counters.tolist()
+        made.counters.zero_()
         stats = self._stats
-        stats.rows += told[Told.ROWS]
-        stats.misses += told[Told.MISSES]
-        stats.hits += told[Told.ROWS] - told[Told.MISSES]
-        stats.conflict_misses += told[Told.SPARE]
-        stats.evictions += told[Told.EVICTIONS]
-        stats.write_backs += told[Told.WRITES]
+        stats.rows += counters[Told.ROWS]
+        stats.misses += counters[Told.MISSES]
+        stats.hits += counters[Told.ROWS] - counters[Told.MISSES]
+        stats.conflict_misses += counters[Told.SPARE]
+        stats.evictions += counters[Told.EVICTIONS]
+        stats.write_backs += counters[Told.WRITES]
 
     def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Load the rows of a batch into lines. They stay until its update; without an update, until its lookup.
@@ -217,7 +217,7 @@ class RowCache:
         """
         prefetch_all([Want(self, host, segments, refuse)], ids)
 
-    @_by_itself
+    @_locked
     def lines_of(
         self,
         host: Sequence[Tensor],
@@ -256,7 +256,7 @@ class RowCache:
         assert self._made is not None
         return self._made.sets.line_of_E[rows_U].long()
 
-    @_by_itself
+    @_locked
     def looked_up(self, ids: Tensor, segments: Segments, *, updates: bool) -> None:
         """Record that a batch was looked up. `updates`: its update is still to come."""
         batch = self._batch(ids, segments)
@@ -267,7 +267,7 @@ class RowCache:
         elif not batch.looked:  # else this is an evaluation between a training lookup and its update
             self._flight.remove(batch)
 
-    @_by_itself
+    @_locked
     def updates(self, ids: Tensor, segments: Segments) -> None:
         """Mark the lines of a batch dirty before its update; all its rows must have lines."""
         assert self._made is not None
@@ -275,7 +275,7 @@ class RowCache:
         for begin, end in segments:
             self._made.dirty_L.index_fill_(0, self._made.sets.line_of_E[ids[begin:end].long()].long(), True)
 
-    @_by_itself
+    @_locked
     def updated(self, ids: Tensor, segments: Segments) -> None:
         """Record that a batch was updated: it and the batches looked up before it are no longer in flight."""
         batch = self._batch(ids, segments)
@@ -310,7 +310,7 @@ class RowCache:
         This saves reading the offsets from the device.
         """
         for batch in self._flight:
-            if batch.bags is not None and batch.has(ids) and batch.bags.are_of(offsets):
+            if batch.bags is not None and batch.has(ids) and batch.bags.has_offsets(offsets):
                 for first, bags, begin, end in batch.bags.ranges:
                     if (first, bags) == (start, count):
                         return begin, end
@@ -318,7 +318,7 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ whole
 
-    @_by_itself
+    @_locked
     def settle(self) -> None:
         """Write dirty rows back and empty all lines. The host tensors may be read and written until the next batch."""
         self._flush()
@@ -330,7 +330,7 @@ class RowCache:
             made.sets.forget()
             self._made = made
 
-    @_by_itself
+    @_locked
     def leave(self, rows_M: Tensor) -> None:
         """Run `settle` for some rows (int64, on any device). Batches in flight request all of their rows again."""
         made = self._made
@@ -348,11 +348,11 @@ class RowCache:
         self._wait_for_device(made)
         self._flight.clear()
 
-    @_by_itself
+    @_locked
     def drop(self) -> None:
         """Run `settle` and release the memory; called before the table is replaced."""
         self.settle()
-        self._hear()
+        self._read_counts()
         self._made = None
 
     def _flush(self) -> None:
@@ -376,24 +376,28 @@ class RowCache:
         """Return the cache over these tensors; rebuild it if they are not those of the last call."""
         self._wait_for_other_stream()
         made = self._made
-        if made is not None and made.marks == _marks(host) and self._on(host) == made.lines[0].device:
+        if (
+            made is not None
+            and made.marks == _identity(host)
+            and self._device_of(host) == made.lines[0].device
+        ):
             return made
         self.drop()
         self._made = self._make(host, 0)
         return self._made
 
-    def _on(self, host: Sequence[Tensor]) -> torch.device:
+    def _device_of(self, host: Sequence[Tensor]) -> torch.device:
         device = host[0].device if self.device is None else self.device
         here = torch.device("cuda")
         return torch.device("cuda", torch.cuda.current_device()) if device == here else device
 
     def _make(self, host: Sequence[Tensor], spare: int) -> Made:
-        rows, device = host[0].shape[0], self._on(host)
-        each = sum(t.element_size() * t[:1].numel() for t in host)
+        rows, device = host[0].shape[0], self._device_of(host)
+        line_bytes = sum(t.element_size() * t[:1].numel() for t in host)
         sets = 0
         if self.params is not None and rows:
             sets = -(-max(1, round(self.params.load_factor * rows)) // WAYS)
-            sets = self._within_reserve(sets, each, device)
+            sets = self._within_reserve(sets, line_bytes, device)
         count = sets * WAYS + spare
         try:
             # On a GPU there is one more line, of zeros: ids that are no rows read it.
@@ -404,23 +408,25 @@ class RowCache:
             dirty_L = torch.zeros(count, dtype=torch.bool, device=device)
             algorithm = (self.params or CacheParams()).algorithm
             made = CacheSets(rows, sets, WAYS, spare, algorithm, device)
-            told = torch.zeros(8, dtype=torch.int64, device=device)
+            counters = torch.zeros(8, dtype=torch.int64, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
-                f"Table '{self.name}': no memory on {device} for {count} cache lines of {each} bytes (and 4 to 8 "
+                f"Table '{self.name}': no memory on {device} for {count} cache lines of {line_bytes} bytes (and 4 to 8 "
                 f"bytes for each of {rows} rows). Lower load_factor, or shard the table over more ranks."
             ) from error
         self._clean = _BITS
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        return Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made, told)
+        return Made(
+            [HostRows(t.detach(), device) for t in host], _identity(host), lines, dirty_L, made, counters
+        )
 
-    def _within_reserve(self, sets: int, each: int, device: torch.device) -> int:
+    def _within_reserve(self, sets: int, line_bytes: int, device: torch.device) -> int:
         """Return the number of sets, reduced so that the reserved memory stays free."""
         if self.params is None or not self.params.reserved_memory or device.type != "cuda":
             return sets
         free, _ = torch.cuda.mem_get_info(device)
-        fit = max(0, int((free - self.params.reserved_memory) // (each * WAYS)))
+        fit = max(0, int((free - self.params.reserved_memory) // (line_bytes * WAYS)))
         if fit < sets:
             warnings.warn(
                 f"Table '{self.name}': its cache has {fit * WAYS} lines, not the {sets * WAYS} of load_factor="
@@ -430,9 +436,9 @@ class RowCache:
         return min(sets, fit)
 
     def _batch(self, ids: Tensor, segments: Segments) -> _Batch | None:
-        return next((batch for batch in self._flight if batch.is_of(ids, segments)), None)
+        return next((batch for batch in self._flight if batch.matches(ids, segments)), None)
 
-    def _make_way(self, ids: Tensor) -> None:
+    def _release_oldest(self, ids: Tensor) -> None:
         """Drop the oldest batch in flight if there are MOST_IN_FLIGHT.
 
         Prefer a batch of other ids: for these ids another table of the same lookup has just found its lines.
@@ -444,7 +450,7 @@ class RowCache:
     def _request(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Load a batch's rows and add it to the batches in flight."""
         rows_U, count = self._distinct(made, ids, segments, refuse)
-        self._make_way(ids)
+        self._release_oldest(ids)
         self._serial += 1
         batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial, rows_U)
         while True:
@@ -491,7 +497,7 @@ class RowCache:
         made = self._made
         assert made is not None
         count = sum([end - begin for begin, end in want.segments])
-        self._make_way(ids)
+        self._release_oldest(ids)
         made, sure = self._with_room(made, count)
         alive = 0
         for batch in self._flight:
@@ -507,7 +513,9 @@ class RowCache:
             assert self._made is not None
             return self._with_spare(self._made, spare)
 
-        return Ask(made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._save)
+        return Ask(
+            made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._rescue_plan
+        )
 
     def _with_room(self, made: Made, count: int) -> tuple[Made, bool]:
         """Return the cache, grown if that is cheap, and True if spare lines suffice in any case.
@@ -520,13 +528,13 @@ class RowCache:
             return made, True
         most = min(rows, count + sum([batch.count for batch in self._flight]))
         if sets.spare < most:
-            each = sum([t.element_size() * t[:1].numel() for t in made.lines])
-            if most > sets.first_spare and most * each > UNASKED:
+            line_bytes = sum([t.element_size() * t[:1].numel() for t in made.lines])
+            if most > sets.first_spare and most * line_bytes > UNASKED:
                 return made, False
             made = self._with_spare(made, most)
         return made, made.sets.spare >= most
 
-    def _flies(self, ask: Ask, want: Want, ids: Tensor) -> None:
+    def _add_in_flight(self, ask: Ask, want: Want, ids: Tensor) -> None:
         """Add a batch to those in flight, once its rows are loaded."""
         count = sum([end - begin for begin, end in want.segments])
         self._flight.append(
@@ -535,7 +543,7 @@ class RowCache:
         self._stats.requests += 1
         self._stats.ids += count
 
-    def _save(self, entries: Tensor) -> None:
+    def _rescue_plan(self, entries: Tensor) -> None:
         """Write dirty rows back and empty the cache after a plan failed midway; `entries` are this cache's entries."""
         made = self._made
         assert made is not None
@@ -549,7 +557,7 @@ class RowCache:
             host.write_from(tensor, stayed, made.sets.row_in_L[stayed])
             host.write_from(tensor, old[moved], entries[Plan.ROW][moved])
         self._wait_for_device(made)
-        self._hear()
+        self._read_counts()
         self._made, self._dirty = None, False
         self._flight.clear()
 
@@ -703,7 +711,7 @@ def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
             for chunk in in_chunks(asks):
                 request(chunk, ids, WAYS)
                 for ask in chunk:
-                    want_of[id(ask)].cache._flies(ask, want_of[id(ask)], ids)
+                    want_of[id(ask)].cache._add_in_flight(ask, want_of[id(ask)], ids)
             return
         except Emptied:  # caches that hold their rows by now need no second request
             wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
@@ -760,4 +768,4 @@ def lines_of_all(
 
 def all_together(wants: Sequence[Want]) -> bool:
     """Return True if `lines_of_all` serves all of these caches."""
-    return bool(wants) and all([_served(want.cache._on(want.host)) for want in wants])  # noqa: C419
+    return bool(wants) and all([_served(want.cache._device_of(want.host)) for want in wants])  # noqa: C419

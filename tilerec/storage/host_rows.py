@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-_PINNED: Counter[int] = Counter()
+_PIN_COUNTS: Counter[int] = Counter()
 """Number of `HostRows` that need the storage at an address pinned."""
 
 
@@ -115,18 +115,18 @@ def _forget_error(device: torch.device) -> None:
 
 
 def _pin(tensor: Tensor, user: HostRows) -> None:
-    if tensor.is_pinned() and not _PINNED[tensor.untyped_storage().data_ptr()]:
+    if tensor.is_pinned() and not _PIN_COUNTS[tensor.untyped_storage().data_ptr()]:
         return  # pinned by its owner
     storage, runtime, device = tensor.untyped_storage(), torch.cuda.cudart(), user.device
     assert runtime is not None
     address = storage.data_ptr()
-    if not _PINNED[address]:
+    if not _PIN_COUNTS[address]:
         torch.cuda.check_error(runtime.cudaHostRegister(address, storage.nbytes(), 0))
-    _PINNED[address] += 1
+    _PIN_COUNTS[address] += 1
 
     def unpin() -> None:
-        _PINNED[address] -= 1
-        if not _PINNED[address]:
+        _PIN_COUNTS[address] -= 1
+        if not _PIN_COUNTS[address]:
             torch.cuda.synchronize(device)
             runtime.cudaHostUnregister(address)
 

@@ -31,7 +31,7 @@ from tilerec.spec.optimizer import OptimizerSpec
 
 
 @functools.lru_cache(maxsize=256)
-def _one_of_its_kind(spec: OptimizerSpec) -> OptimizerSpec:
+def _interned(spec: OptimizerSpec) -> OptimizerSpec:
     """Return one object for equal specs."""
     return spec
 
@@ -112,7 +112,7 @@ class HyperGroup(dict[str, Any]):
             at = self._numbers.index("lr")
             values = (*values[:at], 0.0, *values[at + 1 :])
         if self._made is None or self._made[0] != values:
-            made = _one_of_its_kind(OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True))))
+            made = _interned(OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True))))
             if self._made is not None and made.slots != self._made[1].slots:
                 raise ConfigError(
                     f"{self['optimizer']}: the numbers written to its param_groups change its state from "

@@ -41,7 +41,7 @@ def _other_scale(group: HyperGroup) -> float | None:
 
 
 @dataclass
-class _Seen:
+class _LastSearch:
     """The scalers that the last search of the process found.
 
     Each instance references its class. While the reference counts of the classes are unchanged, no scaler was created
@@ -56,10 +56,10 @@ def _scalers() -> list[GradScaler]:
     classes: list[type] = [GradScaler]
     for kind in classes:
         classes += kind.__subclasses__()
-    if tuple(map(sys.getrefcount, classes)) != _SEEN.counts:
-        _SEEN.scalers = _living(classes)
-        _SEEN.counts = tuple(map(sys.getrefcount, classes))
-    found = (reference() for reference in _SEEN.scalers)
+    if tuple(map(sys.getrefcount, classes)) != _LAST_SEARCH.counts:
+        _LAST_SEARCH.scalers = _living(classes)
+        _LAST_SEARCH.counts = tuple(map(sys.getrefcount, classes))
+    found = (reference() for reference in _LAST_SEARCH.scalers)
     return [scaler for scaler in found if scaler is not None]
 
 
@@ -67,4 +67,4 @@ def _living(classes: list[type]) -> list[weakref.ref[GradScaler]]:
     return [weakref.ref(thing) for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
 
 
-_SEEN = _Seen()
+_LAST_SEARCH = _LastSearch()

@@ -42,18 +42,18 @@ class Sources:
         """Return the sources; None if a tensor is an inference tensor, which has no version counter."""
         if any([t is not None and t.is_inference() for t in tensors]):  # noqa: C419 - called at every step
             return None
-        return Sources(tuple(tensors), tuple([_mark(t) for t in tensors]), others)
+        return Sources(tuple(tensors), tuple([_identity(t) for t in tensors]), others)
 
     def same(self, now: Sources) -> bool:
         """Return True if these sources equal `now` and have not been written to since."""
         if self.others != now.others or self.marks != now.marks:
             return False
         return self.marks == tuple(
-            [_mark(t) for t in self.tensors]
+            [_identity(t) for t in self.tensors]
         )  # detects writes through any reference to the tensors
 
 
-def _mark(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _identity(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor._version)
@@ -85,7 +85,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Result:
     sources: Sources
     tensors: list[Tensor]
     moment: Moment | None  # None: on the CPU
@@ -96,7 +96,7 @@ class MadeAhead:
     """Results computed for later batches. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
-        self._made: list[_Made] = []  # replaced, never mutated: several threads may prefetch
+        self._made: list[_Result] = []  # replaced, never mutated: several threads may prefetch
 
     def __len__(self) -> int:
         return len(self._made)
@@ -123,7 +123,7 @@ class MadeAhead:
                     tensor.record_stream(moment.stream)
         # A new result replaces that of equal sources: a graph replay may have refilled the batch without a new version.
         others = [made for made in self._made if not made.sources.same(sources)]
-        self._made = [*others, _Made(sources, tensors, moment)][-most:]
+        self._made = [*others, _Result(sources, tensors, moment)][-most:]
 
     def take(self, sources: Sources | None, *, stays: bool = False) -> list[Tensor] | None:
         """Return the result of these sources, or None; the current stream waits for the stream that made it.

@@ -40,7 +40,7 @@ class OrdersAhead:
             record: the record that the backward will submit; its `grad` is not read.
         """
         sources = _sources(record, handles)
-        if sources is None or capturing() or _stepped(record.sample_weights):
+        if sources is None or capturing() or _may_be_stepped(record.sample_weights):
             return
         position = {handle: t for t, handle in enumerate(handles)}
         order = torch.ops.tilerec.order_rows(
@@ -56,7 +56,7 @@ class OrdersAhead:
         return self.made.take(_sources(record, handles))
 
 
-def _stepped(weights: Tensor | None) -> bool:
+def _may_be_stepped(weights: Tensor | None) -> bool:
     """Return True if an optimizer may write to the sample weights: with `fused=True` their version does not change."""
     return weights is not None and weights.requires_grad and (weights.is_leaf or weights._is_view())
 

@@ -64,19 +64,19 @@ class Placed:
         """Per feature, the position of its first id in `ids`."""
         return list(itertools.accumulate([end - begin for begin, end in self.segments], initial=0))[:-1]
 
-    def _own(self) -> list[tuple[int, int]]:
+    def _ranges(self) -> list[tuple[int, int]]:
         """Return per feature the range of its ids in `ids`."""
         ends = itertools.accumulate([end - begin for begin, end in self.segments], initial=0)
         return list(itertools.pairwise(ends))
 
     def copies(self, tables: Sequence[int], features: Sequence[int]) -> list[Tensor]:
         """Return copies of the rows of some features. `tables`: the table of each feature."""
-        own = self._own()
+        own = self._ranges()
         return [copied(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
 
     def of_copies(self, rows: Sequence[Tensor]) -> Placed:
         """Return the same batch with ids that read such copies: one table per feature."""
-        ids = places_in_copies(self.ids, self._own())
+        ids = places_in_copies(self.ids, self._ranges())
         return Placed([[own] for own in rows], [], ids, self.offsets, None, self.segments)
 
     def back(self, values_n: Tensor, count: int) -> Tensor:
@@ -154,8 +154,8 @@ def wanted(
         def of_feature(segment: int, position: int, id_: int, features: list[int] = features) -> None:
             refuse(features[segment], position, id_)
 
-        theirs = ",".join([named[f] for f in features]) if named else ""
-        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, theirs)))
+        feature_names = ",".join([named[f] for f in features]) if named else ""
+        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, feature_names)))
     return found
 
 
@@ -223,11 +223,11 @@ def place(
     elif offsets is None and weights is not None:
         weights = torch.cat([weights[begin:end] for begin, end in segments]) if segments else weights[:0]
     used = set(tables)
-    nameless = ids.new_empty(0, dtype=torch.int64)
+    no_names = ids.new_empty(0, dtype=torch.int64)
     live = [holder.cache is not None and t in used for t, holder in enumerate(holders)]
     return Placed(
         [h.cache.lines if on and h.cache is not None else h.host() for h, on in zip(holders, live, strict=True)],
-        [h.cache.names if on and h.cache is not None else nameless for h, on in zip(holders, live, strict=True)],
+        [h.cache.names if on and h.cache is not None else no_names for h, on in zip(holders, live, strict=True)],
         placed_ids,
         placed_offsets,
         weights,

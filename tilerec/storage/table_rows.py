@@ -91,12 +91,12 @@ class TableRows(GradientSink):
             self.cache.drop()
         self.leaf = leaf
         cast(Any, leaf)._tilerec_sink = self.handle
-        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         for slot in self.spec.slots if self.spec is not None else ():
             tensor = self.state[slot.name]
             if tensor.is_meta and not leaf.is_meta:
-                tensor = torch.full(tensor.shape, slot.init, dtype=wide, device=leaf.device)
-            tensor = tensor.to(device=leaf.device, dtype=wide)
+                tensor = torch.full(tensor.shape, slot.init, dtype=accum_dtype, device=leaf.device)
+            tensor = tensor.to(device=leaf.device, dtype=accum_dtype)
             if leaf.device.type == "cpu" and leaf.is_shared():
                 tensor.share_memory_()
             self.state[slot.name] = tensor
@@ -111,11 +111,11 @@ class TableRows(GradientSink):
         leaf = self.leaf
         if self.cache is not None:
             self.cache.drop()
-        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
         self.spec, self.group, self.takes_gradients = spec, group, True
         self.state = {
-            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device)
+            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=accum_dtype, device=leaf.device)
             for slot in spec.slots
         }
         self._counter = "updates" if "step" in self.state else "step"
@@ -200,7 +200,7 @@ class TableRows(GradientSink):
             table.about_to_write()
         position = {table.handle: t for t, table in enumerate(tables)}
         if any([table.cache is not None for table in tables]):  # noqa: C419 - a list takes a third of a generator's time
-            self._take_placed(tables, record)
+            self._take_cached(tables, record)
             return
         names = [slot.name for slot in spec.slots]
         hyper = spec.hyper()
@@ -234,7 +234,7 @@ class TableRows(GradientSink):
             narrow = [t.leaf.detach().as_strided((t.leaf.shape[0], 1), (0, 1)) for t in tables]
             self.orders.make(narrow, [table.handle for table in tables], record)
 
-    def _take_placed(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
+    def _take_cached(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
         """Run `take` if some of the tables are cached."""
         spec, position = self.rule(), {table.handle: t for t, table in enumerate(tables)}
         of_feature = [position[handle] for handle in record.sinks]
@@ -247,12 +247,12 @@ class TableRows(GradientSink):
         for table in tables:
             table.arrive()
         with alone([table.cache for table in tables]):
-            result = self._update_placed(tables, record, of_feature, spec, hyper, refuse)
+            result = self._update_cached(tables, record, of_feature, spec, hyper, refuse)
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
         when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
         use_arrived(result.device)
 
-    def _update_placed(
+    def _update_cached(
         self, tables: Sequence[TableRows], record: GradientRecord, of_feature: list[int], spec: OptimizerSpec,
         hyper: list[float], refuse: Refuse,
     ) -> Tensor:  # fmt: skip
