@@ -363,7 +363,7 @@ def test_rates_that_are_none_are_refused() -> None:
     module = collection()
     with pytest.raises(ConfigError, match="lr"):
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(2), "capturable": True})
-    with pytest.raises(ConfigError, match="wanted one floating-point number"):
+    with pytest.raises(ConfigError, match="expected one floating-point number"):
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.tensor(1), "capturable": True})
     with pytest.raises(ConfigError, match="capturable is 'yes', wanted True or False"):
         Adam(lr=0.1, capturable="yes")  # type: ignore[arg-type]

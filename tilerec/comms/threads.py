@@ -1,22 +1,21 @@
-"""`ThreadWorld`: ranks that are threads of one process. A debugger works, and disagreement is an error at once.
+"""`ThreadWorld`: ranks that are threads of one process. Debuggers work, and mismatched calls raise at once.
 
 Glossary
-    world       W virtual ranks, a failure that ends it for all of them, and its channels
+    world       W virtual ranks, their channels, and the failure that ends the world for all of them
     channel     ranks whose calls are matched: the k-th call of every rank is one call
-    call        gathers one argument per rank; whoever comes last moves the data for all
-    post        one side of a point-to-point message, waiting for the other
+    call        gathers one argument per rank; the last rank to arrive copies the data for all
+    post        one side of a point-to-point message that waits for the other side
 
     rank 0:  all_to_all "ids"   all_reduce "x"
     rank 1:  all_to_all "ids"   all_to_all "rows"      <- call 1 differs: both ranks raise, naming both
 
-Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, ranks that
-wait for each other on several channels are found at once, and every wait ends at the time-out. Tensors are moved by the
-last to come, so an output is complete for everyone at the same time and the sum of an all-reduce is taken in the order
-of the ranks.
+No rank waits for ever. A failed rank ends the world for all ranks. A rank that has returned and a cycle of waits over
+several channels are detected at once. Every wait ends at the time-out. The last rank to arrive copies the tensors, so
+an output is complete on all ranks at the same time, and an all-reduce adds in the order of the ranks.
 
-Virtual ranks train with CPU tensors: autograd runs the backward of CPU tensors on the thread that called it, and that
-of GPU tensors on one thread per device, where a rank that waits would stop the others. Forward passes may use GPU
-tensors: events order the streams on which ranks call and on which the last rank copies.
+Virtual ranks train with CPU tensors. Autograd runs the backward of CPU tensors on the thread that called it. It runs
+that of GPU tensors on one thread per device, where a waiting rank would block the others. Forward passes may use GPU
+tensors: events order the streams of the calling ranks and of the rank that copies.
 
 Legend: W ranks.
 """
@@ -39,11 +38,11 @@ from tilerec.errors import CommsError, ConfigError
 
 @final
 class ThreadWorld:
-    """W virtual ranks. `world.group(rank)` is what the thread of that rank talks through.
+    """W virtual ranks. The thread of a rank communicates through `world.group(rank)`.
 
     Args:
-        size: ranks, W >= 1.
-        timeout_s: how long a rank waits for its peers, in seconds.
+        size: number of ranks, W >= 1.
+        timeout_s: maximum time that a rank waits for its peers, in seconds.
 
     Any thread may use any rank's group, one thread at a time.
     """
@@ -51,27 +50,27 @@ class ThreadWorld:
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         if size < 1 or not timeout_s > 0:
             raise ConfigError(
-                f"ThreadWorld: size {size}, timeout_s {timeout_s}; wanted at least one rank and a positive time."
+                f"ThreadWorld: got size {size}, timeout_s {timeout_s}; expected at least one rank and a positive time."
             )
         self.size = size
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        # The failure that ended the world: the rank to blame (None: several), what to say, the original error.
+        # The failure that ended the world: its text, and the original error if there is one.
         self._failure: tuple[str, BaseException | None] | None = None
         self._left: set[int] = set()
-        # Ranks that wait: in which call, and for which ranks.
+        # Per waiting rank: title of its call, and a function that returns the ranks for which it waits.
         self._waits: dict[int, tuple[str, Callable[[], list[int]]]] = {}
-        # What each rank did last, for messages.
+        # The last call of each rank, for messages.
         self._last = ["nothing yet"] * size
         main = _Channel("main", tuple(range(size)))
         self._groups = [ThreadGroup(self, main, rank, Traffic(rank, size)) for rank in range(size)]
 
     def group(self, rank: int) -> ThreadGroup:
-        """The group as that rank sees it."""
+        """Return the group object of that rank."""
         return self._groups[rank]
 
     def leave(self, rank: int) -> None:
-        """That rank has returned and makes no more calls: whoever waits for it is told at once."""
+        """Record that a rank has returned and makes no more calls; ranks that wait for it raise at once."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
@@ -94,8 +93,9 @@ class ThreadWorld:
     def _wait(
         self, rank: int, title: str, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]
     ) -> None:
-        """Return when `done`; raise when the world has failed, a missing rank has left or waits for this one, or the
-        time is over.
+        """Return when `done()`.
+
+        Raise if the world has failed, if a missing rank has left or waits for this rank, or at the time-out.
         """
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
@@ -127,7 +127,7 @@ class ThreadWorld:
                 late = "; ".join(f"rank {rank} was last in {self._last[rank]}" for rank in ranks[:8])
                 self._fail(
                     f"{len(ranks)} of {self.size} ranks did not come within {self.timeout_s:g} s: {late}. Every "
-                    f"rank makes the same calls in the same order; look what those ranks are doing."
+                    f"rank makes the same calls in the same order; check those ranks."
                 )
                 continue
             self._changed.wait(rest)
@@ -135,7 +135,7 @@ class ThreadWorld:
 
 @final
 class ThreadGroup(Group):
-    """The group of one virtual rank; made by `ThreadWorld`."""
+    """The group of one virtual rank, created by `ThreadWorld`."""
 
     def __init__(self, world: ThreadWorld, channel: _Channel, rank: int, traffic: Traffic) -> None:
         super().__init__(rank, len(channel.ranks), traffic)
@@ -156,7 +156,7 @@ class ThreadGroup(Group):
             world._fail(f"rank {rank} failed with {type(error).__name__}: {error}", error)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: a channel of threads holds no resources."""
 
     def _all_to_all(
         self,
@@ -187,7 +187,7 @@ class ThreadGroup(Group):
         return _Letters(world, f"exchange '{name}'", what, letters, channel.ranks, self.rank)
 
     def _call(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
-        """Bring this rank's share to its next call; the last to come finishes it."""
+        """Add this rank's share to its next call; the last rank to arrive finishes the call."""
         world, channel = self._world, self._channel
         title = f"{kind} '{name}'"
         with world._changed:
@@ -227,20 +227,20 @@ class ThreadGroup(Group):
 
 
 class _Absent:
-    """The share of a rank that has not come yet."""
+    """Placeholder for the share of a rank that has not arrived yet."""
 
 
 _ABSENT = _Absent()
 
 
 class _Call:
-    """One call under way: the share of each rank that has come."""
+    """One call in progress: the shares of the ranks that have arrived."""
 
     def __init__(self, title: str, first: int, size: int) -> None:
         self.title = title
         self.first = first
         self.shares: list[object] = [_ABSENT] * size
-        # Events of GPU tensors: each rank's stream when it called, and the last rank's behind the copies.
+        # Events of GPU tensors: one on each rank's stream when it called, and one on the last rank's after the copies.
         self.ready: list[torch.cuda.Event | None] = []
         self.moved: torch.cuda.Event | None = None
         self.came = 0
@@ -249,7 +249,7 @@ class _Call:
 
 
 class _Post:
-    """One message, of which the sender, the receiver or both have come."""
+    """One message whose sender, receiver or both have arrived."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -259,19 +259,19 @@ class _Post:
 
 
 class _Channel:
-    """Ranks (numbers in the world) whose calls are matched."""
+    """Ranks whose calls are matched; `ranks` are their numbers in the world."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
         self.ranks = ranks
         self.calls: dict[int, _Call] = {}
-        # Messages that wait for their other side, oldest first.
+        # Messages that wait for their other side, oldest first, by (name, source, target).
         self.posts: dict[tuple[str, int, int], list[_Post]] = {}
 
     def post(
         self, world: ThreadWorld, name: str, source: int, target: int, verb: str, tensor: Tensor
     ) -> tuple[int, _Post]:
-        """Bring one side of a message; the second to come moves it. Gives back the peer and the message."""
+        """Post one side of a message; the second side to arrive copies it. Return the peer and the message."""
         peer = target if verb == "sends" else source
         queue = self.posts.setdefault((name, source, target), [])
         waiting = next((post for post in queue if verb not in post.tensors), None)
@@ -286,7 +286,7 @@ class _Channel:
             if sent.numel() != wanted.numel() or sent.dtype != wanted.dtype:
                 world._fail(
                     f"exchange '{name}': rank {self.ranks[source]} sends {sent.numel()} {_short(sent.dtype)} to rank "
-                    f"{self.ranks[target]}, which wants {wanted.numel()} {_short(wanted.dtype)}."
+                    f"{self.ranks[target]}, which expects {wanted.numel()} {_short(wanted.dtype)}."
                 )
                 return peer, waiting
             _await(waiting.ready)
@@ -298,7 +298,7 @@ class _Channel:
         return peer, waiting
 
 
-# What the last to come does with everybody's shares: a reason to refuse ("" for none), and the call's result.
+# Function by which the last rank to arrive processes all shares; returns a reason to fail ("" for none) and the result.
 Finish = Callable[[_Channel, list[object]], tuple[str, object]]
 
 
@@ -364,7 +364,7 @@ class _Letters:
 
 
 def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
-    """An event behind the current stream's work on the tensor's GPU; None for CPU tensors."""
+    """Record an event on the current stream of the tensor's GPU and return it; None for CPU tensors."""
     return (
         torch.cuda.current_stream(tensor.device).record_event()
         if tensor is not None and tensor.is_cuda
@@ -379,19 +379,19 @@ def _await(event: torch.cuda.Event | None) -> None:
 
 
 def _met(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """begin: all ranks are here."""
+    """Finish `begin`: all ranks have arrived."""
     return "", None
 
 
 def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """all_to_all: output part p of rank r is input part r of rank p."""
+    """Finish `all_to_all`: output part p of rank r is input part r of rank p."""
     sides: list[tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]] = shares  # type: ignore[assignment]
     for source, (_, sent, _, input_splits) in enumerate(sides):
         for target, (wanted, _, output_splits, _) in enumerate(sides):
             if input_splits[target] != output_splits[source] or sent.dtype != wanted.dtype:
                 return (
                     f"rank {channel.ranks[source]} sends {input_splits[target]} {_short(sent.dtype)} to rank "
-                    f"{channel.ranks[target]}, which wants {output_splits[source]} {_short(wanted.dtype)}.",
+                    f"{channel.ranks[target]}, which expects {output_splits[source]} {_short(wanted.dtype)}.",
                     None,
                 )
     with torch.no_grad():
@@ -404,14 +404,14 @@ def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
 
 
 def _sum_in_place(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """all_reduce: the same sum for everyone, in the order of the ranks."""
+    """Finish `all_reduce`: write the sum, taken in the order of the ranks, to every rank's tensor."""
     tensors: list[Tensor] = shares  # type: ignore[assignment]
     first = tensors[0]
     for rank, tensor in zip(channel.ranks, tensors, strict=True):
         if tensor.numel() != first.numel() or tensor.dtype != first.dtype:
             return (
                 f"rank {channel.ranks[0]} has {first.numel()} {_short(first.dtype)}, rank {rank} has "
-                f"{tensor.numel()} {_short(tensor.dtype)}; a sum wants tensors that are alike.",
+                f"{tensor.numel()} {_short(tensor.dtype)}; expected tensors of one size and dtype.",
                 None,
             )
     with torch.no_grad():
@@ -424,7 +424,7 @@ def _sum_in_place(channel: _Channel, shares: list[object]) -> tuple[str, object]
 
 
 def _open_channels(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """partition: one channel per part."""
+    """Finish `partition`: open one channel per part."""
     for rank, share in zip(channel.ranks, shares, strict=True):
         if share != shares[0]:
             return (
