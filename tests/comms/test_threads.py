@@ -81,7 +81,8 @@ def test_dtypes_that_disagree_are_named() -> None:
     assert all("rank 0 sends 1 int32 to rank 1, which expects 1 int64." in text for text in texts)
     texts = said(2, lambda group: group.all_reduce_("x", torch.zeros(2 + group.rank)).wait())
     assert all(
-        "rank 0 has 2 float32, rank 1 has 3 float32; expected tensors of one size and dtype" in t for t in texts
+        "rank 0 has 2 float32, rank 1 has 3 float32; expected tensors of one size and dtype" in t
+        for t in texts
     )
 
 

@@ -66,7 +66,7 @@ class Codec(ABC):
 
 
 @final
-class _AsIs(Codec):
+class _Fp32Codec(Codec):
     """Codec that returns the rows unchanged, without a copy."""
 
     name = "fp32"
@@ -80,7 +80,7 @@ class _AsIs(Codec):
 
 
 @final
-class _Cast(Codec):
+class _CastCodec(Codec):
     """Codec that rounds each value to the nearest value of a smaller float type."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ class _Cast(Codec):
 
 
 @final
-class _Packed(Codec):
+class _PackedCodec(Codec):
     """Codec of one fp32 scale, then one byte per value, for each row: 4 + width bytes (`tilerec/ops/quant.py`)."""
 
     def __init__(self, name: str) -> None:
@@ -136,11 +136,11 @@ class _Packed(Codec):
 
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
-        "fp32": _AsIs(),
-        "fp16": _Cast("fp16", torch.float16),
-        "bf16": _Cast("bf16", torch.bfloat16),
-        "int8": _Packed("int8"),
-        "fp8": _Packed("fp8"),
+        "fp32": _Fp32Codec(),
+        "fp16": _CastCodec("fp16", torch.float16),
+        "bf16": _CastCodec("bf16", torch.bfloat16),
+        "int8": _PackedCodec("int8"),
+        "fp8": _PackedCodec("fp8"),
     }
 )
 

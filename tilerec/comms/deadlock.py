@@ -139,11 +139,11 @@ class Watch:
                 return ""
             self._looks += 1
             pause = min(_LONGEST_PAUSE, 1 << (self._looks.bit_length() - 1))
-            return self._judged(call) if self._looks % pause == 0 else ""
+            return self._verdict(call) if self._looks % pause == 0 else ""
         except RuntimeError:  # the store died with the rank that hosted it: the call will fail
             return ""
 
-    def _judged(self, call: Call) -> str:
+    def _verdict(self, call: Call) -> str:
         peers = [rank for rank in range(self._size) if rank != self._rank]
         if len(peers) > _READ_AT_ONCE:
             others = [rank for rank in call.ranks if rank != self._rank]

@@ -47,7 +47,7 @@ class Pending(Protocol):
         """Return when the tensors may be read and written. Raises like `Handle.wait`."""
 
 
-class _Swapped:
+class _SwapHandle:
     """The handle of a `swap`."""
 
     def __init__(self, handle: Handle, into: list[Tensor], sizes: list[int]) -> None:
@@ -152,7 +152,7 @@ class Group(ABC):
         filled = [part for part in parts if part.numel()]
         input = filled[0] if len(filled) == 1 else torch.cat(parts)
         handle = self.all_to_all(name, output, input, sizes, [part.numel() for part in parts])
-        return _Swapped(handle, into if len(full) > 1 else [], sizes)
+        return _SwapHandle(handle, into if len(full) > 1 else [], sizes)
 
     @final
     def all_reduce_(self, name: str, tensor: Tensor) -> Handle:

@@ -49,7 +49,7 @@ _NATIVE = frozenset(
     )
 )
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
-_HALF_AN_HOUR = timedelta(minutes=30)
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 # One `Watch` per process group, shared by all groups over it and the channels opened from them.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
@@ -170,7 +170,7 @@ class ProcessGroupComms(Group):
         call = watch.begin(operation, channel, self._members)
         key = f"tilerec/operations/{self._name}/{call.number}"
         mine = f"{self.rank} {operation}"
-        deadline = time.monotonic() + (self._timeout() or _HALF_AN_HOUR).total_seconds()
+        deadline = time.monotonic() + (self._timeout() or _DEFAULT_TIMEOUT).total_seconds()
         try:
             first = watch.store.compare_set(key, "", mine).decode()
             rank, _, other = first.partition(" ")
@@ -186,16 +186,16 @@ class ProcessGroupComms(Group):
         except RuntimeError as error:
             raise self._error(operation, error) from error
         # Poll instead of `store.wait`: PyTorch prints two warnings whenever its time-out ends.
-        glance = _POLL_INTERVAL.total_seconds()
-        pause = glance / 256
+        poll_seconds = _POLL_INTERVAL.total_seconds()
+        pause = poll_seconds / 256
         while not self._stored(f"{key}/all", operation):
-            if pause >= glance:
+            if pause >= poll_seconds:
                 self._look(call)
                 if time.monotonic() > deadline:
                     timed_out = RuntimeError("timed out")
                     raise self._error(operation, timed_out) from timed_out
             time.sleep(pause)
-            pause = min(2 * pause, glance)
+            pause = min(2 * pause, poll_seconds)
 
     def _stored(self, key: str, what: str) -> bool:
         """Return True if a rank has written the key to the store."""
@@ -211,12 +211,12 @@ class ProcessGroupComms(Group):
         input: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-    ) -> _Works:
+    ) -> _CollectiveHandle:
         what = f"all_to_all '{name}'"
         self._raise_if_failed(what)
         if self.size == 1:
             output.detach().copy_(input.detach())
-            return _Works(self, what, [], output, (), None)
+            return _CollectiveHandle(self, what, [], output, (), None)
         call = self._watch.begin(what, self._name, self._members)
         wires = _native(output), _native(input)
         if input.dtype not in _NATIVE:
@@ -234,13 +234,13 @@ class ProcessGroupComms(Group):
             work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], output, (input, *wires), call, back)
+        return _CollectiveHandle(self, what, [work], output, (input, *wires), call, back)
 
-    def _all_reduce_(self, name: str, tensor: Tensor) -> _Works:
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
         what = f"all_reduce '{name}'"
         self._raise_if_failed(what)
         if self.size == 1:
-            return _Works(self, what, [], tensor, (), None)
+            return _CollectiveHandle(self, what, [], tensor, (), None)
         call = self._watch.begin(what, self._name, self._members)
         wire, back = _native(tensor), None
         if self._carrier(tensor) != tensor.device:
@@ -250,13 +250,15 @@ class ProcessGroupComms(Group):
             work = dist.all_reduce(wire, group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise self._error(what, error) from error
-        return _Works(self, what, [work], tensor, (wire,), call, back)
+        return _CollectiveHandle(self, what, [work], tensor, (wire,), call, back)
 
     def _carrier(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor can be sent; NCCL cannot send host rows of cached tables."""
         return tensor.device if tensor.device.type in self._backends else self.device
 
-    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
+    def _exchange(
+        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
+    ) -> _ExchangeHandle:
         what = f"exchange '{name}'"
         self._raise_if_failed(what)
         tag = zlib.crc32(name.encode()) & 0x7FFFFFFF
@@ -282,7 +284,7 @@ class ProcessGroupComms(Group):
             raise self._error(what, error) from error
         if self.rank in sends:
             receives[self.rank].detach().copy_(sends[self.rank].detach())
-        return _Letters(self, what, works, staged, alive)
+        return _ExchangeHandle(self, what, works, staged, alive)
 
     # -- for the handles ---------------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class ProcessGroupComms(Group):
 
 
 @final
-class _Works:
+class _CollectiveHandle:
     """The handle of a collective."""
 
     def __init__(
@@ -381,7 +383,7 @@ class _Works:
 
 
 @final
-class _Letters:
+class _ExchangeHandle:
     """The handle of an exchange."""
 
     def __init__(

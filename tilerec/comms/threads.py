@@ -57,7 +57,7 @@ class ThreadWorld:
         self._changed = threading.Condition()
         # The failure that ended the world: its text, and the original error if there is one.
         self._failure: tuple[str, BaseException | None] | None = None
-        self._left: set[int] = set()
+        self._returned: set[int] = set()
         # Per waiting rank: title of its call, and a function that returns the ranks for which it waits.
         self._waits: dict[int, tuple[str, Callable[[], list[int]]]] = {}
         # The last call of each rank, for messages.
@@ -72,7 +72,7 @@ class ThreadWorld:
     def leave(self, rank: int) -> None:
         """Record that a rank has returned and makes no more calls; ranks that wait for it raise at once."""
         with self._changed:
-            self._left.add(rank)
+            self._returned.add(rank)
             self._changed.notify_all()
 
     # -- for the groups, under the lock ------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class ThreadWorld:
         while not done():
             self._raise_if_failed(what)
             ranks = missing()
-            gone = [rank for rank in ranks if rank in self._left]
+            gone = [rank for rank in ranks if rank in self._returned]
             if gone:
                 self._fail(
                     f"rank {gone[0]} has returned without this call; its last was {self._last[gone[0]]}. Every "
@@ -165,28 +165,32 @@ class ThreadGroup(Group):
         input: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-    ) -> _Outcome:
+    ) -> _CallHandle:
         share = (output, input, tuple(output_splits), tuple(input_splits))
         return self._call("all_to_all", name, share, _move_parts, output)
 
-    def _all_reduce_(self, name: str, tensor: Tensor) -> _Outcome:
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _CallHandle:
         return self._call("all_reduce", name, tensor, _sum_in_place, tensor)
 
-    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
+    def _exchange(
+        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
+    ) -> _ExchangeHandle:
         world, channel = self._world, self._channel
         what = self._describe(f"exchange '{name}'")
-        letters = []
+        messages = []
         with world._changed:
             world._raise_if_failed(what)
             world._last[channel.ranks[self.rank]] = f"exchange '{name}'"
             for peer, tensor in sends.items():
-                letters.append(channel.post(world, name, self.rank, peer, "sends", tensor))
+                messages.append(channel.post(world, name, self.rank, peer, "sends", tensor))
             for peer, tensor in receives.items():
-                letters.append(channel.post(world, name, peer, self.rank, "wants", tensor))
+                messages.append(channel.post(world, name, peer, self.rank, "wants", tensor))
             world._raise_if_failed(what)
-        return _Letters(world, f"exchange '{name}'", what, letters, channel.ranks, self.rank)
+        return _ExchangeHandle(world, f"exchange '{name}'", what, messages, channel.ranks, self.rank)
 
-    def _call(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
+    def _call(
+        self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None
+    ) -> _CallHandle:
         """Add this rank's share to its next call; the last rank to arrive finishes the call."""
         world, channel = self._world, self._channel
         title = f"{kind} '{name}'"
@@ -205,11 +209,11 @@ class ThreadGroup(Group):
                 world._raise_if_failed(what)
             call.shares[self.rank] = share
             call.ready.append(_recorded(output))
-            call.came += 1
-            if call.came == len(channel.ranks):
+            call.arrived += 1
+            if call.arrived == len(channel.ranks):
                 del channel.calls[number]
                 for event in call.ready:
-                    _await(event)
+                    _wait_for_event(event)
                 refusal, call.result = finish(channel, call.shares)
                 call.moved = _recorded(output)
                 if refusal:
@@ -217,10 +221,10 @@ class ThreadGroup(Group):
                     world._raise_if_failed(what)
                 call.done = True
                 world._changed.notify_all()
-        return _Outcome(world, title, what, call, channel.ranks, self.rank, output)
+        return _CallHandle(world, title, what, call, channel.ranks, self.rank, output)
 
     def _begin(self, operation: str) -> None:
-        self._call("operation", operation, None, _met, None).result()
+        self._call("operation", operation, None, _finish_begin, None).result()
 
     def _describe(self, title: str) -> str:
         return f"{title} on rank {self._channel.ranks[self.rank]}"
@@ -243,7 +247,7 @@ class _Call:
         # Events of GPU tensors: one on each rank's stream when it called, and one on the last rank's after the copies.
         self.ready: list[torch.cuda.Event | None] = []
         self.moved: torch.cuda.Event | None = None
-        self.came = 0
+        self.arrived = 0
         self.done = False
         self.result: object = None
 
@@ -289,7 +293,7 @@ class _Channel:
                     f"{self.ranks[target]}, which expects {wanted.numel()} {_short(wanted.dtype)}."
                 )
                 return peer, waiting
-            _await(waiting.ready)
+            _wait_for_event(waiting.ready)
             with torch.no_grad():
                 wanted.copy_(sent)
             waiting.moved = _recorded(tensor)
@@ -303,7 +307,7 @@ Finish = Callable[[_Channel, list[object]], tuple[str, object]]
 
 
 @final
-class _Outcome:
+class _CallHandle:
     """The handle of a call."""
 
     def __init__(
@@ -325,7 +329,7 @@ class _Outcome:
 
     def wait(self) -> Tensor:
         self.result()
-        _await(self._call.moved)
+        _wait_for_event(self._call.moved)
         assert self._output is not None, "only calls with an output tensor are handed out"
         return self._output
 
@@ -334,33 +338,33 @@ class _Outcome:
 
 
 @final
-class _Letters:
+class _ExchangeHandle:
     """The pending messages of one exchange."""
 
     def __init__(
-        self, world: ThreadWorld, title: str, what: str, letters: list[tuple[int, _Post]], ranks: tuple[int, ...],
+        self, world: ThreadWorld, title: str, what: str, messages: list[tuple[int, _Post]], ranks: tuple[int, ...],
         place: int,
     ) -> None:  # fmt: skip
         self._world = world
         self._title, self._what = title, what
         self._rank = ranks[place]
-        self._letters = letters
+        self._messages = messages
         self._ranks = ranks
 
     def wait(self) -> None:
-        if not all(post.done for _, post in self._letters):
+        if not all(post.done for _, post in self._messages):
             self._world._wait(
                 self._rank,
                 self._title,
                 self._what,
-                lambda: all(post.done for _, post in self._letters),
+                lambda: all(post.done for _, post in self._messages),
                 self._missing,
             )
-        for _, post in self._letters:
-            _await(post.moved)
+        for _, post in self._messages:
+            _wait_for_event(post.moved)
 
     def _missing(self) -> list[int]:
-        return sorted({self._ranks[peer] for peer, post in self._letters if not post.done})
+        return sorted({self._ranks[peer] for peer, post in self._messages if not post.done})
 
 
 def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
@@ -372,13 +376,13 @@ def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
     )
 
 
-def _await(event: torch.cuda.Event | None) -> None:
+def _wait_for_event(event: torch.cuda.Event | None) -> None:
     """Make the current stream wait for the event."""
     if event is not None:
         event.wait()
 
 
-def _met(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+def _finish_begin(channel: _Channel, shares: list[object]) -> tuple[str, object]:
     """Finish `begin`: all ranks have arrived."""
     return "", None
 
