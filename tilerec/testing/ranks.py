@@ -32,9 +32,9 @@ from tilerec.testing.worker import Case, FunctionRef, Place, serve
 
 # Seconds after the first failure in which the other ranks can report their errors.
 _GRACE_S = 2.0
-_STARTED = 60.0
+_START_TIMEOUT_S = 60.0
 # Modules that are slow to import. If this process has imported one, functions that ranks run are likely to need it.
-_LARGE = (
+_SLOW_IMPORTS = (
     "pytest",
     "hypothesis",
     "torchmetrics",
@@ -132,11 +132,13 @@ class Ranks:
                 for outcome in outcomes
             ]
             return [
-                _raisable(outcome, [outcome], self.world_size) if isinstance(outcome, _Failure) else outcome
+                _exception_of(outcome, [outcome], self.world_size)
+                if isinstance(outcome, _Failure)
+                else outcome
                 for outcome in outcomes
             ]
         failures.sort(key=lambda failure: (failure.severity, failure.order))
-        raise _raisable(failures[0], failures, self.world_size)
+        raise _exception_of(failures[0], failures, self.world_size)
 
     def close(self) -> None:
         """End the processes. The next `run` starts new ones."""
@@ -177,18 +179,18 @@ class Ranks:
                 stacks=str(folder / f"stacks-{rank}"),
                 setup=self._setup,
             )
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(place, theirs), daemon=True, name=f"rank {rank}")
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=serve, args=(place, child_end), daemon=True, name=f"rank {rank}")
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
-        outcomes = self._collect(time.monotonic() + _STARTED, "starting", return_exceptions=False)
+            self._pipes.append(parent_end)
+        outcomes = self._collect(time.monotonic() + _START_TIMEOUT_S, "starting", return_exceptions=False)
         failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
         if failures:
             self._kill()
             failures.sort(key=lambda failure: (failure.severity, failure.order))
-            raise _raisable(failures[0], failures, self.world_size)
+            raise _exception_of(failures[0], failures, self.world_size)
 
     def _variables(self, rank: int) -> dict[str, str]:
         local_size = self.world_size // self.hosts
@@ -275,7 +277,7 @@ def run_ranks(
 
 
 # Parts of torch's error messages for a dead or late peer, in any call.
-_PEERS = ("gloo/transport", "Connection closed by peer", "NCCL error", "Timed out waiting")
+_PEER_ERRORS = ("gloo/transport", "Connection closed by peer", "NCCL error", "Timed out waiting")
 
 
 @final
@@ -306,7 +308,7 @@ class _Failure:
     def raised(
         rank: int, order: int, message: str, kind: str, text: str, trace: str, pickled: bytes
     ) -> _Failure:
-        by_peer = kind == CommsError.__name__ or any(words in text for words in _PEERS)
+        by_peer = kind == CommsError.__name__ or any(words in text for words in _PEER_ERRORS)
         severity = 4 if message == "unclean" else 2 if by_peer else 0
         return _Failure(rank, order, severity, f"{kind}: {text}", trace, pickled)
 
@@ -330,7 +332,7 @@ def _failed(outcome: object) -> bool:
     return isinstance(outcome, _Failure) and not outcome.has_result
 
 
-def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
+def _exception_of(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
     """Return the rank's own exception if it could be pickled, with a `RankError` of all failures as its cause."""
     lines = [f"Rank {first.rank} of {world_size}: {first.text}", first.detail.rstrip()]
     for other in failures:
@@ -339,12 +341,12 @@ def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> Bas
                 f"rank {other.rank}: {other.text}",
                 other.detail.rstrip() if other.severity == 3 else "",
             ]
-    story = RankError("\n".join(line for line in lines if line))
+    summary = RankError("\n".join(line for line in lines if line))
     if not first.pickled:
-        return story
+        return summary
     error = pickle.loads(first.pickled)
     assert isinstance(error, BaseException)
-    error.__cause__ = story
+    error.__cause__ = summary
     return error
 
 
@@ -358,5 +360,5 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when its first optimizer is created.
     wanted = ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
-    context.set_forkserver_preload(wanted + [name for name in _LARGE if name in sys.modules])
+    context.set_forkserver_preload(wanted + [name for name in _SLOW_IMPORTS if name in sys.modules])
     return context

@@ -37,7 +37,7 @@ def run_virtual_ranks(
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []
 
-    def live(group: ThreadGroup) -> None:
+    def run_rank(group: ThreadGroup) -> None:
         try:
             results[group.rank] = fn(group, *args)
         except BaseException as error:
@@ -47,7 +47,7 @@ def run_virtual_ranks(
             world.leave(group.rank)
 
     threads = [
-        threading.Thread(target=live, args=(world.group(rank),), name=f"rank {rank}", daemon=True)
+        threading.Thread(target=run_rank, args=(world.group(rank),), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
     ]
     threads_before = torch.get_num_threads()
@@ -81,9 +81,9 @@ def _reraise(first: tuple[int, BaseException], failures: list[tuple[int, BaseExc
         f"\nrank {other}: {type(cause).__name__}: {cause}" for other, cause in failures if other != rank
     )
     # Keep the exception's own cause, if it has one.
-    story = RankError(f"Rank {rank} of {size}: {type(error).__name__}: {error}{others}")
-    story.__cause__ = error.__cause__
-    raise error from story
+    summary = RankError(f"Rank {rank} of {size}: {type(error).__name__}: {error}{others}")
+    summary.__cause__ = error.__cause__
+    raise error from summary
 
 
 def _stack(rank: int, thread: threading.Thread) -> str:
