@@ -173,7 +173,7 @@ def _data(
 ) -> dict[str, Any]:
     """Return the data that the page's scripts read (page/model.js)."""
     tables = report.tables
-    paths, words, tilings = _Kept(), _Kept(), _Kept()
+    paths, words, tilings = _Interned(), _Interned(), _Interned()
     return {
         "why": {str(t): _why(one, words) for t, one in explained[0]},
         "why_not": explained[1],
@@ -208,7 +208,7 @@ def _data(
     }
 
 
-def _why(one: Explanation, words: _Kept) -> list[Any]:
+def _why(one: Explanation, words: _Interned) -> list[Any]:
     """Return the reason, the notes, and the considered ways.
 
     Each way has: option, pieces, width, bytes of a piece, ps on owners, ps on all ranks, ps of the step, verdict.
@@ -221,7 +221,7 @@ def _why(one: Explanation, words: _Kept) -> list[Any]:
     return [_sentence(one.reason(_time)), list(one.notes), ways]
 
 
-class _Kept:
+class _Interned:
     """List of distinct values, which the page refers to by index."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class _Kept:
         return self._places[key]
 
 
-def _place(tilings: _Kept, entry: TableEntry) -> int:
+def _place(tilings: _Interned, entry: TableEntry) -> int:
     """Return the index of a table's tiling in plan notation, which tables of different sizes may share."""
     blocks = entry.tiling.to_json()
     return tilings.place(json.dumps(blocks), blocks)
@@ -256,12 +256,12 @@ def _about(plan: ShardingPlan | None, report: PlanReport) -> tuple[list[str], st
                 "Pass the report of the plan (plan.report)."
             )
     return (
-        [_said(planned[entry.path, entry.name]) for entry in report.tables],
+        [_plan_details(planned[entry.path, entry.name]) for entry in report.tables],
         f"plan {plan.fingerprint():016x}",
     )
 
 
-def _said(sharding: ParameterSharding) -> str:
+def _plan_details(sharding: ParameterSharding) -> str:
     parts = [] if sharding.kernel is None else [f"kernel {sharding.kernel.value}"]
     if sharding.wire not in (None, Wire()):
         parts.append(f"rows are sent as {sharding.wire.forward}, gradients as {sharding.wire.backward}")
@@ -276,22 +276,22 @@ def _fullest(report: PlanReport) -> str:
 
 def _topology(report: PlanReport) -> list[tuple[str, str]]:
     """Return names and values of the topology, in the order of the topology file."""
-    said: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for name, value in report.topology.to_json().items():
         if value is None:
             continue
         if name.endswith("_cap"):
-            said.append((name, bytes_text(value)))
+            entries.append((name, bytes_text(value)))
         elif name.endswith("_bw"):
-            said.append((name, f"{value * 1000 / 2**30:,.4g} GiB/s"))
+            entries.append((name, f"{value * 1000 / 2**30:,.4g} GiB/s"))
         elif name == "hosts":
             more = f" | … {len(value)} hosts" if len(value) > 16 else ""
-            said.append((name, " | ".join(value[:16]) + more))
+            entries.append((name, " | ".join(value[:16]) + more))
         elif isinstance(value, dict):
-            said += [(f"{name}.{key}", _figure(one)) for key, one in value.items()]
+            entries += [(f"{name}.{key}", _figure(one)) for key, one in value.items()]
         else:
-            said.append((name, str(value)))
-    return said
+            entries.append((name, str(value)))
+    return entries
 
 
 def _time(ps: int) -> str:
