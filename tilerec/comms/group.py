@@ -92,7 +92,7 @@ class Group(ABC):
             output, input: 1-D, contiguous, one dtype (any) and device. They must not overlap, and must not be read or
                 written before `wait`.
             output_splits, input_splits: elements from and to each rank, [W]; they sum to the tensors' lengths. Rank p's
-                `input_splits[r]` equals rank r's `output_splits[p]`: both sides know the sizes.
+                `input_splits[r]` must equal rank r's `output_splits[p]`: sizes are not sent.
 
         W = 2; rank 0 sends [7] to itself and [8, 9] to rank 1, rank 1 sends [5] to rank 0 and nothing to itself: rank 0
         ends with [7, 5], rank 1 with [8, 9].
@@ -111,9 +111,9 @@ class Group(ABC):
     def exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
         """Send each tensor of `sends` to its rank and fill each tensor of `receives` from its rank, point to point.
 
-        Tensors are 1-D and contiguous, of any dtype; both sides know the sizes. Ranks that appear in no mapping do not
-        call. A peer's tensor may be empty, and a message to the rank itself is copied. Messages between two ranks under
-        one name arrive in the order in which they were sent.
+        Tensors are 1-D and contiguous, of any dtype; both sides pass equal sizes. Ranks that appear in no mapping do
+        not call. A peer's tensor may be empty, and a message to the rank itself is copied. Messages between two ranks
+        under one name arrive in the order in which they were sent.
         """
         for verb, tensors in (("receives", receives), ("sends", sends)):
             for peer, tensor in tensors.items():
@@ -271,10 +271,10 @@ class Group(ABC):
             )
 
 
-def _check_flat(what: str, tensor: Tensor) -> None:
+def _check_flat(subject: str, tensor: Tensor) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ConfigError(
-            f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a 1-D contiguous tensor. "
+            f"{subject} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a 1-D contiguous tensor. "
             f"Pass .contiguous().view(-1)."
         )
 

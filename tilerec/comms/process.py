@@ -120,13 +120,13 @@ class ProcessGroupComms(Group):
         counts every group.
         """
         mine, place = self._part_of_this_rank(name, parts)
-        what = f"partition '{name}'"
-        self._raise_if_failed(what)
+        title = f"partition '{name}'"
+        self._raise_if_failed(title)
         traffic = self.traffic.part(parts[mine])
         try:
             process_group = self._new_group(name, parts)
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
         channel = object.__new__(ProcessGroupComms)
         members = tuple(self._members[rank] for rank in parts[mine])
         channel._open(process_group, place, members, traffic, self._watch, owned=True)
@@ -197,12 +197,12 @@ class ProcessGroupComms(Group):
             time.sleep(pause)
             pause = min(2 * pause, poll_seconds)
 
-    def _stored(self, key: str, what: str) -> bool:
+    def _stored(self, key: str, title: str) -> bool:
         """Return True if a rank has written the key to the store."""
         try:
             return bool(self._watch.store.check([key]))
         except RuntimeError as error:  # the store died with the rank that hosted it
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
 
     def _all_to_all(
         self,
@@ -212,12 +212,12 @@ class ProcessGroupComms(Group):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> _CollectiveHandle:
-        what = f"all_to_all '{name}'"
-        self._raise_if_failed(what)
+        title = f"all_to_all '{name}'"
+        self._raise_if_failed(title)
         if self.size == 1:
             output.detach().copy_(input.detach())
-            return _CollectiveHandle(self, what, [], output, (), None)
-        call = self._watch.begin(what, self._name, self._members)
+            return _CollectiveHandle(self, title, [], output, (), None)
+        call = self._watch.begin(title, self._name, self._members)
         wires = _native(output), _native(input)
         if input.dtype not in _NATIVE:
             item = input.element_size()
@@ -233,15 +233,15 @@ class ProcessGroupComms(Group):
             # Calls the process group's method: torch.distributed's wrapper costs more than a small exchange.
             work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
-            raise self._error(what, error) from error
-        return _CollectiveHandle(self, what, [work], output, (input, *wires), call, back)
+            raise self._error(title, error) from error
+        return _CollectiveHandle(self, title, [work], output, (input, *wires), call, back)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
-        what = f"all_reduce '{name}'"
-        self._raise_if_failed(what)
+        title = f"all_reduce '{name}'"
+        self._raise_if_failed(title)
         if self.size == 1:
-            return _CollectiveHandle(self, what, [], tensor, (), None)
-        call = self._watch.begin(what, self._name, self._members)
+            return _CollectiveHandle(self, title, [], tensor, (), None)
+        call = self._watch.begin(title, self._name, self._members)
         wire, back = _native(tensor), None
         if self._carrier(tensor) != tensor.device:
             wire = wire.to(self._carrier(tensor))
@@ -249,8 +249,8 @@ class ProcessGroupComms(Group):
         try:
             work = dist.all_reduce(wire, group=self._process_group, async_op=True)
         except RuntimeError as error:
-            raise self._error(what, error) from error
-        return _CollectiveHandle(self, what, [work], tensor, (wire,), call, back)
+            raise self._error(title, error) from error
+        return _CollectiveHandle(self, title, [work], tensor, (wire,), call, back)
 
     def _carrier(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor can be sent; NCCL cannot send host rows of cached tables."""
@@ -259,8 +259,8 @@ class ProcessGroupComms(Group):
     def _exchange(
         self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
     ) -> _ExchangeHandle:
-        what = f"exchange '{name}'"
-        self._raise_if_failed(what)
+        title = f"exchange '{name}'"
+        self._raise_if_failed(title)
         tag = zlib.crc32(name.encode()) & 0x7FFFFFFF
         staged: list[tuple[Tensor, Tensor]] = []
         operations = []
@@ -281,14 +281,14 @@ class ProcessGroupComms(Group):
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
         if self.rank in sends:
             receives[self.rank].detach().copy_(sends[self.rank].detach())
-        return _ExchangeHandle(self, what, works, staged, alive)
+        return _ExchangeHandle(self, title, works, staged, alive)
 
     # -- for the handles ---------------------------------------------------------------------------------------
 
-    def _finish(self, what: str, work: dist.Work, device: torch.device, call: Call | None) -> None:
+    def _finish(self, title: str, work: dist.Work, device: torch.device, call: Call | None) -> None:
         """Wait for a work; with `call`, check periodically whether a peer has aborted or waits for this rank."""
         if self._backends.get(device.type) == "nccl":
             work.wait()
@@ -307,7 +307,7 @@ class ProcessGroupComms(Group):
         except CommsError:
             raise
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
 
     def _look(self, call: Call) -> None:
         """Raise if a peer has aborted, and raise on all ranks if this wait cannot end."""
@@ -317,14 +317,14 @@ class ProcessGroupComms(Group):
             self._watch.leave_words(words)
             self._raise_if_failed(call.title)
 
-    def _raise_if_failed(self, what: str, *, look: bool = False) -> None:
+    def _raise_if_failed(self, title: str, *, look: bool = False) -> None:
         words = self._watch.last_words(look=look)
         if words is not None:
-            raise CommsError(f"{what} on rank {self.rank} of {self.size}: {words}")
+            raise CommsError(f"{title} on rank {self.rank} of {self.size}: {words}")
 
-    def _error(self, what: str, error: RuntimeError) -> CommsError:
+    def _error(self, title: str, error: RuntimeError) -> CommsError:
         """Return torch's error as a `CommsError` that names the call and the ranks to check."""
-        where = f"{what} on rank {self.rank} of {self.size}"
+        where = f"{title} on rank {self.rank} of {self.size}"
         words = self._watch.last_words(look=True)
         if words is not None:
             return CommsError(f"{where}: {words}")
@@ -355,7 +355,7 @@ class _CollectiveHandle:
     def __init__(
         self,
         group: ProcessGroupComms,
-        what: str,
+        title: str,
         works: Sequence[dist.Work],
         output: Tensor,
         alive: tuple[Tensor, ...],
@@ -363,7 +363,7 @@ class _CollectiveHandle:
         back: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._group = group
-        self._what = what
+        self._title = title
         self._works = works
         self._output = output
         # Buffers that the call reads until it ends.
@@ -375,7 +375,7 @@ class _CollectiveHandle:
     def wait(self) -> Tensor:
         device = self._output.device if self._back is None else self._back[1].device
         for work in self._works:
-            self._group._finish(self._what, work, device, self._call)
+            self._group._finish(self._title, work, device, self._call)
         if self._back is not None:
             self._back[0].detach().copy_(self._back[1])
         self._works, self._alive, self._back = (), (), None
@@ -389,13 +389,13 @@ class _ExchangeHandle:
     def __init__(
         self,
         group: ProcessGroupComms,
-        what: str,
+        title: str,
         works: Sequence[dist.Work],
         staged: list[tuple[Tensor, Tensor]],
         alive: list[Tensor],
     ) -> None:
         self._group = group
-        self._what = what
+        self._title = title
         self._works = works
         # Pairs of destination tensor and staging buffer.
         self._staged = staged
@@ -405,7 +405,7 @@ class _ExchangeHandle:
     def wait(self) -> None:
         for work in self._works:
             # No polling here: gloo closes a connection if the wait for its message is interrupted.
-            self._group._finish(self._what, work, self._alive[0].device, None)
+            self._group._finish(self._title, work, self._alive[0].device, None)
         for tensor, wire in self._staged:
             _bytes(tensor).copy_(wire)
         self._works, self._staged, self._alive = (), [], []

@@ -82,16 +82,16 @@ class ThreadWorld:
             self._failure = (text, error)
         self._changed.notify_all()
 
-    def _raise_if_failed(self, what: str) -> None:
+    def _raise_if_failed(self, where: str) -> None:
         if self._failure is not None:
             text, cause = self._failure
-            raise CommsError(f"{what}: {text}") from cause
+            raise CommsError(f"{where}: {text}") from cause
 
     def _waits_for(self, rank: int) -> list[int]:
         return self._waits[rank][1]() if rank in self._waits else []
 
     def _wait(
-        self, rank: int, title: str, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]
+        self, rank: int, title: str, where: str, done: Callable[[], bool], missing: Callable[[], list[int]]
     ) -> None:
         """Return when `done()`.
 
@@ -101,15 +101,20 @@ class ThreadWorld:
         with self._changed:
             self._waits[rank] = title, missing
             try:
-                self._wait_locked(rank, what, done, missing, deadline)
+                self._wait_locked(rank, where, done, missing, deadline)
             finally:
                 del self._waits[rank]
 
     def _wait_locked(
-        self, own: int, what: str, done: Callable[[], bool], missing: Callable[[], list[int]], deadline: float
+        self,
+        own: int,
+        where: str,
+        done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        deadline: float,
     ) -> None:
         while not done():
-            self._raise_if_failed(what)
+            self._raise_if_failed(where)
             ranks = missing()
             gone = [rank for rank in ranks if rank in self._returned]
             if gone:
@@ -176,17 +181,17 @@ class ThreadGroup(Group):
         self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
     ) -> _ExchangeHandle:
         world, channel = self._world, self._channel
-        what = self._describe(f"exchange '{name}'")
+        where = self._describe(f"exchange '{name}'")
         messages = []
         with world._changed:
-            world._raise_if_failed(what)
+            world._raise_if_failed(where)
             world._last[channel.ranks[self.rank]] = f"exchange '{name}'"
             for peer, tensor in sends.items():
                 messages.append(channel.post(world, name, self.rank, peer, "sends", tensor))
             for peer, tensor in receives.items():
                 messages.append(channel.post(world, name, peer, self.rank, "wants", tensor))
-            world._raise_if_failed(what)
-        return _ExchangeHandle(world, f"exchange '{name}'", what, messages, channel.ranks, self.rank)
+            world._raise_if_failed(where)
+        return _ExchangeHandle(world, f"exchange '{name}'", where, messages, channel.ranks, self.rank)
 
     def _call(
         self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None
@@ -196,8 +201,8 @@ class ThreadGroup(Group):
         title = f"{kind} '{name}'"
         with world._changed:
             number, self._calls = self._calls, self._calls + 1
-            what = self._describe(title)
-            world._raise_if_failed(what)
+            where = self._describe(title)
+            world._raise_if_failed(where)
             world._last[channel.ranks[self.rank]] = f"{title} (call {number} of channel '{channel.name}')"
             call = channel.calls.setdefault(number, _Call(title, self.rank, len(channel.ranks)))
             if call.title != title:
@@ -206,7 +211,7 @@ class ThreadGroup(Group):
                     f"call {number} of channel '{channel.name}' differs: rank {theirs} is in {call.title}, rank {ours} "
                     f"in {title}. Every rank makes the same calls in the same order."
                 )
-                world._raise_if_failed(what)
+                world._raise_if_failed(where)
             call.shares[self.rank] = share
             call.ready.append(_recorded(output))
             call.arrived += 1
@@ -218,10 +223,10 @@ class ThreadGroup(Group):
                 call.moved = _recorded(output)
                 if refusal:
                     world._fail(f"{title}: {refusal}")
-                    world._raise_if_failed(what)
+                    world._raise_if_failed(where)
                 call.done = True
                 world._changed.notify_all()
-        return _CallHandle(world, title, what, call, channel.ranks, self.rank, output)
+        return _CallHandle(world, title, where, call, channel.ranks, self.rank, output)
 
     def _begin(self, operation: str) -> None:
         self._call("operation", operation, None, _finish_begin, None).result()
@@ -311,11 +316,11 @@ class _CallHandle:
     """The handle of a call."""
 
     def __init__(
-        self, world: ThreadWorld, title: str, what: str, call: _Call, ranks: tuple[int, ...], place: int,
+        self, world: ThreadWorld, title: str, where: str, call: _Call, ranks: tuple[int, ...], place: int,
         output: Tensor | None,
     ) -> None:  # fmt: skip
         self._world = world
-        self._title, self._what = title, what
+        self._title, self._where = title, where
         self._rank = ranks[place]
         self._call = call
         self._ranks = ranks
@@ -324,7 +329,7 @@ class _CallHandle:
     def result(self) -> object:
         call = self._call
         if not call.done:
-            self._world._wait(self._rank, self._title, self._what, lambda: call.done, self._missing)
+            self._world._wait(self._rank, self._title, self._where, lambda: call.done, self._missing)
         return call.result
 
     def wait(self) -> Tensor:
@@ -342,11 +347,11 @@ class _ExchangeHandle:
     """The pending messages of one exchange."""
 
     def __init__(
-        self, world: ThreadWorld, title: str, what: str, messages: list[tuple[int, _Post]], ranks: tuple[int, ...],
+        self, world: ThreadWorld, title: str, where: str, messages: list[tuple[int, _Post]], ranks: tuple[int, ...],
         place: int,
     ) -> None:  # fmt: skip
         self._world = world
-        self._title, self._what = title, what
+        self._title, self._where = title, where
         self._rank = ranks[place]
         self._messages = messages
         self._ranks = ranks
@@ -356,7 +361,7 @@ class _ExchangeHandle:
             self._world._wait(
                 self._rank,
                 self._title,
-                self._what,
+                self._where,
                 lambda: all(post.done for _, post in self._messages),
                 self._missing,
             )

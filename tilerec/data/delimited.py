@@ -191,7 +191,9 @@ class DelimitedFile:
         most = self._max_line_bytes + 2  # one byte too many even if the last is a carriage return
         with self._open() as stream:
             while chunk := self._chunk(stream, line):
-                count.bytes_read = stream.stored_place() if isinstance(stream, _Gzip) else stream.tell()
+                count.bytes_read = (
+                    stream.compressed_position() if isinstance(stream, _Gzip) else stream.tell()
+                )
                 if line == 1 and not rest:
                     chunk = chunk.removeprefix(b"\xef\xbb\xbf")
                 if len(rest) == most:
@@ -430,15 +432,15 @@ class _Gzip(gzip.GzipFile):
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(fileobj=stream, mode="rb")
-        self._under = stream
+        self._compressed = stream
 
-    def stored_place(self) -> int:
+    def compressed_position(self) -> int:
         """Return the number of bytes read from the underlying file."""
-        return self._under.tell()
+        return self._compressed.tell()
 
     def close(self) -> None:
         super().close()
-        self._under.close()
+        self._compressed.close()
 
 
 def _within(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], column: Column) -> bool:

@@ -35,7 +35,7 @@ Format = Literal["auto", "criteo", "movielens", "delimited", "parquet"]
 FORMATS = ("auto", "criteo", "movielens", "delimited", "parquet")
 _PARQUET_ROWS = 1 << 15
 _PARQUET_BYTES = 1 << 20  # bytes of a column's compressed pages read at a time: row groups may have any size
-_HEADLESS = ("Label", *(f"I{i}" for i in range(1, 14)), *SPARSE)
+_CRITEO_COLUMNS = ("Label", *(f"I{i}" for i in range(1, 14)), *SPARSE)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def open_ids(
     layout = _header(file)
     # Lines of the Criteo layout without a header begin with the label, and have 40 fields.
     headed = not (
-        format in ("auto", "criteo") and len(layout[1]) == len(_HEADLESS) and layout[1][0] in ("0", "1")
+        format in ("auto", "criteo") and len(layout[1]) == len(_CRITEO_COLUMNS) and layout[1][0] in ("0", "1")
     )
     if not headed:
-        layout = (b"\t", _HEADLESS)
+        layout = (b"\t", _CRITEO_COLUMNS)
     if format == "criteo" or (format == "auto" and set(SPARSE) <= set(layout[1])):
         columns: tuple[str, ...] = SPARSE
     elif format == "movielens" or (format == "auto" and {"userId", "movieId", "rating"} <= set(layout[1])):
@@ -262,7 +262,7 @@ class _ParquetIds(IdSource):
                 for part in self._parts(file, path):
                     self.count.rows += part.num_rows
                     self.progress.done = self.count.rows
-                    yield {name: _of_column(part.column(name)) for name in self._features}
+                    yield {name: _ids_of_column(part.column(name)) for name in self._features}
         if not self.count.rows:
             raise InputError(f"{self.name}: there are no rows in it.")
 
@@ -275,7 +275,7 @@ class _ParquetIds(IdSource):
             ) from error
 
 
-def _of_column(column: pa.Array) -> Ids:
+def _ids_of_column(column: pa.Array) -> Ids:
     values = column
     if _is_list(column.type):
         counts_n = arrow.fill_null(arrow.list_value_length(column), 0)

@@ -142,8 +142,8 @@ class Statistics:
                 unknown += names
                 continue
             matched = True
-            said = found.get(table.name, ParameterConstraints())
-            factors, skew = said.pooling_factors, said.skew
+            given = found.get(table.name, ParameterConstraints())
+            factors, skew = given.pooling_factors, given.skew
             if factors is None:
                 # A feature without statistics counts one id per bag, the planner's default.
                 factors = [
@@ -153,11 +153,11 @@ class Statistics:
             if skew is None:
                 most = max(seen, key=lambda s: s.ids)
                 skew = most.skew(table.num_embeddings, table_rows=self.table_rows)
-            found[table.name] = replace(said, pooling_factors=factors, skew=skew)
+            found[table.name] = replace(given, pooling_factors=factors, skew=skew)
         if unknown and not matched:
             warnings.warn(
-                f"Statistics of {self.source} have no effect: they are of the features {_some(self.features)}, and the "
-                f"tables read {_some(unknown)}. Use the same names in feature_names of the tables.",
+                f"Statistics of {self.source} have no effect: they are of the features {_shown_names(self.features)}, and the "
+                f"tables read {_shown_names(unknown)}. Use the same names in feature_names of the tables.",
                 stacklevel=2,
             )
         return found
@@ -319,7 +319,7 @@ class _Counter:
         )
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _shown_names(names: Iterable[str], most: int = 8) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(repr(name) for name in listed[:most]) + more

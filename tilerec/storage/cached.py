@@ -305,7 +305,7 @@ class RowCache:
             batch.bags = batch.bags or bags
 
     def known_segment(self, ids: Tensor, offsets: Tensor, start: int, count: int) -> tuple[int, int] | None:
-        """Return the range [begin, end) of these bags' ids if a batch in flight knows it; else None.
+        """Return the range [begin, end) of these bags' ids if it is recorded for a batch in flight; else None.
 
         This saves reading the offsets from the device.
         """

@@ -94,7 +94,7 @@ def segments_of(
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Return the range of ids of each feature.
 
-    On a GPU this waits for the offsets, unless a cache knows the ranges from a batch in flight.
+    On a GPU this waits for the offsets, unless a cache has recorded the ranges for a batch in flight.
     """
     if offsets is None:
         return [(start, start + count) for start, count in zip(starts, bags, strict=True)]

@@ -207,7 +207,7 @@ class Ranks:
         interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
         return {**{name: str(value) for name, value in variables.items()}, **interface}
 
-    def _collect(self, deadline: float, what: str, return_exceptions: bool) -> list[Any]:
+    def _collect(self, deadline: float, activity: str, return_exceptions: bool) -> list[Any]:
         """Return a result or a `_Failure` per rank."""
         outcomes: dict[int, Any] = {}
         results: dict[int, Any] = {}
@@ -222,7 +222,7 @@ class Ranks:
                 try:
                     message = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = _Failure.died(rank, len(outcomes), what, self._processes[rank])
+                    outcomes[rank] = _Failure.died(rank, len(outcomes), activity, self._processes[rank])
                 else:
                     if message[0] == "result":
                         results[rank] = message[1]
@@ -241,7 +241,7 @@ class Ranks:
             late = {rank: self._stacks(rank) for rank in open_pipes.values()}
             for rank, stacks in late.items():
                 limit = "after another rank had failed" if failed else f"after {self._timeout_s:g} s"
-                outcomes[rank] = _Failure.hung(rank, len(outcomes), what, limit, stacks)
+                outcomes[rank] = _Failure.hung(rank, len(outcomes), activity, limit, stacks)
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def _stacks(self, rank: int) -> str:
@@ -313,18 +313,18 @@ class _Failure:
         return _Failure(rank, order, severity, f"{kind}: {text}", trace, pickled)
 
     @staticmethod
-    def died(rank: int, order: int, what: str, process: BaseProcess) -> _Failure:
+    def died(rank: int, order: int, activity: str, process: BaseProcess) -> _Failure:
         process.join(1.0)
         code = process.exitcode
         if code is not None and code < 0:
             how = f"killed by signal {signal.Signals(-code).name}"
         else:
             how = f"exit code {code}"
-        return _Failure(rank, order, 1, f"died in {what}, {how}", "")
+        return _Failure(rank, order, 1, f"died in {activity}, {how}", "")
 
     @staticmethod
-    def hung(rank: int, order: int, what: str, limit: str, stacks: str) -> _Failure:
-        return _Failure(rank, order, 3, f"still in {what} {limit}; it was killed", stacks)
+    def hung(rank: int, order: int, activity: str, limit: str, stacks: str) -> _Failure:
+        return _Failure(rank, order, 3, f"still in {activity} {limit}; it was killed", stacks)
 
 
 def _failed(outcome: object) -> bool:
