@@ -274,8 +274,8 @@ class Group(ABC):
 def _check_flat(subject: str, tensor: Tensor) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ConfigError(
-            f"{subject} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a 1-D contiguous tensor. "
-            f"Pass .contiguous().view(-1)."
+            f"{subject} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a 1-D contiguous "
+            f"tensor. Pass .contiguous().view(-1)."
         )
 
 

@@ -156,8 +156,8 @@ class Statistics:
             found[table.name] = replace(given, pooling_factors=factors, skew=skew)
         if unknown and not matched:
             warnings.warn(
-                f"Statistics of {self.source} have no effect: they are of the features {_shown_names(self.features)}, and the "
-                f"tables read {_shown_names(unknown)}. Use the same names in feature_names of the tables.",
+                f"Statistics of {self.source} have no effect: they are of the features {_shown_names(self.features)}, "
+                f"and the tables read {_shown_names(unknown)}. Use the same names in feature_names of the tables.",
                 stacklevel=2,
             )
         return found
