@@ -48,7 +48,7 @@ class Made(NamedTuple):
         ]  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        """All memory."""
+        """Return all tensors of the cache."""
         return [*self.lines, *self.books()]
 
 
