@@ -131,7 +131,7 @@ def test_bad_rows_stop_the_run_or_are_counted(ratings: Path) -> None:
     path.write_text(path.read_text() + "1,2,three,4\n1,2\n")
     code, text = _invoke("train", "movielens", "--data", str(ratings), "--log-dir", str(ratings / "log"))
     assert code == 1
-    assert "ratings.csv:202: column 'rating' reads 'three', wanted a number in [0, 5]" in text
+    assert "ratings.csv:202: column 'rating': got 'three'; expected a number in [0, 5]" in text
     assert "Traceback" not in text
     assert not (ratings / "log").exists()
     code, text = _invoke(

@@ -125,7 +125,7 @@ def test_a_long_value_is_cut_and_many_camps_are_not_all_listed() -> None:
 
 def test_what_has_no_comparable_form_is_refused() -> None:
     said = text([{"weight": torch.zeros(2)}] * 2)
-    assert said.startswith("agree on the plan: a value of type Tensor has no form that ranks can compare")
+    assert said.startswith("agree on the plan: got a value of type Tensor, which ranks cannot compare")
     assert "type bytes" in text([b"ab"] * 2)
     assert "type Part" not in text([Part("x", ())] * 2)
 
@@ -171,7 +171,10 @@ def test_a_block_that_raises_on_one_rank_raises_on_all_when_all_are_done() -> No
     assert run_virtual_ranks(3, run, ()) == [("done", "")] * 3
     said = run_virtual_ranks(3, run, (0, 2))
     assert said[0] == said[2] == ("done", "KeyError: 't'")
-    told = "ConfigError: The model: its tiles failed on ranks 0, 2 with KeyError: 't'. No rank goes on; mend it there."
+    told = (
+        "ConfigError: The model: its tiles failed on ranks 0, 2 with KeyError: 't'. All ranks stop; fix the cause "
+        "there."
+    )
     assert said[1] == ("done", told)
     assert run_virtual_ranks(1, run, (0,)) == [("done", "KeyError: 't'")]
 

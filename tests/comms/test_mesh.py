@@ -35,7 +35,7 @@ def _axes_of_a_mesh() -> dict[str, list[object]]:
         "split": members(shard.split("route")),
     }
     for wrong, words in (
-        ({}, r"has 2 axes \('replicate', 'shard'\); say which one"),
+        ({}, r"has 2 axes \('replicate', 'shard'\); expected one. Name the axis"),
         ({"axis": "rows"}, "has no axis 'rows'; its axes are"),
     ):
         with pytest.raises(ConfigError, match=words):

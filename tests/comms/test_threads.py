@@ -71,17 +71,18 @@ def test_sizes_that_disagree_are_named_with_both_ranks() -> None:
     texts = said(3, lambda group: all_to_all(group, "rows", to=5 if group.rank == 2 else 4, got=4))
     for rank, text in enumerate(texts):
         assert text == (
-            f"all_to_all 'rows' on rank {rank}: all_to_all 'rows': rank 2 sends 5 float32 to rank 0, which wants 4 "
+            f"all_to_all 'rows' on rank {rank}: all_to_all 'rows': rank 2 sends 5 float32 to rank 0, which expects 4 "
             f"float32."
         )
 
 
 def test_dtypes_that_disagree_are_named() -> None:
     texts = said(2, lambda group: all_to_all(group, "x", dtype=(torch.int32, torch.int64)[group.rank]))
-    assert all("rank 0 sends 1 int32 to rank 1, which wants 1 int64." in text for text in texts)
+    assert all("rank 0 sends 1 int32 to rank 1, which expects 1 int64." in text for text in texts)
     texts = said(2, lambda group: group.all_reduce_("x", torch.zeros(2 + group.rank)).wait())
     assert all(
-        "rank 0 has 2 float32, rank 1 has 3 float32; a sum wants tensors that are alike" in t for t in texts
+        "rank 0 has 2 float32, rank 1 has 3 float32; expected tensors of one size and dtype" in t
+        for t in texts
     )
 
 
@@ -90,7 +91,7 @@ def test_messages_of_other_sizes_are_refused_on_both_sides() -> None:
         peer = 1 - group.rank
         group.exchange("m", {peer: torch.zeros(3)}, {peer: torch.zeros(3 + group.rank)}).wait()
 
-    assert all("rank 1 sends 4 float32 to rank 0, which wants 3 float32." in text for text in said(2, act))
+    assert all("rank 1 sends 4 float32 to rank 0, which expects 3 float32." in text for text in said(2, act))
 
 
 def test_parts_that_disagree_are_refused() -> None:
@@ -156,7 +157,7 @@ def test_a_late_rank_is_named_at_the_time_out() -> None:
     texts = said(2, act, timeout_s=0.2)
     assert texts[0] == (
         "all_to_all 'rows' on rank 0: 1 of 2 ranks did not come within 0.2 s: rank 1 was last in nothing yet. Every "
-        "rank makes the same calls in the same order; look what those ranks are doing."
+        "rank makes the same calls in the same order; check those ranks."
     )
 
 
@@ -168,7 +169,7 @@ def test_a_part_speaks_of_ranks_by_their_numbers_in_the_world() -> None:
 
     texts = said(4, act)
     assert (
-        "on rank 1: all_to_all 'rows': rank 3 sends 2 float32 to rank 1, which wants 1 float32." in texts[1]
+        "on rank 1: all_to_all 'rows': rank 3 sends 2 float32 to rank 1, which expects 1 float32." in texts[1]
     )
     assert "on rank 3: " in texts[3]
 
@@ -193,7 +194,7 @@ def test_a_sum_is_taken_in_the_order_of_the_ranks() -> None:
 
 def test_a_world_needs_ranks_and_time() -> None:
     for size, timeout_s in ((0, 1.0), (2, 0.0), (2, float("nan"))):
-        with pytest.raises(ConfigError, match=r"wanted at least one rank and a positive time"):
+        with pytest.raises(ConfigError, match=r"expected at least one rank and a positive time"):
             ThreadWorld(size, timeout_s)
 
 

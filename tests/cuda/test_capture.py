@@ -165,7 +165,7 @@ def test_a_capture_without_capturable_says_what_to_pass(spec: OptimizerSpec) -> 
     features = batches()[0]
     _step(model, dense, features)
     before = left(model)
-    words = r"attach the optimizer with \{'capturable': True\}"
+    words = r"Attach the optimizer with \{'capturable': True\}"
     with pytest.raises(ConfigError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(features).backward()
     torch.cuda.synchronize()

@@ -115,9 +115,9 @@ def test_all_categories_missing_make_an_empty_batch_of_ids(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("place", "text", "message"),
     [
-        (0, "2", r":3: column 'Label' reads '2', wanted an integer in \[0, 1\]"),
-        (0, "", r":3: column 'Label' reads ''"),
-        (5, "1.5", r":3: column 'I5' reads '1.5', wanted an integer or nothing"),
+        (0, "2", r":3: column 'Label': got '2'; expected an integer in \[0, 1\]"),
+        (0, "", r":3: column 'Label': got ''"),
+        (5, "1.5", r":3: column 'I5': got '1.5'; expected an integer or nothing"),
     ],
 )
 def test_a_bad_value_is_named_in_both_layouts(tmp_path: Path, place: int, text: str, message: str) -> None:

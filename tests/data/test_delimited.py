@@ -130,25 +130,25 @@ def test_what_was_written_is_read(
 
 # One bad line among good ones, and what the error must say.
 BAD = [
-    ("3,0.5", r":3: column 'count' is missing: the line has 2 of 4 columns and reads '3,0.5'"),
-    ("", r":3: column 'score' is missing: the line has 1 of 4 columns and reads ''"),
-    ("3,0.5,7,a,b", r":3: 'b' stands after the last column 'tag': the line has 5 columns, wanted 4"),
-    ("x,0.5,7,a", r":3: column 'id' reads 'x', wanted an integer of at least 0"),
-    ("-1,0.5,7,a", r":3: column 'id' reads '-1', wanted an integer of at least 0"),
-    (",0.5,7,a", r":3: column 'id' reads '', wanted an integer of at least 0"),
-    ("1.0,0.5,7,a", r":3: column 'id' reads '1.0', wanted an integer"),
-    ("0x1F,0.5,7,a", r":3: column 'id' reads '0x1F', wanted an integer"),
-    ("1_0,0.5,7,a", r":3: column 'id' reads '1_0', wanted an integer"),
-    ("9223372036854775808,0.5,7,a", r":3: column 'id' reads '9223372036854775808', wanted an integer"),
-    ("9" * 5000 + ",0.5,7,a", r":3: column 'id' reads '9{80}' … \(5,000 bytes\), wanted an integer"),
-    ("3,11,7,a", r":3: column 'score' reads '11', wanted a number in \[-10, 10\]"),
-    ("3,nan,7,a", r":3: column 'score' reads 'nan', wanted a number"),
-    ("3,inf,7,a", r":3: column 'score' reads 'inf', wanted a number"),
-    ("3,1e999,7,a", r":3: column 'score' reads '1e999', wanted a number"),
-    ("3,abc,7,a", r":3: column 'score' reads 'abc', wanted a number"),
-    ("3,0.5,seven,a", r":3: column 'count' reads 'seven', wanted an integer or nothing"),
-    ('"3",0.5,7,a', r""":3: column 'id' reads '"3"', wanted an integer"""),
-    ("3\x00,0.5,7,a", r":3: column 'id' reads '3\\x00', wanted an integer"),
+    ("3,0.5", r":3: column 'count' is missing: the line has 2 of 4 columns; got '3,0.5'"),
+    ("", r":3: column 'score' is missing: the line has 1 of 4 columns; got ''"),
+    ("3,0.5,7,a,b", r":3: got 'b' after the last column 'tag': the line has 5 columns; expected 4"),
+    ("x,0.5,7,a", r":3: column 'id': got 'x'; expected an integer of at least 0"),
+    ("-1,0.5,7,a", r":3: column 'id': got '-1'; expected an integer of at least 0"),
+    (",0.5,7,a", r":3: column 'id': got ''; expected an integer of at least 0"),
+    ("1.0,0.5,7,a", r":3: column 'id': got '1.0'; expected an integer"),
+    ("0x1F,0.5,7,a", r":3: column 'id': got '0x1F'; expected an integer"),
+    ("1_0,0.5,7,a", r":3: column 'id': got '1_0'; expected an integer"),
+    ("9223372036854775808,0.5,7,a", r":3: column 'id': got '9223372036854775808'; expected an integer"),
+    ("9" * 5000 + ",0.5,7,a", r":3: column 'id': got '9{80}' … \(5,000 bytes\); expected an integer"),
+    ("3,11,7,a", r":3: column 'score': got '11'; expected a number in \[-10, 10\]"),
+    ("3,nan,7,a", r":3: column 'score': got 'nan'; expected a number"),
+    ("3,inf,7,a", r":3: column 'score': got 'inf'; expected a number"),
+    ("3,1e999,7,a", r":3: column 'score': got '1e999'; expected a number"),
+    ("3,abc,7,a", r":3: column 'score': got 'abc'; expected a number"),
+    ("3,0.5,seven,a", r":3: column 'count': got 'seven'; expected an integer or nothing"),
+    ('"3",0.5,7,a', r""":3: column 'id': got '"3"'; expected an integer"""),
+    ("3\x00,0.5,7,a", r":3: column 'id': got '3\\x00'; expected an integer"),
 ]
 
 
@@ -288,7 +288,7 @@ def test_no_block_holds_much_more_text_than_asked_for(tmp_path: Path) -> None:
     [
         (
             "id,scores,count,tag",
-            r"no column 'score'; it reads 'id,scores,count,tag'; did you mean 'scores'\?",
+            r"no column 'score'; got 'id,scores,count,tag'; did you mean 'scores'\?",
         ),
         ("id,score,count,count,tag", r":1: the header names column 'count' more than once"),
         ("", r"no column 'id'"),

@@ -182,7 +182,9 @@ def test_bad_lines_stop_or_are_counted(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("user,item\n1,2\n")
-    with pytest.raises(ConfigError, match=r"which of its columns hold ids.*user, item"):
+    with pytest.raises(
+        ConfigError, match=r"features is empty; expected the columns that hold ids.*user, item"
+    ):
         open_ids(path)
     with pytest.raises(ConfigError, match="did you mean 'item'"):
         open_ids(path, features=["itm"])

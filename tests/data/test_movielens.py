@@ -116,7 +116,7 @@ def test_a_bad_line_is_an_error_or_is_left_out_and_counted(tmp_path: Path) -> No
     lines.insert(20, "3,4")
     path.write_text("\n".join(lines))
     with pytest.raises(
-        InputError, match=r"ratings\.csv:12: column 'rating' reads 'five', wanted a number in \[0, 5\]"
+        InputError, match=r"ratings\.csv:12: column 'rating': got 'five'; expected a number in \[0, 5\]"
     ):
         MovieLens(folder)
     data = MovieLens(folder, on_bad_row="skip")

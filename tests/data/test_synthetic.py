@@ -150,7 +150,7 @@ def test_no_dense_features_and_one_table_will_do() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SyntheticClicks([]), "give at least one"),
+        (lambda: SyntheticClicks([]), "expected at least one, each name once"),
         (lambda: SyntheticClicks([FEATURES[0], FEATURES[0]]), "each name once"),
         (lambda: SyntheticClicks(FEATURES, train_rows=0), "train_rows=0"),
         (lambda: SyntheticClicks(FEATURES, seed=-1), "seed is -1"),

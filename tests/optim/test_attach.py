@@ -125,7 +125,7 @@ def test_every_number_written_to_a_group_holds_and_is_checked() -> None:
     with pytest.raises(ConfigError, match="weight_decay is -1"):
         model(batch()).backward()
     group["weight_decay"], group["row_step"] = 0.0, True
-    with pytest.raises(ConfigError, match="attach it anew"):
+    with pytest.raises(ConfigError, match="Attach it again"):
         model(batch()).backward()
     with pytest.raises(ConfigError, match="no backward pass updates"):
         model.ebc.fused_optimizer.add_param_group({"params": []})

@@ -319,7 +319,7 @@ def test_a_capture_by_numbers_is_refused_and_says_what_to_pass(
     apply_optimizer_in_backward(spec, module.parameters())
     before = [p.detach().clone() for p in module.parameters()]
     capture(True)
-    words = r"Table 'a' \(and 1 more\): its update by \w+ is captured .*attach the optimizer with {'capturable': True}"
+    words = r"Table 'a' \(and 1 more\): its update by \w+ is captured .*Attach the optimizer with {'capturable': True}"
     with pytest.raises(ConfigError, match=words):
         step(module, 0)
     assert all(map(torch.equal, before, module.parameters()))
@@ -338,11 +338,11 @@ def test_what_a_capture_would_freeze_is_told(capture: Callable[[bool], None]) ->
     group["lr"] = 0.2  # replays read it
     group["weight_decay"] = 0.0  # as it was
     with pytest.warns(
-        UserWarning, match="Adam: weight_decay was written after .*weight_decay was then; capture anew"
+        UserWarning, match=r"Adam: weight_decay was written after .*keep the old value\. Capture again"
     ):
         group["weight_decay"] = 0.1
     with pytest.warns(
-        UserWarning, match=r"lr was written after .*give the new value to the old tensor with fill_\(\)"
+        UserWarning, match=r"lr was written after .*Write the new value into the old tensor with fill_\(\)"
     ):
         group["lr"] = torch.tensor(0.3)
     write_setting(group, "lr", 0.4)  # in place
@@ -353,7 +353,7 @@ def test_a_rate_that_is_not_on_the_device_yet_is_not_made_in_a_capture(
 ) -> None:
     group = hyper_group.HyperGroup.of(Adam(lr=0.1, capturable=True))
     capture(True)
-    with pytest.raises(ConfigError, match="run a step before the capture"):
+    with pytest.raises(ConfigError, match="Run a step before the capture"):
         group.rate(torch.device("cpu"))
     capture(False)
     assert group.rate(torch.device("cpu")).item() == 0.1
@@ -363,14 +363,16 @@ def test_rates_that_are_none_are_refused() -> None:
     module = collection()
     with pytest.raises(ConfigError, match="lr"):
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(2), "capturable": True})
-    with pytest.raises(ConfigError, match="wanted one floating-point number"):
+    with pytest.raises(ConfigError, match="expected one floating-point number"):
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.tensor(1), "capturable": True})
     with pytest.raises(ConfigError, match="capturable is 'yes', wanted True or False"):
         Adam(lr=0.1, capturable="yes")  # type: ignore[arg-type]
     apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(1), "capturable": True})
     step(module, 0)  # torch takes such tensors, too
     module.fused_optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    with pytest.raises(ConfigError, match=r"lr is a tensor on meta, its tables are on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"got lr as a tensor on meta; expected it on cpu, where its tables are"
+    ):
         step(module, 0)
 
 

@@ -443,7 +443,7 @@ def settings_that_differ() -> list[str]:
         wrapper.options = lambda: {"reduce": model}  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:
         DistributedModelParallel(model(), plan=plan(2), data_parallel_wrapper=wrapper)
-    assert "a value of type function has no form that ranks can compare" in str(caught.value)
+    assert "got a value of type function, which ranks cannot compare" in str(caught.value)
     if rank == 1:
         wrapper.options = lambda: {"reduce": 1 // 0}  # type: ignore[method-assign]
     for make in (

@@ -131,7 +131,7 @@ def test_batches_without_features_or_samples_are_batches(keys: list[str], size: 
         ({"rows": [1, 2]}, "3 keys, rows for 2"),
         ({"batch_size": -1}, "batch_size -1"),
         ({"empty": 1.5}, "empty 1.5"),
-        ({"mean_length": 0.5}, "make it 0.8 or more"),
+        ({"mean_length": 0.5}, "expected 0.8 or more"),
         ({"rows": [5, 0, 5]}, "feature 'b' has 0 rows to draw from"),
     ],
     ids=str,
@@ -228,14 +228,14 @@ def test_a_module_sees_the_same_rows_in_parts_as_in_the_whole(variable: bool) ->
 def test_a_variable_batch_of_one_column_cannot_be_cut_for_several_ranks() -> None:
     batch = random_batch(KEYS, 9, 6, variable=True)
     same(split_batch(batch, [6])[0], batch)
-    with pytest.raises(InputError, match="a variable batch from 1 ranks cannot be cut for 2"):
+    with pytest.raises(InputError, match="a variable batch from 1 ranks cannot be split for 2"):
         split_batch(batch, [3, 3])
 
 
 def test_sizes_must_sum_to_the_batch() -> None:
     batch = random_batch(KEYS, 9, 6)
     for sizes in ([3, 2], [7, -1], []):
-        with pytest.raises(InputError, match="for a batch of 6; wanted sizes from 0 that sum to it"):
+        with pytest.raises(InputError, match="for a batch of 6; expected sizes >= 0 with that sum"):
             split_batch(batch, sizes)
 
 
@@ -247,7 +247,7 @@ def test_batches_of_other_kinds_do_not_make_one() -> None:
         random_batch(KEYS, 9, 6, weighted=True),
         random_batch(KEYS, 9, 6, variable=True),
     ):
-        with pytest.raises(InputError, match=r"batch 1 has keys .*wanted batches of one kind"):
+        with pytest.raises(InputError, match=r"batch 1 has keys .*expected batches of one kind"):
             concat_batches([plain, other])
     with pytest.raises(InputError, match="the list is empty"):
         concat_batches([])

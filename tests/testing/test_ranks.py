@@ -224,5 +224,5 @@ def test_functions_that_another_process_cannot_find_are_refused(two: Ranks) -> N
 
 @pytest.mark.parametrize(("world_size", "hosts"), [(0, 1), (2, 0), (3, 2), (2, 4)])
 def test_ranks_and_hosts_must_fit(world_size: int, hosts: int) -> None:
-    with pytest.raises(ValueError, match=f"Ranks: {world_size} ranks on {hosts} hosts; wanted"):
+    with pytest.raises(ValueError, match=f"Ranks: got {world_size} ranks on {hosts} hosts; expected"):
         Ranks(world_size, hosts)

@@ -103,7 +103,7 @@ def test_what_only_the_plan_says_is_beside_the_table() -> None:
         "explicit", tiling=made.tables[0].tiling, wire=Wire(forward="bf16", backward="fp16")
     )
     page = Page(report_html(plan.replaced("ebc", "user", wired), made))
-    assert page.data["about"][:2] == ["rows travel as bf16, gradients as fp16", "kernel fused"]
+    assert page.data["about"][:2] == ["rows are sent as bf16, gradients as fp16", "kernel fused"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How ranks talk: groups, traffic, wire codecs."""
+"""Communication between ranks: groups, traffic counters, wire codecs."""
 
 from tilerec.comms.agree import agree
 from tilerec.comms.codec import CODECS, Codec, codec

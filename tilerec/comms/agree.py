@@ -1,6 +1,6 @@
-"""`agree`: do all ranks say the same? Asked once, at the start, before a difference becomes a hang.
+"""`agree`: check that all ranks pass the same value, at start-up, before a difference causes a hang.
 
-A digest of 16 bytes per rank travels; the values themselves only where the digests differ, to name the difference.
+Each rank sends a digest of 16 bytes. The values themselves are sent only if the digests differ, to name the difference.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tilerec.errors import ConfigError, TilerecError
 
 
 def digest(what: str, value: object) -> bytes:
-    """16 bytes that are equal where `agree` would find the values equal."""
+    """Return 16 bytes that are equal on ranks whose values `agree` finds equal."""
     text = json.dumps(_plain(what, value), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def agree(group: Group, what: str, value: object, ranks: Sequence[int] | None = None) -> None:
-    """Return if every rank passes the same value; raise on every rank, naming who differs and where, if not.
+    """Return if every rank passes the same value; otherwise raise on every rank, naming the ranks and the difference.
 
     Args:
         group: the ranks that compare; all of them call.
         what: the value's name in the error: "the plan", "the batch's keys".
         value: None, bool, int, float, str, an enum member, or a sequence, set, mapping or dataclass of such. Mappings
             and sets are compared without regard to order.
-        ranks: what the group's ranks are called in the error; None: by their numbers in it.
+        ranks: numbers of the group's ranks in the error; None: their numbers in the group.
 
     Raises `ConfigError`: `The plan differs between ranks: tables['user'].ranks[1] is 3 on rank 0 and 4 on ranks 2, 3`.
     """
@@ -59,28 +59,28 @@ def agree(group: Group, what: str, value: object, ranks: Sequence[int] | None = 
 
 @contextmanager
 def heard_by_all(group: Group, what: str) -> Iterator[None]:
-    """A block before ranks `agree` on `what`: where it raises on one, the others hear of it there, and do not wait.
+    """Run a block of checks before ranks `agree` on `what`; an exception on one rank makes `agree` raise on the others.
 
-    Who gets through it agrees on a mapping with `"checks": "passed"`.
+    Ranks that pass the block must call `agree` with a mapping that contains `"checks": "passed"`.
     """
     try:
         yield
     except Exception as error:
-        said = str(error) if isinstance(error, TilerecError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, TilerecError) else f"{type(error).__name__}: {error}"
         with suppress(ConfigError):
-            agree(group, what, {"checks": said})
+            agree(group, what, {"checks": text})
         raise
 
 
 @contextmanager
 def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """A block that every rank of the group goes through: where it raises on one, it raises on all, when all are done.
+    """Run a block on every rank of the group; if it raises on one rank, raise on all, once all have finished it.
 
     Args:
-        what, step: for the other ranks' message.
-        ranks: what the group's ranks are called in it; None: by their numbers in the group.
+        what, step: object and step in the message on the other ranks.
+        ranks: numbers of the group's ranks in the message; None: their numbers in the group.
 
-    Raises what the block raises; `ConfigError` where it raised on other ranks only:
+    Raises the block's own exception; on ranks where the block succeeded, `ConfigError`:
     `The sharded model: its tiles failed on rank 1 with MemoryError: …`.
     """
     own: Exception | None = None
@@ -88,27 +88,27 @@ def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None
         yield
     except Exception as error:
         own = error
-    told: list[object] = [None]
+    errors: list[object] = [None]
     if group.size > 1:
         try:
-            told = group.all_gather_object(None if own is None else f"{type(own).__name__}: {own}")
+            errors = group.all_gather_object(None if own is None else f"{type(own).__name__}: {own}")
         except Exception:
             if own is None:
                 raise
     if own is not None:
         raise own
     names = range(group.size) if ranks is None else ranks
-    failed = {names[rank]: text for rank, text in enumerate(told) if text is not None}
+    failed = {names[rank]: text for rank, text in enumerate(errors) if text is not None}
     if failed:
         first = str(next(iter(failed.values())))
         raise ConfigError(
-            f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks(list(failed))} with {first:.1000}. No rank goes "
-            "on; mend it there."
+            f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks(list(failed))} with {first:.1000}. All ranks "
+            "stop; fix the cause there."
         )
 
 
 def _plain(what: str, value: object) -> object:
-    """The value as what JSON knows."""
+    """Return the value converted to JSON types."""
     if isinstance(value, enum.Enum):
         return _plain(what, value.value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -123,13 +123,13 @@ def _plain(what: str, value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(what, item) for item in value]
     raise ConfigError(
-        f"agree on {what}: a value of type {type(value).__name__} has no form that ranks can compare; pass numbers, "
+        f"agree on {what}: got a value of type {type(value).__name__}, which ranks cannot compare. Pass numbers, "
         f"strings, sequences, mappings or dataclasses of them."
     )
 
 
 def _first_difference(place: str, expected: object, got: object) -> tuple[str, str, str]:
-    """Where two plain values first differ, and what each has there."""
+    """Return the place where two plain values first differ, and the text of each value there."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in sorted({*expected, *got}):
             where = f"{place}[{key!r}]"
@@ -147,7 +147,7 @@ def _first_difference(place: str, expected: object, got: object) -> tuple[str, s
 
 
 def _same(one: object, other: object) -> bool:
-    """As the digests see it: 1 and 1.0 differ, NaN equals NaN."""
+    """Return True if the values have equal digests: 1 and 1.0 differ, NaN equals NaN."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 

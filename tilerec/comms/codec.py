@@ -1,23 +1,23 @@
-"""Wire codecs: rows of floats as fewer bytes.
+"""Wire codecs: encodings of float rows in fewer bytes.
 
 Glossary
     segment     (rows, width): that many rows of that many elements, one after the other
     flat        segments one after the other, 1-D: sum of rows * width elements
     wire        the same segments encoded, 1-D, in the same order: sum of rows * `row_elements(width)` elements
 
-The wire's size follows from the segments alone, so both ends know it without a message.
+The wire's size follows from the segments alone, so both ranks compute it without a message.
 
-What a codec does to a value x of a row
-    fp32    nothing, whatever the dtype of the rows: float64 rows travel as float64
+Error of each codec for a value x of a row
+    fp32    none, whatever the dtype of the rows: float64 rows are sent as float64
     fp16    |error| <= 2^-11 |x| from 6.2e-5 to 65,504, 2^-25 below; from 65,520 on x becomes infinite
     bf16    |error| <= 2^-8 |x| over fp32's normal range (from 1.2e-38)
     int8    |error| <= max|row| / 254 (+ 1e-6 max|row| for rounding); a row whose largest value is below 1e-36 becomes 0
     fp8     e4m3fn with a scale per row: |error| <= |x| / 17 from max|row| / 28,672, max|row| / 458,752 below (+ 1e-6 of
             either for rounding); a row whose largest value is below 1e-36 becomes 0
 
-Nothing hides: NaN and infinity stay what they are in fp16 and bf16, and a row that holds one arrives as NaNs through
-int8 and fp8. An overflow in fp16 is infinite, as in `tensor.half()`, and not saturated: a loss scaler or the check of
-gradients then sees it, where a saturated value would train on.
+Non-finite values stay visible: fp16 and bf16 preserve NaN and infinity, and int8 and fp8 decode a row that has one as
+NaNs. An overflow in fp16 becomes infinite, as in `tensor.half()`, and is not saturated. So a loss scaler or the check
+of gradients detects it; a saturated value would go undetected.
 
 """
 
@@ -39,9 +39,9 @@ Segments = Sequence[tuple[int, int]]
 
 
 class Codec(ABC):
-    """How rows travel.
+    """Encoding of rows for sending.
 
-    name: what plans call it.
+    name: its name in plans.
     wire_dtype: dtype of the encoded tensor; None: that of the rows.
     """
 
@@ -50,24 +50,24 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, flat: Tensor, segments: Segments) -> Tensor:
-        """Rows, 1-D fp32, as the wire carries them, 1-D `wire_dtype`."""
+        """Encode rows, 1-D fp32, as a 1-D tensor of `wire_dtype`."""
 
     @abstractmethod
     def decode(self, wire: Tensor, segments: Segments) -> Tensor:
-        """The rows of a wire again, 1-D fp32."""
+        """Decode a wire tensor into its rows, 1-D fp32."""
 
     def row_elements(self, width: int) -> int:
-        """Elements of the wire per row of that width."""
+        """Return the number of wire elements per row of that width."""
         return width
 
     def row_bytes(self, width: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes on the wire per row of that width, for rows of a dtype."""
+        """Return the number of wire bytes per row of that width and dtype."""
         return self.row_elements(width) * (self.wire_dtype or dtype).itemsize
 
 
 @final
-class _AsIs(Codec):
-    """The rows themselves: no copy is made."""
+class _Fp32Codec(Codec):
+    """Codec that returns the rows unchanged, without a copy."""
 
     name = "fp32"
     wire_dtype = None
@@ -80,8 +80,8 @@ class _AsIs(Codec):
 
 
 @final
-class _Cast(Codec):
-    """Each value rounded to nearest in a smaller float type."""
+class _CastCodec(Codec):
+    """Codec that rounds each value to the nearest value of a smaller float type."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -96,8 +96,8 @@ class _Cast(Codec):
 
 
 @final
-class _Packed(Codec):
-    """Each row as one fp32 scale and a byte per value (`ops/quantize`): width + 4 bytes, the scale's first."""
+class _PackedCodec(Codec):
+    """Codec of one fp32 scale, then one byte per value, for each row: 4 + width bytes (`tilerec/ops/quant.py`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -115,7 +115,7 @@ class _Packed(Codec):
         return unpack_segments(wire, counts, widths, self.name)
 
     def _runs(self, flat: Tensor, segments: Segments, extra: int) -> tuple[list[int], list[int]]:
-        """Counts and widths of the segments, neighbours of one width as one."""
+        """Return row counts and widths of the segments; adjacent segments of one width are merged."""
         counts: list[int] = []
         widths: list[int] = []
         size = 0
@@ -129,24 +129,24 @@ class _Packed(Codec):
         if size != flat.numel():
             raise ConfigError(
                 f"Wire codec {self.name}: the segments hold {size} elements, the tensor {flat.numel()}; pass the "
-                f"segments that the rows were laid out by."
+                f"segments of these rows."
             )
         return counts, widths
 
 
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
-        "fp32": _AsIs(),
-        "fp16": _Cast("fp16", torch.float16),
-        "bf16": _Cast("bf16", torch.bfloat16),
-        "int8": _Packed("int8"),
-        "fp8": _Packed("fp8"),
+        "fp32": _Fp32Codec(),
+        "fp16": _CastCodec("fp16", torch.float16),
+        "bf16": _CastCodec("bf16", torch.bfloat16),
+        "int8": _PackedCodec("int8"),
+        "fp8": _PackedCodec("fp8"),
     }
 )
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name. Raises `ConfigError` for a name there is none of."""
+    """Return the codec of that name. Raises `ConfigError` for an unknown name."""
     found = CODECS.get(name)
     if found is None:
         raise ConfigError(f"Wire codec {name!r} does not exist; use one of {', '.join(CODECS)}.")

@@ -1,15 +1,15 @@
-"""Ranks that wait for each other: a cycle of waits ends in an error that names them, and not at a time-out.
+"""Deadlock detection: a cycle of waiting ranks raises an error that names them, long before the time-out.
 
     rank 0 waits in reshard            for rank 1, which has not called it
     rank 1 waits in all_to_all 'ids'   for rank 0, which has not called it
 
 Nouns
   call    one collective of a channel: the ranks' n-th calls belong together
-  wait    a rank that has made a call and cannot go on; its peers that have not made theirs keep it there
+  wait    a rank that has made a call and is blocked by peers that have not made theirs
 
-A cycle that ends at this rank is certain, whenever its records were written: this rank has not made the call for which
-the last one waits, so that one still waits there; so has that one not made the call of the one before it; and so on.
-That holds where a rank makes its calls from one thread: a second one could still come.
+A cycle through this rank is certain even if its records are old. This rank has not made the call for which the last
+rank of the cycle waits, so that rank still waits there. So the last rank has not made the call for which the rank
+before it waits, and so on. This holds if a rank makes its calls from one thread: a second thread could still make one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch.distributed as dist
 
 _LAST_WORDS = "tilerec/last_words"
 _READ_AT_ONCE = 16
-"""Peers whose records a rank reads in one look: of many ranks that wait, some read the one that matters."""
+"""Maximum number of peers whose records a rank reads in one look; of many waiting ranks, some read the decisive one."""
 _LONGEST_PAUSE = 32
-"""Looks of a wait that are left out between two that read records, at most."""
+"""Maximum number of looks from one that reads records to the next."""
 
 
 def cycle_through(rank: int, waits_for: Callable[[int], Iterable[int]]) -> list[int]:
-    """Return the shortest cycle of waits through a rank, which it begins with; empty if there is none.
+    """Return the shortest cycle of waits that begins with `rank`; empty if there is none.
 
     Args:
-        waits_for: the ranks for which a rank waits; none for one that does not wait.
+        waits_for: returns the ranks for which a rank waits; none for a rank that does not wait.
     """
     before: dict[int, int] = {}
     front = [rank]
@@ -55,7 +55,7 @@ def cycle_through(rank: int, waits_for: Callable[[int], Iterable[int]]) -> list[
 
 
 def cycle_text(cycle: list[int], titles: Mapping[int, str]) -> str:
-    """A cycle of waits in words."""
+    """Return the text that describes a cycle of waits."""
     turns = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
     waits = [f"rank {one} waits in {titles[one]}, which rank {other} has not called" for one, other in turns]
     return f"{'; '.join(waits)}. Every rank makes the same calls in the same order."
@@ -65,9 +65,10 @@ class Call(NamedTuple):
     """One collective of a rank.
 
     Attributes:
-        title: what is called, in errors.
-        channel: its name, the same on all ranks. number: among the calls of the channel.
-        ranks: of the channel, in the numbers of the widest group.
+        title: name of the call in errors.
+        channel: name of its channel, the same on all ranks.
+        number: its number among the calls of the channel.
+        ranks: ranks of the channel, as numbers in the widest group.
     """
 
     title: str
@@ -78,7 +79,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Record:
-    """The wait of a peer, and how many calls of each channel it had made."""
+    """The call in which a peer waits, and the number of calls that it had made per channel."""
 
     call: Call
     begun: Mapping[str, int] = field(default_factory=dict)
@@ -98,13 +99,14 @@ class _Record:
 
 @final
 class Watch:
-    """The waits and the last words of the ranks of a process group, in its store; shared by its channels.
+    """Waits and failure messages ("last words") of the ranks of a process group, in its store; shared by its channels.
 
-    Nothing is written or read while calls end soon.
+    The store is neither written nor read while calls end soon.
 
     Args:
-        store: of all ranks.
-        rank: of this one in it.
+        store: the store of all ranks.
+        rank: this rank's number in the process group.
+        size: number of ranks of the process group.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -113,20 +115,20 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._threads: set[int] = set()
         self._words: str | None = None
-        self._waits: Call | None = None  # that the record is of
+        self._waits: Call | None = None  # the call in this rank's record
         self._looks = 0
 
     def begin(self, title: str, channel: str, ranks: tuple[int, ...]) -> Call:
-        """Count a call of a channel."""
+        """Count a call of a channel and return it."""
         number = self._begun.get(channel, 0)
         self._begun[channel] = number + 1
         self._threads.add(threading.get_ident())
         return Call(title, channel, number, ranks)
 
     def look(self, call: Call) -> str:
-        """Return why this rank waits in vain, in words; "" if it may not. Called now and then by a rank that waits.
+        """Return a text that explains why this wait cannot end; "" if it may end. A waiting rank calls it repeatedly.
 
-        The first look writes this rank's record, later ones read those of peers, ever more rarely.
+        The first look writes this rank's record. Later looks read the records of peers, at growing intervals.
         """
         if len(self._threads) > 1:
             return ""
@@ -137,11 +139,11 @@ class Watch:
                 return ""
             self._looks += 1
             pause = min(_LONGEST_PAUSE, 1 << (self._looks.bit_length() - 1))
-            return self._judged(call) if self._looks % pause == 0 else ""
-        except RuntimeError:  # the store died with the rank that held it: the call will fail
+            return self._verdict(call) if self._looks % pause == 0 else ""
+        except RuntimeError:  # the store died with the rank that hosted it: the call will fail
             return ""
 
-    def _judged(self, call: Call) -> str:
+    def _verdict(self, call: Call) -> str:
         peers = [rank for rank in range(self._size) if rank != self._rank]
         if len(peers) > _READ_AT_ONCE:
             others = [rank for rank in call.ranks if rank != self._rank]
@@ -170,21 +172,21 @@ class Watch:
         found = [rank for rank in ranks if self.store.check([_key(rank)])]
         return {rank: _Record.read(self.store.get(_key(rank))) for rank in found}
 
-    # -- the last words of a rank that has given up ------------------------------------------------------------
+    # -- failure messages of ranks that have aborted -----------------------------------------------------------
 
     def leave_words(self, words: str) -> None:
-        """Leave words for the peers, whose calls raise with them from now on."""
+        """Publish a failure message; from now on calls of all peers raise with it."""
         self._words = self._words or words
         self.store.set(_LAST_WORDS, words[:10_000])
 
     def last_words(self, *, look: bool) -> str | None:
-        """Return the words of a rank that has given up, if there are any. `look`: for new ones, in the store."""
+        """Return the failure message of a rank that has aborted, or None. `look`: check the store for a new one."""
         if self._words is None and look:
             try:
                 if self.store.check([_LAST_WORDS]):
                     self._words = self.store.get(_LAST_WORDS).decode(errors="replace")
             except RuntimeError:
-                # The store died with the rank that held it: there are no words.
+                # The store died with the rank that hosted it: there is no message.
                 return None
         return self._words
 

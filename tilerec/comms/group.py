@@ -1,17 +1,17 @@
-"""`Group`: the ranks that hold a model's tables, and the few ways in which they talk.
+"""`Group`: the ranks that hold a model's tables, and their collectives.
 
 Glossary
     rank        one of `size` peers, 0 <= rank < size; each holds its own `Group` object
     call        one collective; every rank of the group makes the same calls in the same order
-    name        what a call carries ("ids", "rows"): labels its traffic and its errors, and is the same on every rank
+    name        label of a call's payload ("ids", "rows") in traffic counts and errors; the same on every rank
     handle      a call that has begun; `.wait()` ends it
-    channel     calls of one channel keep their order; `split` opens another that knows nothing of the first
+    channel     calls of one channel keep their order; `split` opens another, independent channel
     splits      elements for each rank: a 1-D tensor is part 0 | part 1 | … | part W-1, parts may be empty
 
     all_to_all:  output part p of rank r  =  input part r of rank p
 
-Two implementations: `ProcessGroupComms` over `torch.distributed` (gloo, NCCL), `ThreadGroup` for ranks that are threads
-of one process. Whatever runs on the one runs on the other.
+Two implementations: `ProcessGroupComms` over `torch.distributed` (gloo, NCCL), and `ThreadGroup` for ranks that are
+threads of one process. They are interchangeable.
 
 Legend: W ranks.
 """
@@ -34,9 +34,9 @@ class Handle(Protocol):
     """A call with a result. It keeps the call's tensors alive."""
 
     def wait(self) -> Tensor:
-        """The output, complete (on a GPU: for the current stream). A second call returns it again at once.
+        """Return the complete output (on a GPU: complete for the current stream). A second call returns it at once.
 
-        Raises `CommsError` if a peer failed, died, disagreed or did not come in time.
+        Raises `CommsError` if a peer failed, died, made another call or was late.
         """
 
 
@@ -47,8 +47,8 @@ class Pending(Protocol):
         """Return when the tensors may be read and written. Raises like `Handle.wait`."""
 
 
-class _Swapped:
-    """A `swap` that has begun."""
+class _SwapHandle:
+    """The handle of a `swap`."""
 
     def __init__(self, handle: Handle, into: list[Tensor], sizes: list[int]) -> None:
         self._handle, self._into, self._sizes = handle, into, sizes
@@ -65,15 +65,13 @@ class Group(ABC):
 
     rank: this rank's number in the group.
     size: the number of ranks, W.
-    traffic: what this rank sent, counted by name and peer.
-    device: where the group's own small messages live: the CPU, or the rank's GPU under NCCL.
+    traffic: the bytes that this rank sent, counted by name and peer.
+    device: device of the group's own small messages: the CPU, or the rank's GPU under NCCL.
     """
 
     def __init__(self, rank: int, size: int, traffic: Traffic, device: torch.device | None = None) -> None:
         if not 0 <= rank < size:
-            raise ConfigError(
-                f"Group: rank {rank} is outside [0, {size}); a rank counts from 0 to its group's size."
-            )
+            raise ConfigError(f"Group: got rank {rank}; expected a number in [0, {size}), the group's ranks.")
         self.rank = rank
         self.size = size
         self.traffic = traffic
@@ -91,10 +89,10 @@ class Group(ABC):
         """Send part p of `input` to every rank p; receive part p of `output` from every rank p.
 
         Args:
-            output, input: 1-D, contiguous, one dtype (any) and device; they must not overlap, and nobody touches them
-                before `wait`.
+            output, input: 1-D, contiguous, one dtype (any) and device. They must not overlap, and must not be read or
+                written before `wait`.
             output_splits, input_splits: elements from and to each rank, [W]; they sum to the tensors' lengths. Rank p's
-                `input_splits[r]` is rank r's `output_splits[p]`: sizes are known to both sides.
+                `input_splits[r]` must equal rank r's `output_splits[p]`: sizes are not sent.
 
         W = 2; rank 0 sends [7] to itself and [8, 9] to rank 1, rank 1 sends [5] to rank 0 and nothing to itself: rank 0
         ends with [7, 5], rank 1 with [8, 9].
@@ -104,18 +102,18 @@ class Group(ABC):
         if output.dtype != input.dtype or output.device != input.device:
             raise ConfigError(
                 f"all_to_all '{name}' on rank {self.rank}: input is {input.dtype} on {input.device}, output "
-                f"{output.dtype} on {output.device}; wanted one dtype and device."
+                f"{output.dtype} on {output.device}; expected one dtype and device."
             )
         self.traffic.record(name, input_splits, input.element_size())
         return self._all_to_all(name, output, input, output_splits, input_splits)
 
     @final
     def exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
-        """Point to point: fill each tensor of `receives` from its rank, send each of `sends` to its rank.
+        """Send each tensor of `sends` to its rank and fill each tensor of `receives` from its rank, point to point.
 
-        Tensors are 1-D and contiguous, of any dtype; both sides know the sizes. Ranks that nobody names take no part
-        (they do not call), a peer's entry may be empty, and what a rank sends to itself is copied. Messages between
-        two ranks under one name arrive in the order in which they were sent.
+        Tensors are 1-D and contiguous, of any dtype; both sides pass equal sizes. Ranks that appear in no mapping do
+        not call. A peer's tensor may be empty, and a message to the rank itself is copied. Messages between two ranks
+        under one name arrive in the order in which they were sent.
         """
         for verb, tensors in (("receives", receives), ("sends", sends)):
             for peer, tensor in tensors.items():
@@ -129,18 +127,18 @@ class Group(ABC):
             kept = [tensors[self.rank].numel() for tensors in (receives, sends) if self.rank in tensors]
             if len(kept) != 2 or kept[0] != kept[1]:
                 raise ConfigError(
-                    f"exchange '{name}' on rank {self.rank}: what it sends to itself and receives from itself differ; "
-                    f"pass tensors of one size, or neither."
+                    f"exchange '{name}' on rank {self.rank}: the tensors that it sends to itself and receives from "
+                    f"itself differ in size. Pass tensors of one size, or neither."
                 )
         self.traffic.record_to(name, {peer: t.numel() * t.element_size() for peer, t in sends.items()})
         return self._exchange(name, receives, sends)
 
     @final
     def swap(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
-        """`exchange` where every rank of the group calls, in the order of its other calls: one `all_to_all`.
+        """Run an `exchange` as one `all_to_all`: every rank of the group calls, in the order of its other calls.
 
-        On busy cores gloo is many times faster at that than at single messages. All tensors have one dtype; what is not
-        named is empty.
+        On busy cores gloo is many times faster at one all-to-all than at single messages. All tensors have one dtype;
+        a missing entry counts as empty.
         """
         like = next(iter(sends.values()), None)
         if like is None:
@@ -149,12 +147,12 @@ class Group(ABC):
         into = [receives.get(rank, like.new_empty(0)) for rank in range(self.size)]
         sizes = [part.numel() for part in into]
         full = [part for part in into if part.numel()]
-        # One peer: straight into its tensor.
+        # With one sending peer, receive directly into its tensor.
         output = full[0] if len(full) == 1 else like.new_empty(sum(sizes))
         filled = [part for part in parts if part.numel()]
         input = filled[0] if len(filled) == 1 else torch.cat(parts)
         handle = self.all_to_all(name, output, input, sizes, [part.numel() for part in parts])
-        return _Swapped(handle, into if len(full) > 1 else [], sizes)
+        return _SwapHandle(handle, into if len(full) > 1 else [], sizes)
 
     @final
     def all_reduce_(self, name: str, tensor: Tensor) -> Handle:
@@ -164,32 +162,33 @@ class Group(ABC):
         """
         if not tensor.is_contiguous():
             raise ConfigError(
-                f"all_reduce '{name}' on rank {self.rank}: the tensor is not contiguous, so a sum in place would go to "
-                f"a copy; pass .contiguous()."
+                f"all_reduce '{name}' on rank {self.rank}: the tensor is not contiguous, so the sum would be written "
+                f"to a copy. Pass .contiguous()."
             )
         self.traffic.record_ring(name, tensor.numel(), tensor.element_size())
         return self._all_reduce_(name, tensor)
 
     @final
     def split(self, name: str) -> Group:
-        """A second channel over the same ranks: its calls and this group's may interleave freely.
+        """Open a second channel over the same ranks; its calls and this group's may interleave freely.
 
-        All ranks call it, in the same order. It counts into the same `traffic`.
+        All ranks call it, in the same order. The channel adds to the same `traffic`.
         """
         return self.partition(name, (tuple(range(self.size)),))
 
     @abstractmethod
     def partition(self, name: str, parts: Sequence[Sequence[int]]) -> Group:
-        """A channel for each part, and this rank's own returned; ranks count anew from 0 within their part.
+        """Open a channel for each part and return that of this rank; within a part, ranks are numbered from 0.
 
-        All ranks call it with the same `parts`: ascending ranks, every rank in one part. Traffic is counted here, too.
+        All ranks call it with the same `parts`: ascending ranks, every rank in one part. The channels also add to this
+        group's traffic.
         """
 
     @final
     def all_gather_object(self, obj: object) -> list[object]:
-        """Every rank's object, in the order of the ranks. Small and slow: for checks at the start.
+        """Return every rank's object, in the order of the ranks. Slow; for small objects in start-up checks.
 
-        Objects are pickled, so every rank gets its own copy; group members trust each other.
+        Objects are pickled, so every rank gets its own copy. Unpickling trusts all ranks of the group.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
         sizes_W = torch.full((self.size,), mine.numel(), dtype=torch.int64, device=self.device)
@@ -211,20 +210,23 @@ class Group(ABC):
 
     @final
     def begin(self, operation: str) -> None:
-        """Return when all ranks have begun this operation: one outside of the training step, by its name in errors.
+        """Return when all ranks have begun this operation, which is not part of the training step.
+
+        Args:
+            operation: its name in errors.
 
         Raises:
-            CommsError: on all ranks, where a rank has begun another operation, or waits for this one in another call.
+            CommsError: on all ranks, if a rank has begun another operation or waits for this rank in another call.
         """
         self._begin(operation)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Give up: every other rank's pending and later calls raise, naming this rank and `error`. Never waits."""
+        """Make pending and later calls of all other ranks raise, naming this rank and `error`. Never waits."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back a channel that `split` or `partition` opened; a second call does nothing. Never waits."""
+        """Close a channel that `split` or `partition` opened; a second call does nothing. Never waits."""
 
     @abstractmethod
     def _begin(self, operation: str) -> None: ...
@@ -248,13 +250,13 @@ class Group(ABC):
     def _all_reduce_(self, name: str, tensor: Tensor) -> Handle: ...
 
     def _part_of_this_rank(self, name: str, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Which part this rank is in, and its place there; refuses parts that do not hold every rank once."""
+        """Return the index of this rank's part and its position there; raise unless every rank is in one part."""
         if sorted(rank for part in parts for rank in part) != list(range(self.size)) or any(
             list(part) != sorted(part) for part in parts
         ):
             raise ConfigError(
-                f"partition '{name}' on rank {self.rank}: parts {[_few(part) for part in parts[:8]]}; wanted each of "
-                f"the ranks 0 to {self.size - 1} in one part, ascending."
+                f"partition '{name}' on rank {self.rank}: got parts {[_few(part) for part in parts[:8]]}; expected "
+                f"each of the ranks 0 to {self.size - 1} in one part, ascending."
             )
         return next(
             (index, list(part).index(self.rank)) for index, part in enumerate(parts) if self.rank in part
@@ -265,15 +267,15 @@ class Group(ABC):
         if len(splits) != self.size or sum(splits) != tensor.numel() or (splits and min(splits) < 0):
             raise ConfigError(
                 f"all_to_all '{name}' on rank {self.rank}: {side}_splits {_few(splits)} for {tensor.numel()} elements; "
-                f"wanted {self.size} counts, none negative, that sum to the tensor's length."
+                f"expected {self.size} counts, none negative, that sum to the tensor's length."
             )
 
 
-def _check_flat(what: str, tensor: Tensor) -> None:
+def _check_flat(subject: str, tensor: Tensor) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ConfigError(
-            f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; wanted a 1-D contiguous tensor, "
-            f"so pass .contiguous().view(-1)."
+            f"{subject} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a 1-D contiguous "
+            f"tensor. Pass .contiguous().view(-1)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which ranks form a group: an axis of a device mesh, a process group, a host.
+"""Groups of ranks from an axis of a device mesh, a process group, or the hosts of a topology.
 
 mesh [replicate 2, shard 4], axis "shard":  two groups of 4 ranks, each rank in its own
 Topology.hosts ((0, 1), (2, 3)):            `within_host` gives a group of 2 ranks per host
@@ -16,23 +16,23 @@ from tilerec.spec.topology import Topology
 
 
 def group_of(mesh: Group | DeviceMesh | dist.ProcessGroup | None = None, axis: str | None = None) -> Group:
-    """The group that tables are sharded over.
+    """Return the group over which tables are sharded.
 
     Args:
-        mesh: a `DeviceMesh` (one of its axes), a process group, a `Group` (returned as it is), or None for the default
+        mesh: a `DeviceMesh` (one of its axes), a process group, a `Group` (returned unchanged), or None for the default
             process group.
-        axis: the mesh's axis by name; needed where the mesh has more than one.
+        axis: name of the mesh's axis; required if the mesh has more than one.
 
-    Raises `ConfigError` for an axis the mesh lacks, for a mesh of several axes without `axis`, and for an `axis` of
-    something that has none.
+    Raises `ConfigError` for an axis that the mesh lacks, for a mesh of several axes without `axis`, and for an `axis`
+    without a `DeviceMesh`.
     """
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
         if axis is None:
             if mesh.ndim != 1:
                 raise ConfigError(
-                    f"The mesh has {mesh.ndim} axes {names or '(without names)'}; say which one tables are sharded "
-                    f"over with axis=, or pass that axis of it: mesh['shard']."
+                    f"The mesh has {mesh.ndim} axes {names or '(without names)'}; expected one. Name the axis over "
+                    f"which tables are sharded with axis=, or pass a mesh of that axis: mesh['shard']."
                 )
             return ProcessGroupComms(mesh.get_group())
         if axis not in (names or ()):
@@ -44,9 +44,9 @@ def group_of(mesh: Group | DeviceMesh | dist.ProcessGroup | None = None, axis: s
 
 
 def within_host(group: Group, topology: Topology) -> Group:
-    """The ranks of `group` that share this rank's host, as a channel of their own, in ascending order.
+    """Return a channel of the ranks of `group` on this rank's host, in ascending order.
 
-    All ranks of the group call it, whatever their host. Raises `ConfigError` if the topology has another world size.
+    All ranks of the group call it, on every host. Raises `ConfigError` if the topology has another world size.
     """
     if topology.world_size != group.size:
         raise ConfigError(

@@ -1,17 +1,17 @@
 """`ProcessGroupComms`: ranks that are processes, over `torch.distributed` (gloo on CPU and CUDA tensors, NCCL).
 
-Every tensor of an all-to-all or exchange travels as bytes, so any dtype does; what stays on its rank is copied in
-memory.
+Tensors of any dtype can be sent: dtypes that the backends do not support are sent as bytes. Parts that stay on their
+rank are copied in memory.
 
 When a rank fails
-    dies                    its connections close; gloo raises on the others at once
-    calls `abort(error)`    leaves its last words in the group's store; the others look there whenever a collective
-                            takes longer than `_GLANCE`, and when a call fails (gloo's messages, those of `exchange`,
-                            cannot be looked up from: they fail when that rank's process ends)
-    calls something else    waits in another call than its peers: `deadlock.py` finds ranks that wait for each other
-                            within two glances of the last one's (not those that wait in an `exchange`)
+    dies                    its connections close; gloo raises on the other ranks at once
+    calls `abort(error)`    it writes a failure message ("last words") to the group's store. The other ranks check the
+                            store whenever a collective takes longer than `_POLL_INTERVAL`, and when a call fails. Waits
+                            of `exchange` (gloo's messages) cannot check it: they fail when that rank's process ends
+    makes another call      it waits in another call than its peers: `deadlock.py` detects a cycle of waiting ranks
+                            within two polls of the last rank's wait (not waits in an `exchange`)
     is late                 the process group's own time-out (`init_process_group(timeout=…)`) ends the wait
-Under NCCL `wait` orders streams and does not stop the host: a failure ends the process through NCCL's watchdog.
+Under NCCL `wait` orders streams and does not block the host: a failure ends the process through NCCL's watchdog.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from tilerec.comms.deadlock import Call, Watch
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
-from tilerec.torch_private import timeout_of
 
-# How long a wait goes on before it looks whether a peer has given up.
-_GLANCE = timedelta(seconds=0.25)
-# What gloo and NCCL both carry; other dtypes travel as bytes.
+# Interval at which a waiting call checks whether a peer has aborted.
+_POLL_INTERVAL = timedelta(seconds=0.25)
+# Dtypes that both gloo and NCCL support; others are sent as bytes.
 _NATIVE = frozenset(
     (
         torch.float64,
@@ -50,8 +49,8 @@ _NATIVE = frozenset(
     )
 )
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
-_HALF_AN_HOUR = timedelta(minutes=30)
-# One for all groups over a process group and for the channels opened from them.
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+# One `Watch` per process group, shared by all groups over it and the channels opened from them.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
 
@@ -62,14 +61,14 @@ class ProcessGroupComms(Group):
     Args:
         process_group: None for the default group. `torch.distributed.init_process_group` must have been called.
 
-    The group's rank 0 is rank 0 of the process group, whatever its global number.
+    Ranks are numbered as in the process group, not by their global numbers.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "ProcessGroupComms: torch.distributed has no process group yet; call "
-                "torch.distributed.init_process_group() first (torchrun sets the variables it reads)."
+                "torch.distributed.init_process_group() first (torchrun sets the variables that it reads)."
             )
         whole = dist.group.WORLD if process_group is None else process_group
         rank = dist.get_rank(whole)
@@ -94,16 +93,16 @@ class ProcessGroupComms(Group):
         *,
         owned: bool,
     ) -> None:
-        # "cpu:gloo,cuda:nccl": which backend carries the tensors of which device.
+        # "cpu:gloo,cuda:nccl": backend per device type.
         self._config = dist.get_backend_config(process_group)
         self._backends = dict(entry.split(":") for entry in self._config.split(","))
         on_cpu = "cpu" in self._backends
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         super().__init__(rank, len(members), traffic, device)
         self._process_group = process_group
-        # Shared by all channels: a peer that has given up is missed on each of them.
+        # Shared by all channels: an aborted peer is missing on each of them.
         self._watch = watch
-        # In the numbers of the group that all channels come from.
+        # Numbers in the group from which all channels were opened.
         self._members = members
         self._name = process_group.group_name
         self._owned = owned
@@ -111,35 +110,35 @@ class ProcessGroupComms(Group):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """What the ranks talk over."""
+        """The process group that sends the messages."""
         return self._process_group
 
     def partition(self, name: str, parts: Sequence[Sequence[int]]) -> ProcessGroupComms:
-        """As `Group.partition`; besides, all ranks of the default process group call it at the same time.
+        """Run `Group.partition`; all ranks of the default process group must call it at the same time.
 
-        That is torch's own rule for `new_group`: groups over some ranks have names (in the store where ranks meet) that
-        are unique only if every rank counts every group.
+        This is torch's rule for `new_group`: names of groups in the rendezvous store are unique only if every rank
+        counts every group.
         """
         mine, place = self._part_of_this_rank(name, parts)
-        what = f"partition '{name}'"
-        self._raise_if_failed(what)
+        title = f"partition '{name}'"
+        self._raise_if_failed(title)
         traffic = self.traffic.part(parts[mine])
         try:
             process_group = self._new_group(name, parts)
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
         channel = object.__new__(ProcessGroupComms)
         members = tuple(self._members[rank] for rank in parts[mine])
         channel._open(process_group, place, members, traffic, self._watch, owned=True)
         return channel
 
     def _new_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's of the new process groups; opened in one order on all ranks of the default group."""
+        """Open the new process groups, in one order on all ranks of the default group, and return this rank's."""
         members = {tuple(self._global[rank] for rank in part) for part in parts}
         if self.size < dist.get_world_size():
-            everyone: list[set[tuple[int, ...]]] = [set()] * dist.get_world_size()
-            dist.all_gather_object(everyone, members)
-            members = set().union(*everyone)
+            all_members: list[set[tuple[int, ...]]] = [set()] * dist.get_world_size()
+            dist.all_gather_object(all_members, members)
+            members = set().union(*all_members)
         own: dist.ProcessGroup | None = None
         for ranks in sorted(members):
             process_group = dist.new_group(
@@ -163,7 +162,7 @@ class ProcessGroupComms(Group):
     # -- calls -------------------------------------------------------------------------------------------------
 
     def _begin(self, operation: str) -> None:
-        """Over the store: messages would pair with those of ranks that make another call."""
+        """Wait for all ranks through the store: messages could pair with those of ranks in another call."""
         self._raise_if_failed(operation)
         if self.size == 1:
             return
@@ -171,7 +170,7 @@ class ProcessGroupComms(Group):
         call = watch.begin(operation, channel, self._members)
         key = f"tilerec/operations/{self._name}/{call.number}"
         mine = f"{self.rank} {operation}"
-        deadline = time.monotonic() + (self._timeout() or _HALF_AN_HOUR).total_seconds()
+        deadline = time.monotonic() + (self._timeout() or _DEFAULT_TIMEOUT).total_seconds()
         try:
             first = watch.store.compare_set(key, "", mine).decode()
             rank, _, other = first.partition(" ")
@@ -186,24 +185,24 @@ class ProcessGroupComms(Group):
                 watch.store.set(f"{key}/all", "")
         except RuntimeError as error:
             raise self._error(operation, error) from error
-        # `store.wait` is no help: PyTorch prints two warnings each time that its time-out ends.
-        glance = _GLANCE.total_seconds()
-        pause = glance / 256
+        # Poll instead of `store.wait`: PyTorch prints two warnings whenever its time-out ends.
+        poll_seconds = _POLL_INTERVAL.total_seconds()
+        pause = poll_seconds / 256
         while not self._stored(f"{key}/all", operation):
-            if pause >= glance:
+            if pause >= poll_seconds:
                 self._look(call)
                 if time.monotonic() > deadline:
                     timed_out = RuntimeError("timed out")
                     raise self._error(operation, timed_out) from timed_out
             time.sleep(pause)
-            pause = min(2 * pause, glance)
+            pause = min(2 * pause, poll_seconds)
 
-    def _stored(self, key: str, what: str) -> bool:
-        """Whether a rank has written the key to the store."""
+    def _stored(self, key: str, title: str) -> bool:
+        """Return True if a rank has written the key to the store."""
         try:
             return bool(self._watch.store.check([key]))
-        except RuntimeError as error:  # the store died with the rank that held it
-            raise self._error(what, error) from error
+        except RuntimeError as error:  # the store died with the rank that hosted it
+            raise self._error(title, error) from error
 
     def _all_to_all(
         self,
@@ -212,13 +211,13 @@ class ProcessGroupComms(Group):
         input: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-    ) -> _Works:
-        what = f"all_to_all '{name}'"
-        self._raise_if_failed(what)
+    ) -> _CollectiveHandle:
+        title = f"all_to_all '{name}'"
+        self._raise_if_failed(title)
         if self.size == 1:
             output.detach().copy_(input.detach())
-            return _Works(self, what, [], output, (), None)
-        call = self._watch.begin(what, self._name, self._members)
+            return _CollectiveHandle(self, title, [], output, (), None)
+        call = self._watch.begin(title, self._name, self._members)
         wires = _native(output), _native(input)
         if input.dtype not in _NATIVE:
             item = input.element_size()
@@ -231,18 +230,18 @@ class ProcessGroupComms(Group):
             back = wires[0], torch.empty_like(wires[0], device=to)
             wires = back[1], wires[1].to(to)
         try:
-            # The process group's own method: torch.distributed's function around it costs more than a small exchange.
+            # Calls the process group's method: torch.distributed's wrapper costs more than a small exchange.
             work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
-            raise self._error(what, error) from error
-        return _Works(self, what, [work], output, (input, *wires), call, back)
+            raise self._error(title, error) from error
+        return _CollectiveHandle(self, title, [work], output, (input, *wires), call, back)
 
-    def _all_reduce_(self, name: str, tensor: Tensor) -> _Works:
-        what = f"all_reduce '{name}'"
-        self._raise_if_failed(what)
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
+        title = f"all_reduce '{name}'"
+        self._raise_if_failed(title)
         if self.size == 1:
-            return _Works(self, what, [], tensor, (), None)
-        call = self._watch.begin(what, self._name, self._members)
+            return _CollectiveHandle(self, title, [], tensor, (), None)
+        call = self._watch.begin(title, self._name, self._members)
         wire, back = _native(tensor), None
         if self._carrier(tensor) != tensor.device:
             wire = wire.to(self._carrier(tensor))
@@ -250,16 +249,18 @@ class ProcessGroupComms(Group):
         try:
             work = dist.all_reduce(wire, group=self._process_group, async_op=True)
         except RuntimeError as error:
-            raise self._error(what, error) from error
-        return _Works(self, what, [work], tensor, (wire,), call, back)
+            raise self._error(title, error) from error
+        return _CollectiveHandle(self, title, [work], tensor, (wire,), call, back)
 
     def _carrier(self, tensor: Tensor) -> torch.device:
-        """Where a tensor has to be to travel: rows of cached tables lie in host memory, which NCCL does not send."""
+        """Return the device from which a tensor can be sent; NCCL cannot send host rows of cached tables."""
         return tensor.device if tensor.device.type in self._backends else self.device
 
-    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
-        what = f"exchange '{name}'"
-        self._raise_if_failed(what)
+    def _exchange(
+        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
+    ) -> _ExchangeHandle:
+        title = f"exchange '{name}'"
+        self._raise_if_failed(title)
         tag = zlib.crc32(name.encode()) & 0x7FFFFFFF
         staged: list[tuple[Tensor, Tensor]] = []
         operations = []
@@ -270,9 +271,7 @@ class ProcessGroupComms(Group):
                     continue
                 wire, to = _bytes(tensor), self._carrier(tensor)
                 if tensor.is_cuda and self._backends.get("cuda") == "gloo":
-                    to = torch.device(
-                        "cpu"
-                    )  # gloo's collectives stage GPU tensors themselves, its messages do not
+                    to = torch.device("cpu")  # gloo stages GPU tensors for collectives, but not for messages
                 if to != tensor.device:
                     wire = wire.to(to) if verb is dist.isend else torch.empty_like(wire, device=to)
                     if verb is dist.irecv:
@@ -282,50 +281,50 @@ class ProcessGroupComms(Group):
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
         if self.rank in sends:
             receives[self.rank].detach().copy_(sends[self.rank].detach())
-        return _Letters(self, what, works, staged, alive)
+        return _ExchangeHandle(self, title, works, staged, alive)
 
     # -- for the handles ---------------------------------------------------------------------------------------
 
-    def _finish(self, what: str, work: dist.Work, device: torch.device, call: Call | None) -> None:
-        """Wait for a work; with `call`, look now and then whether a peer has given up, or waits for this rank."""
+    def _finish(self, title: str, work: dist.Work, device: torch.device, call: Call | None) -> None:
+        """Wait for a work; with `call`, check periodically whether a peer has aborted or waits for this rank."""
         if self._backends.get(device.type) == "nccl":
             work.wait()
             return
         try:
             while call is not None:
                 try:
-                    work.wait(_GLANCE)
+                    work.wait(_POLL_INTERVAL)
                     return
                 except RuntimeError:
                     if work.is_completed():
                         break
                     self._look(call)
-            # Completed in the meantime, or failed: this returns at once or tells the cause.
+            # Completed in the meantime, or failed: this returns at once or raises the cause.
             work.wait()
         except CommsError:
             raise
         except RuntimeError as error:
-            raise self._error(what, error) from error
+            raise self._error(title, error) from error
 
     def _look(self, call: Call) -> None:
-        """Raise, on all ranks, where this one waits in vain."""
+        """Raise if a peer has aborted, and raise on all ranks if this wait cannot end."""
         self._raise_if_failed(call.title, look=True)
         words = self._watch.look(call)
         if words:
             self._watch.leave_words(words)
             self._raise_if_failed(call.title)
 
-    def _raise_if_failed(self, what: str, *, look: bool = False) -> None:
+    def _raise_if_failed(self, title: str, *, look: bool = False) -> None:
         words = self._watch.last_words(look=look)
         if words is not None:
-            raise CommsError(f"{what} on rank {self.rank} of {self.size}: {words}")
+            raise CommsError(f"{title} on rank {self.rank} of {self.size}: {words}")
 
-    def _error(self, what: str, error: RuntimeError) -> CommsError:
-        """Torch's error in words that say which call it was and where to look."""
-        where = f"{what} on rank {self.rank} of {self.size}"
+    def _error(self, title: str, error: RuntimeError) -> CommsError:
+        """Return torch's error as a `CommsError` that names the call and the ranks to check."""
+        where = f"{title} on rank {self.rank} of {self.size}"
         words = self._watch.last_words(look=True)
         if words is not None:
             return CommsError(f"{where}: {words}")
@@ -333,10 +332,10 @@ class ProcessGroupComms(Group):
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             return CommsError(
                 f"{where}: no end within the process group's time-out ({error}). A rank is late, stopped, or makes "
-                f"other calls: every rank makes the same calls in the same order. Look what global ranks {peers} are "
-                f"doing; if one is only slow, pass a longer timeout= to init_process_group."
+                f"other calls: every rank makes the same calls in the same order. Check global ranks {peers}; if one "
+                f"is only slow, pass a longer timeout= to init_process_group."
             )
-        # Gloo's own advice, and the path of its source file, say less than ours.
+        # Drop gloo's advice and the path of its source file; the text below is more precise.
         cause = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0].rstrip(". ")
         return CommsError(
             f"{where}: {cause}. A peer has most likely died; look for the first error in the logs of global ranks "
@@ -344,18 +343,19 @@ class ProcessGroupComms(Group):
         )
 
     def _timeout(self) -> timedelta | None:
-        """The process group's own time-out, for the channels opened from it."""
-        return timeout_of(self._process_group, self.device)
+        """Return the process group's time-out, for the channels opened from it."""
+        backend = self._process_group._get_backend(self.device)
+        return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 @final
-class _Works:
+class _CollectiveHandle:
     """The handle of a collective."""
 
     def __init__(
         self,
         group: ProcessGroupComms,
-        what: str,
+        title: str,
         works: Sequence[dist.Work],
         output: Tensor,
         alive: tuple[Tensor, ...],
@@ -363,19 +363,19 @@ class _Works:
         back: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._group = group
-        self._what = what
+        self._title = title
         self._works = works
         self._output = output
-        # Read until the call ends.
+        # Buffers that the call reads until it ends.
         self._alive = alive
         self._call = call
-        # The output's elements, and what they come in on another device.
+        # The output, and its staging buffer on another device.
         self._back = back
 
     def wait(self) -> Tensor:
         device = self._output.device if self._back is None else self._back[1].device
         for work in self._works:
-            self._group._finish(self._what, work, device, self._call)
+            self._group._finish(self._title, work, device, self._call)
         if self._back is not None:
             self._back[0].detach().copy_(self._back[1])
         self._works, self._alive, self._back = (), (), None
@@ -383,29 +383,29 @@ class _Works:
 
 
 @final
-class _Letters:
+class _ExchangeHandle:
     """The handle of an exchange."""
 
     def __init__(
         self,
         group: ProcessGroupComms,
-        what: str,
+        title: str,
         works: Sequence[dist.Work],
         staged: list[tuple[Tensor, Tensor]],
         alive: list[Tensor],
     ) -> None:
         self._group = group
-        self._what = what
+        self._title = title
         self._works = works
-        # Received in one memory, meant for another.
+        # Pairs of destination tensor and staging buffer.
         self._staged = staged
-        # Read or written until the call ends.
+        # Buffers that the call reads or writes until it ends.
         self._alive = alive
 
     def wait(self) -> None:
         for work in self._works:
-            # gloo ends a connection whose message is not awaited to its end: no glances here.
-            self._group._finish(self._what, work, self._alive[0].device, None)
+            # No polling here: gloo closes a connection if the wait for its message is interrupted.
+            self._group._finish(self._title, work, self._alive[0].device, None)
         for tensor, wire in self._staged:
             _bytes(tensor).copy_(wire)
         self._works, self._staged, self._alive = (), [], []
@@ -416,5 +416,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _native(tensor: Tensor) -> Tensor:
-    """For the backend: autograd has no part in it."""
+    """Return the tensor without autograd, for the backend."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -1,22 +1,21 @@
-"""`ThreadWorld`: ranks that are threads of one process. A debugger works, and disagreement is an error at once.
+"""`ThreadWorld`: ranks that are threads of one process. Debuggers work, and mismatched calls raise at once.
 
 Glossary
-    world       W virtual ranks, a failure that ends it for all of them, and its channels
+    world       W virtual ranks, their channels, and the failure that ends the world for all of them
     channel     ranks whose calls are matched: the k-th call of every rank is one call
-    call        gathers one argument per rank; whoever comes last moves the data for all
-    post        one side of a point-to-point message, waiting for the other
+    call        gathers one argument per rank; the last rank to arrive copies the data for all
+    post        one side of a point-to-point message that waits for the other side
 
     rank 0:  all_to_all "ids"   all_reduce "x"
     rank 1:  all_to_all "ids"   all_to_all "rows"      <- call 1 differs: both ranks raise, naming both
 
-Nobody waits for ever: a rank that fails ends the world for all, one that has returned is missed at once, ranks that
-wait for each other on several channels are found at once, and every wait ends at the time-out. Tensors are moved by the
-last to come, so an output is complete for everyone at the same time and the sum of an all-reduce is taken in the order
-of the ranks.
+No rank waits for ever. A failed rank ends the world for all ranks. A rank that has returned and a cycle of waits over
+several channels are detected at once. Every wait ends at the time-out. The last rank to arrive copies the tensors, so
+an output is complete on all ranks at the same time, and an all-reduce adds in the order of the ranks.
 
-Virtual ranks train with CPU tensors: autograd runs the backward of CPU tensors on the thread that called it, and that
-of GPU tensors on one thread per device, where a rank that waits would stop the others. Forward passes may use GPU
-tensors: events order the streams on which ranks call and on which the last rank copies.
+Virtual ranks train with CPU tensors. Autograd runs the backward of CPU tensors on the thread that called it. It runs
+that of GPU tensors on one thread per device, where a waiting rank would block the others. Forward passes may use GPU
+tensors: events order the streams of the calling ranks and of the rank that copies.
 
 Legend: W ranks.
 """
@@ -39,11 +38,11 @@ from tilerec.errors import CommsError, ConfigError
 
 @final
 class ThreadWorld:
-    """W virtual ranks. `world.group(rank)` is what the thread of that rank talks through.
+    """W virtual ranks. The thread of a rank communicates through `world.group(rank)`.
 
     Args:
-        size: ranks, W >= 1.
-        timeout_s: how long a rank waits for its peers, in seconds.
+        size: number of ranks, W >= 1.
+        timeout_s: maximum time that a rank waits for its peers, in seconds.
 
     Any thread may use any rank's group, one thread at a time.
     """
@@ -51,29 +50,29 @@ class ThreadWorld:
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         if size < 1 or not timeout_s > 0:
             raise ConfigError(
-                f"ThreadWorld: size {size}, timeout_s {timeout_s}; wanted at least one rank and a positive time."
+                f"ThreadWorld: got size {size}, timeout_s {timeout_s}; expected at least one rank and a positive time."
             )
         self.size = size
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        # The failure that ended the world: the rank to blame (None: several), what to say, the original error.
+        # The failure that ended the world: its text, and the original error if there is one.
         self._failure: tuple[str, BaseException | None] | None = None
-        self._left: set[int] = set()
-        # Ranks that wait: in which call, and for which ranks.
+        self._returned: set[int] = set()
+        # Per waiting rank: title of its call, and a function that returns the ranks for which it waits.
         self._waits: dict[int, tuple[str, Callable[[], list[int]]]] = {}
-        # What each rank did last, for messages.
+        # The last call of each rank, for messages.
         self._last = ["nothing yet"] * size
         main = _Channel("main", tuple(range(size)))
         self._groups = [ThreadGroup(self, main, rank, Traffic(rank, size)) for rank in range(size)]
 
     def group(self, rank: int) -> ThreadGroup:
-        """The group as that rank sees it."""
+        """Return the group object of that rank."""
         return self._groups[rank]
 
     def leave(self, rank: int) -> None:
-        """That rank has returned and makes no more calls: whoever waits for it is told at once."""
+        """Record that a rank has returned and makes no more calls; ranks that wait for it raise at once."""
         with self._changed:
-            self._left.add(rank)
+            self._returned.add(rank)
             self._changed.notify_all()
 
     # -- for the groups, under the lock ------------------------------------------------------------------------
@@ -83,35 +82,41 @@ class ThreadWorld:
             self._failure = (text, error)
         self._changed.notify_all()
 
-    def _raise_if_failed(self, what: str) -> None:
+    def _raise_if_failed(self, where: str) -> None:
         if self._failure is not None:
             text, cause = self._failure
-            raise CommsError(f"{what}: {text}") from cause
+            raise CommsError(f"{where}: {text}") from cause
 
     def _waits_for(self, rank: int) -> list[int]:
         return self._waits[rank][1]() if rank in self._waits else []
 
     def _wait(
-        self, rank: int, title: str, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]
+        self, rank: int, title: str, where: str, done: Callable[[], bool], missing: Callable[[], list[int]]
     ) -> None:
-        """Return when `done`; raise when the world has failed, a missing rank has left or waits for this one, or the
-        time is over.
+        """Return when `done()`.
+
+        Raise if the world has failed, if a missing rank has left or waits for this rank, or at the time-out.
         """
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
             self._waits[rank] = title, missing
             try:
-                self._wait_locked(rank, what, done, missing, deadline)
+                self._wait_locked(rank, where, done, missing, deadline)
             finally:
                 del self._waits[rank]
 
     def _wait_locked(
-        self, own: int, what: str, done: Callable[[], bool], missing: Callable[[], list[int]], deadline: float
+        self,
+        own: int,
+        where: str,
+        done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        deadline: float,
     ) -> None:
         while not done():
-            self._raise_if_failed(what)
+            self._raise_if_failed(where)
             ranks = missing()
-            gone = [rank for rank in ranks if rank in self._left]
+            gone = [rank for rank in ranks if rank in self._returned]
             if gone:
                 self._fail(
                     f"rank {gone[0]} has returned without this call; its last was {self._last[gone[0]]}. Every "
@@ -127,7 +132,7 @@ class ThreadWorld:
                 late = "; ".join(f"rank {rank} was last in {self._last[rank]}" for rank in ranks[:8])
                 self._fail(
                     f"{len(ranks)} of {self.size} ranks did not come within {self.timeout_s:g} s: {late}. Every "
-                    f"rank makes the same calls in the same order; look what those ranks are doing."
+                    f"rank makes the same calls in the same order; check those ranks."
                 )
                 continue
             self._changed.wait(rest)
@@ -135,7 +140,7 @@ class ThreadWorld:
 
 @final
 class ThreadGroup(Group):
-    """The group of one virtual rank; made by `ThreadWorld`."""
+    """The group of one virtual rank, created by `ThreadWorld`."""
 
     def __init__(self, world: ThreadWorld, channel: _Channel, rank: int, traffic: Traffic) -> None:
         super().__init__(rank, len(channel.ranks), traffic)
@@ -156,7 +161,7 @@ class ThreadGroup(Group):
             world._fail(f"rank {rank} failed with {type(error).__name__}: {error}", error)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: a channel of threads holds no resources."""
 
     def _all_to_all(
         self,
@@ -165,35 +170,39 @@ class ThreadGroup(Group):
         input: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-    ) -> _Outcome:
+    ) -> _CallHandle:
         share = (output, input, tuple(output_splits), tuple(input_splits))
         return self._call("all_to_all", name, share, _move_parts, output)
 
-    def _all_reduce_(self, name: str, tensor: Tensor) -> _Outcome:
+    def _all_reduce_(self, name: str, tensor: Tensor) -> _CallHandle:
         return self._call("all_reduce", name, tensor, _sum_in_place, tensor)
 
-    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _Letters:
+    def _exchange(
+        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
+    ) -> _ExchangeHandle:
         world, channel = self._world, self._channel
-        what = self._describe(f"exchange '{name}'")
-        letters = []
+        where = self._describe(f"exchange '{name}'")
+        messages = []
         with world._changed:
-            world._raise_if_failed(what)
+            world._raise_if_failed(where)
             world._last[channel.ranks[self.rank]] = f"exchange '{name}'"
             for peer, tensor in sends.items():
-                letters.append(channel.post(world, name, self.rank, peer, "sends", tensor))
+                messages.append(channel.post(world, name, self.rank, peer, "sends", tensor))
             for peer, tensor in receives.items():
-                letters.append(channel.post(world, name, peer, self.rank, "wants", tensor))
-            world._raise_if_failed(what)
-        return _Letters(world, f"exchange '{name}'", what, letters, channel.ranks, self.rank)
+                messages.append(channel.post(world, name, peer, self.rank, "wants", tensor))
+            world._raise_if_failed(where)
+        return _ExchangeHandle(world, f"exchange '{name}'", where, messages, channel.ranks, self.rank)
 
-    def _call(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _Outcome:
-        """Bring this rank's share to its next call; the last to come finishes it."""
+    def _call(
+        self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None
+    ) -> _CallHandle:
+        """Add this rank's share to its next call; the last rank to arrive finishes the call."""
         world, channel = self._world, self._channel
         title = f"{kind} '{name}'"
         with world._changed:
             number, self._calls = self._calls, self._calls + 1
-            what = self._describe(title)
-            world._raise_if_failed(what)
+            where = self._describe(title)
+            world._raise_if_failed(where)
             world._last[channel.ranks[self.rank]] = f"{title} (call {number} of channel '{channel.name}')"
             call = channel.calls.setdefault(number, _Call(title, self.rank, len(channel.ranks)))
             if call.title != title:
@@ -202,54 +211,54 @@ class ThreadGroup(Group):
                     f"call {number} of channel '{channel.name}' differs: rank {theirs} is in {call.title}, rank {ours} "
                     f"in {title}. Every rank makes the same calls in the same order."
                 )
-                world._raise_if_failed(what)
+                world._raise_if_failed(where)
             call.shares[self.rank] = share
             call.ready.append(_recorded(output))
-            call.came += 1
-            if call.came == len(channel.ranks):
+            call.arrived += 1
+            if call.arrived == len(channel.ranks):
                 del channel.calls[number]
                 for event in call.ready:
-                    _await(event)
+                    _wait_for_event(event)
                 refusal, call.result = finish(channel, call.shares)
                 call.moved = _recorded(output)
                 if refusal:
                     world._fail(f"{title}: {refusal}")
-                    world._raise_if_failed(what)
+                    world._raise_if_failed(where)
                 call.done = True
                 world._changed.notify_all()
-        return _Outcome(world, title, what, call, channel.ranks, self.rank, output)
+        return _CallHandle(world, title, where, call, channel.ranks, self.rank, output)
 
     def _begin(self, operation: str) -> None:
-        self._call("operation", operation, None, _met, None).result()
+        self._call("operation", operation, None, _finish_begin, None).result()
 
     def _describe(self, title: str) -> str:
         return f"{title} on rank {self._channel.ranks[self.rank]}"
 
 
 class _Absent:
-    """The share of a rank that has not come yet."""
+    """Placeholder for the share of a rank that has not arrived yet."""
 
 
 _ABSENT = _Absent()
 
 
 class _Call:
-    """One call under way: the share of each rank that has come."""
+    """One call in progress: the shares of the ranks that have arrived."""
 
     def __init__(self, title: str, first: int, size: int) -> None:
         self.title = title
         self.first = first
         self.shares: list[object] = [_ABSENT] * size
-        # Events of GPU tensors: each rank's stream when it called, and the last rank's behind the copies.
+        # Events of GPU tensors: one on each rank's stream when it called, and one on the last rank's after the copies.
         self.ready: list[torch.cuda.Event | None] = []
         self.moved: torch.cuda.Event | None = None
-        self.came = 0
+        self.arrived = 0
         self.done = False
         self.result: object = None
 
 
 class _Post:
-    """One message, of which the sender, the receiver or both have come."""
+    """One message whose sender, receiver or both have arrived."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -259,19 +268,19 @@ class _Post:
 
 
 class _Channel:
-    """Ranks (numbers in the world) whose calls are matched."""
+    """Ranks whose calls are matched; `ranks` are their numbers in the world."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
         self.ranks = ranks
         self.calls: dict[int, _Call] = {}
-        # Messages that wait for their other side, oldest first.
+        # Messages that wait for their other side, oldest first, by (name, source, target).
         self.posts: dict[tuple[str, int, int], list[_Post]] = {}
 
     def post(
         self, world: ThreadWorld, name: str, source: int, target: int, verb: str, tensor: Tensor
     ) -> tuple[int, _Post]:
-        """Bring one side of a message; the second to come moves it. Gives back the peer and the message."""
+        """Post one side of a message; the second side to arrive copies it. Return the peer and the message."""
         peer = target if verb == "sends" else source
         queue = self.posts.setdefault((name, source, target), [])
         waiting = next((post for post in queue if verb not in post.tensors), None)
@@ -286,10 +295,10 @@ class _Channel:
             if sent.numel() != wanted.numel() or sent.dtype != wanted.dtype:
                 world._fail(
                     f"exchange '{name}': rank {self.ranks[source]} sends {sent.numel()} {_short(sent.dtype)} to rank "
-                    f"{self.ranks[target]}, which wants {wanted.numel()} {_short(wanted.dtype)}."
+                    f"{self.ranks[target]}, which expects {wanted.numel()} {_short(wanted.dtype)}."
                 )
                 return peer, waiting
-            _await(waiting.ready)
+            _wait_for_event(waiting.ready)
             with torch.no_grad():
                 wanted.copy_(sent)
             waiting.moved = _recorded(tensor)
@@ -298,20 +307,20 @@ class _Channel:
         return peer, waiting
 
 
-# What the last to come does with everybody's shares: a reason to refuse ("" for none), and the call's result.
+# Function by which the last rank to arrive processes all shares; returns a reason to fail ("" for none) and the result.
 Finish = Callable[[_Channel, list[object]], tuple[str, object]]
 
 
 @final
-class _Outcome:
+class _CallHandle:
     """The handle of a call."""
 
     def __init__(
-        self, world: ThreadWorld, title: str, what: str, call: _Call, ranks: tuple[int, ...], place: int,
+        self, world: ThreadWorld, title: str, where: str, call: _Call, ranks: tuple[int, ...], place: int,
         output: Tensor | None,
     ) -> None:  # fmt: skip
         self._world = world
-        self._title, self._what = title, what
+        self._title, self._where = title, where
         self._rank = ranks[place]
         self._call = call
         self._ranks = ranks
@@ -320,12 +329,12 @@ class _Outcome:
     def result(self) -> object:
         call = self._call
         if not call.done:
-            self._world._wait(self._rank, self._title, self._what, lambda: call.done, self._missing)
+            self._world._wait(self._rank, self._title, self._where, lambda: call.done, self._missing)
         return call.result
 
     def wait(self) -> Tensor:
         self.result()
-        _await(self._call.moved)
+        _wait_for_event(self._call.moved)
         assert self._output is not None, "only calls with an output tensor are handed out"
         return self._output
 
@@ -334,37 +343,37 @@ class _Outcome:
 
 
 @final
-class _Letters:
+class _ExchangeHandle:
     """The pending messages of one exchange."""
 
     def __init__(
-        self, world: ThreadWorld, title: str, what: str, letters: list[tuple[int, _Post]], ranks: tuple[int, ...],
+        self, world: ThreadWorld, title: str, where: str, messages: list[tuple[int, _Post]], ranks: tuple[int, ...],
         place: int,
     ) -> None:  # fmt: skip
         self._world = world
-        self._title, self._what = title, what
+        self._title, self._where = title, where
         self._rank = ranks[place]
-        self._letters = letters
+        self._messages = messages
         self._ranks = ranks
 
     def wait(self) -> None:
-        if not all(post.done for _, post in self._letters):
+        if not all(post.done for _, post in self._messages):
             self._world._wait(
                 self._rank,
                 self._title,
-                self._what,
-                lambda: all(post.done for _, post in self._letters),
+                self._where,
+                lambda: all(post.done for _, post in self._messages),
                 self._missing,
             )
-        for _, post in self._letters:
-            _await(post.moved)
+        for _, post in self._messages:
+            _wait_for_event(post.moved)
 
     def _missing(self) -> list[int]:
-        return sorted({self._ranks[peer] for peer, post in self._letters if not post.done})
+        return sorted({self._ranks[peer] for peer, post in self._messages if not post.done})
 
 
 def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
-    """An event behind the current stream's work on the tensor's GPU; None for CPU tensors."""
+    """Record an event on the current stream of the tensor's GPU and return it; None for CPU tensors."""
     return (
         torch.cuda.current_stream(tensor.device).record_event()
         if tensor is not None and tensor.is_cuda
@@ -372,26 +381,26 @@ def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
     )
 
 
-def _await(event: torch.cuda.Event | None) -> None:
+def _wait_for_event(event: torch.cuda.Event | None) -> None:
     """Make the current stream wait for the event."""
     if event is not None:
         event.wait()
 
 
-def _met(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """begin: all ranks are here."""
+def _finish_begin(channel: _Channel, shares: list[object]) -> tuple[str, object]:
+    """Finish `begin`: all ranks have arrived."""
     return "", None
 
 
 def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """all_to_all: output part p of rank r is input part r of rank p."""
+    """Finish `all_to_all`: output part p of rank r is input part r of rank p."""
     sides: list[tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]] = shares  # type: ignore[assignment]
     for source, (_, sent, _, input_splits) in enumerate(sides):
         for target, (wanted, _, output_splits, _) in enumerate(sides):
             if input_splits[target] != output_splits[source] or sent.dtype != wanted.dtype:
                 return (
                     f"rank {channel.ranks[source]} sends {input_splits[target]} {_short(sent.dtype)} to rank "
-                    f"{channel.ranks[target]}, which wants {output_splits[source]} {_short(wanted.dtype)}.",
+                    f"{channel.ranks[target]}, which expects {output_splits[source]} {_short(wanted.dtype)}.",
                     None,
                 )
     with torch.no_grad():
@@ -404,14 +413,14 @@ def _move_parts(channel: _Channel, shares: list[object]) -> tuple[str, object]:
 
 
 def _sum_in_place(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """all_reduce: the same sum for everyone, in the order of the ranks."""
+    """Finish `all_reduce`: write the sum, taken in the order of the ranks, to every rank's tensor."""
     tensors: list[Tensor] = shares  # type: ignore[assignment]
     first = tensors[0]
     for rank, tensor in zip(channel.ranks, tensors, strict=True):
         if tensor.numel() != first.numel() or tensor.dtype != first.dtype:
             return (
                 f"rank {channel.ranks[0]} has {first.numel()} {_short(first.dtype)}, rank {rank} has "
-                f"{tensor.numel()} {_short(tensor.dtype)}; a sum wants tensors that are alike.",
+                f"{tensor.numel()} {_short(tensor.dtype)}; expected tensors of one size and dtype.",
                 None,
             )
     with torch.no_grad():
@@ -424,7 +433,7 @@ def _sum_in_place(channel: _Channel, shares: list[object]) -> tuple[str, object]
 
 
 def _open_channels(channel: _Channel, shares: list[object]) -> tuple[str, object]:
-    """partition: one channel per part."""
+    """Finish `partition`: open one channel per part."""
     for rank, share in zip(channel.ranks, shares, strict=True):
         if share != shares[0]:
             return (

@@ -1,7 +1,7 @@
-"""`Traffic`: the bytes that a rank sent, by what they carried and to whom.
+"""`Traffic`: the bytes that a rank sent, by name of the call and receiving rank.
 
-What a rank sends to itself does not travel and is not counted. An all-reduce is counted as the ring that moves
-the fewest bytes: see `record_ring`. Start-up checks (`all_gather_object`, `barrier`) are not counted.
+Messages from a rank to itself are not counted. An all-reduce is counted as the ring that sends the fewest bytes: see
+`record_ring`. Start-up checks (`all_gather_object`, `barrier`) are not counted.
 
 Legend: W ranks.
 """
@@ -19,9 +19,9 @@ from tilerec.errors import ConfigError
 class Sent(NamedTuple):
     """One line of the table.
 
-    name: what the calls carried.
-    calls: how often.
-    bytes: to each rank, [W]; 0 for the rank itself.
+    name: name of the calls.
+    calls: number of calls.
+    bytes: bytes sent to each rank, [W]; 0 for the rank itself.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Sent(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes to all other ranks."""
+        """Bytes sent to all other ranks."""
         return sum(self.bytes)
 
 
 class _Counts:
-    """The running sums behind every `Traffic` of one rank: one group's channels and parts write here."""
+    """Running sums shared by every `Traffic` of one rank: the channels and parts of one group add to them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,7 +43,7 @@ class _Counts:
         self.bytes: dict[str, list[int]] = {}
 
     def line(self, name: str) -> list[int]:
-        """The bytes of a name, to be added to; counts the call."""
+        """Count a call of this name and return its bytes per rank, to which the caller adds."""
         self.calls[name] = self.calls.get(name, 0) + 1
         line = self.bytes.get(name)
         if line is None:
@@ -53,7 +53,7 @@ class _Counts:
 
 @final
 class Traffic:
-    """What one rank of W sent since the last `reset`.
+    """The bytes that one rank of W sent since the last `reset`.
 
     Worked example: rank 0 of 2 sends 3 and 4 int32 to ranks 0 and 1 under "ids", twice; `table()` is
     `[Sent("ids", calls=2, bytes=(0, 32))]`.
@@ -69,7 +69,7 @@ class Traffic:
         self._whole = True
 
     def part(self, ranks: Sequence[int]) -> Traffic:
-        """A view for a group of some of the ranks (numbered anew in that order); it adds to the same sums."""
+        """Return a view for a group of some of the ranks, numbered in that order from 0; it adds to the same sums."""
         view = Traffic(ranks.index(self.rank), len(ranks))
         view._counts = self._counts
         view._ranks = tuple(self._ranks[rank] for rank in ranks)
@@ -88,17 +88,17 @@ class Traffic:
         line[own] = 0
 
     def record_to(self, name: str, bytes_by_rank: Mapping[int, int]) -> None:
-        """Count a call that sent some ranks that many bytes."""
+        """Count a call that sent `bytes_by_rank[p]` bytes to each rank p."""
         line = self._counts.line(name)
         for rank, count in bytes_by_rank.items():
             if rank != self.rank:
                 line[self._ranks[rank]] += count
 
     def record_ring(self, name: str, elements: int, element_size: int) -> None:
-        """Count a sum over all ranks as a ring: a rank passes chunks to the next rank, W - 1 of W of them, twice.
+        """Count a sum over all ranks as a ring: a rank sends W - 1 of W chunks to the next rank, twice.
 
-        Chunks are even, the first `elements % W` one longer. In the first round rank r passes all chunks but r + 1, in
-        the second all but r + 2 (mod W); the ranks together send 2 (W - 1) elements per element.
+        Chunks are of equal size; the first `elements % W` are one element longer. In the first round rank r sends all
+        chunks but r + 1, in the second all but r + 2 (mod W). All ranks together send 2 (W - 1) elements per element.
         """
         line = self._counts.line(name)
         size = self.size
@@ -109,7 +109,7 @@ class Traffic:
         line[self._ranks[(self.rank + 1) % size]] += (2 * elements - kept) * element_size
 
     def table(self) -> list[Sent]:
-        """One line per name, in the order of their first call."""
+        """Return one line per name, in the order of their first calls."""
         return [
             Sent(name, self._counts.calls[name], tuple(line)) for name, line in self._counts.bytes.items()
         ]
@@ -118,17 +118,17 @@ class Traffic:
         return iter(self.table())
 
     def __getitem__(self, name: str) -> Sent:
-        """The line of a name; no calls and no bytes if there was none."""
+        """Return the line of a name; zero calls and bytes if there was no call."""
         counts = self._counts
         line = counts.bytes.get(name, [0] * counts.size)
         return Sent(name, counts.calls.get(name, 0), tuple(line))
 
     def total(self) -> int:
-        """Bytes to all other ranks under all names."""
+        """Return the bytes sent to all other ranks under all names."""
         return sum(map(sum, self._counts.bytes.values()))
 
     def between(self, hosts: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Bytes that leave this rank's host, by name, given the ranks of each host (`Topology.hosts`)."""
+        """Return the bytes sent to other hosts, by name, given the ranks of each host (`Topology.hosts`)."""
         own = self._ranks[self.rank]
         homes = [host for host in hosts if own in host]
         if len(homes) != 1 or sorted(rank for host in hosts for rank in host) != list(
@@ -145,7 +145,7 @@ class Traffic:
         }
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
+        """Set all counts to zero."""
         self._counts.calls.clear()
         self._counts.bytes.clear()
 

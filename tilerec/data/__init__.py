@@ -1,4 +1,4 @@
-"""Batches and where they come from."""
+"""Batches, data sets, and statistics of their ids."""
 
 from tilerec.data.batch import Batch
 from tilerec.data.criteo import Criteo

@@ -1,4 +1,4 @@
-"""`Batch`: what one training step reads.
+"""`Batch`: the input of one training step.
 
 Legend: B samples, I dense features, F sparse features.
 """
@@ -17,8 +17,8 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 class Batch:
     """One batch of samples: dense numbers, sparse ids and labels.
 
-    A plain mutable record, so that a pipeline may put a routed object in the place of `sparse_features` before the
-    model sees the batch.
+    A plain mutable record, so that a pipeline may replace `sparse_features` by a routed object before the model reads
+    the batch.
 
     Attributes:
         dense_features: float [B, I]; I may be 0.
@@ -31,7 +31,7 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on `device`; fields already there are shared, not copied."""
+        """Return the batch on `device`; fields already there are shared, not copied."""
         target = torch.device(device)
         return Batch(
             dense_features=self.dense_features.to(target, non_blocking=non_blocking),
@@ -40,7 +40,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked host memory, from which a copy to a GPU can overlap with other work."""
+        """Return the batch in pinned host memory, from which a copy to a GPU can overlap with other work."""
         return Batch(
             dense_features=self.dense_features.pin_memory(),
             sparse_features=self.sparse_features.pin_memory(),
@@ -48,12 +48,12 @@ class Batch:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that `stream` still reads these tensors, so their memory is not reused under it."""
+        """Mark the tensors as read by `stream`, so the allocator does not reuse their memory before it is done."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
 
     @property
     def batch_size(self) -> int:
-        """B, read from the labels."""
+        """B, the length of the labels."""
         return int(self.labels.shape[0])

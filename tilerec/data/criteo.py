@@ -1,13 +1,13 @@
 """The Criteo display-advertising (Kaggle) format: 13 counts, 26 hashed categories, click or no click.
 
-Two layouts are read, told apart by the first line; either may be gzipped:
-    CSV   header `Id,Label,I1,…,I13,C1,…,C26` (order and further columns are free)
+Two layouts are recognised by their first line; either may be gzipped:
+    CSV   header `Id,Label,I1,…,I13,C1,…,C26` (in any order, with any further columns)
     TSV   no header: label, I1 … I13, C1 … C26, separated by tabs
 
     label      1 for a click
     dense      I1 … I13 as sign(x) log(1 + |x|), which for counts is log(1 + x); a missing count is 0
     sparse     C1 … C26, one id each: row `hash_rows(text)` in [1, num_rows); a missing category has row 0
-    held out   every `held_out_every`-th good row
+    held out   every `held_out_every`-th well-formed row
 
 Legend: n rows of a block, B samples.
 """
@@ -51,14 +51,14 @@ class Criteo(Dataset):
         num_rows: rows of each category's table; one number for all, or 26.
         missing: "row" gives a missing category row 0 of its table, so its vector is learned; "empty" gives it no id,
             so its pooled vector is zero and values hash to [0, num_rows).
-        held_out_every: k; of every k good rows the last is held out.
+        held_out_every: k; the last of every k well-formed rows is held out.
         on_bad_row: "error", or "skip" to leave malformed lines out and count them.
-        seed: of the order of the training part, which differs from epoch to epoch.
-        shuffle_window: rows shuffled among themselves; see `batched`.
-        block_bytes: text read at a time.
+        seed: seed of the order of the training part, which differs from epoch to epoch.
+        shuffle_window: number of rows shuffled together; see `batched`.
+        block_bytes: bytes of text read at a time.
 
     Raises:
-        InputError: no such file, no rows, a malformed line.
+        InputError: the file does not exist, has no rows, or has a malformed line.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Criteo(Dataset):
         sizes = (num_rows,) * len(SPARSE) if isinstance(num_rows, int) else tuple(num_rows)
         if len(sizes) != len(SPARSE):
             raise ConfigError(
-                f"num_rows has {len(sizes)} numbers; give one, or one for each of {len(SPARSE)} columns."
+                f"num_rows has {len(sizes)} numbers; expected one, or one for each of {len(SPARSE)} columns."
             )
         if missing not in ("row", "empty"):
             raise ConfigError(f"missing is {missing!r}; use 'row' or 'empty'.")
@@ -85,7 +85,9 @@ class Criteo(Dataset):
             if size <= self._first_row:
                 raise ConfigError(f"num_rows of {name!r} is {size}; it must be above {self._first_row}.")
         if held_out_every < 2:
-            raise ConfigError(f"held_out_every is {held_out_every}; 2 or more leaves rows to learn from.")
+            raise ConfigError(
+                f"held_out_every is {held_out_every}; expected 2 or more, so training has rows."
+            )
         self._features = tuple(SparseFeature(name, size) for name, size in zip(SPARSE, sizes, strict=True))
         self._held_out_every = held_out_every
         self._seed = seed
@@ -134,7 +136,7 @@ class Criteo(Dataset):
             if len(chosen_n):
                 yield tuple(part[chosen_n] for part in self._columns(block))
         if not count.rows:
-            raise InputError(f"{self._file.path}: there are no rows in it; give a file in the Criteo format.")
+            raise InputError(f"{self._file.path}: there are no rows in it; pass a file in the Criteo format.")
         self._count = count
 
     def _columns(self, block: Block) -> Rows:
@@ -151,7 +153,7 @@ class Criteo(Dataset):
 
 
 def _has_header(path: Path) -> bool:
-    """Whether the first line holds names; a headerless file begins with a label and a tab."""
+    """Return True if the first line holds column names; a headerless file begins with a label and a tab."""
     try:
         with path.open("rb") as stream:
             zipped = stream.read(2) == b"\x1f\x8b"
@@ -159,7 +161,7 @@ def _has_header(path: Path) -> bool:
             start = stream.read(1 << 10)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(
-            f"{path}: the compressed data is damaged from its start ({error}); fetch it again."
+            f"{path}: the compressed data is damaged from its start ({error}); download the file again."
         ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path.") from error

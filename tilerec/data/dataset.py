@@ -1,4 +1,4 @@
-"""What the train loop asks of data: batches to learn from, batches held out, and what the columns are."""
+"""Interface of data sets for the train loop: training batches, held-out batches, and the columns."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tilerec.data.delimited import RowCount
 
 @dataclass(frozen=True)
 class SparseFeature:
-    """A key of the batch's sparse features, and how many table rows its ids may name: they lie in [0, num_rows)."""
+    """A key of the batch's sparse features, and the number of rows of its table: ids are in [0, num_rows)."""
 
     name: str
     num_rows: int
 
 
 class Dataset(ABC):
-    """Samples with labels, split into a part to learn from and a part held out.
+    """Samples with labels, split into a training part and a held-out part.
 
-    The same arguments give the same batches. Iterators hold bounded memory.
+    Equal arguments give equal batches. Iterators use bounded memory.
     """
 
     @property
@@ -38,19 +38,19 @@ class Dataset(ABC):
 
     @abstractmethod
     def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
-        """One pass over the part to learn from. The last batch may be smaller; none is empty."""
+        """Yield the batches of one pass over the training part. The last batch may be smaller; none is empty."""
 
     @abstractmethod
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """One pass over the part held out, always in the same order."""
+        """Yield the batches of one pass over the held-out part, always in the same order."""
 
     @abstractmethod
     def best_predictions(self) -> torch.Tensor | None:
-        """float64 [held-out samples]: the true probabilities of the held-out labels, in order; None if unknown.
+        """Return the true probabilities of the held-out labels, in order, float64 [held-out samples]; None if unknown.
 
-        No model ranks better than these on average, so their AUC and log loss are the best reachable ones.
+        No model predicts better than these on average, so their AUC and log loss are the best possible.
         """
 
     @abstractmethod
     def row_count(self) -> RowCount:
-        """Rows read and bad rows left out in the latest whole pass over the source."""
+        """Return the rows read and the bad rows left out in the last complete pass over the source."""

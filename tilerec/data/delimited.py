@@ -1,13 +1,13 @@
-"""Reading delimited text (CSV, TSV; plain or gzip) in blocks, with errors that name the line and the column.
+"""Reader of delimited text (CSV, TSV; plain or gzip) in blocks, with errors that name the line and the column.
 
 Glossary
-    block    a run of whole lines, at most about `block_bytes` long; memory holds one block at a time
-    column   a name, a kind and the values it allows
-    bad row  a line with too few or too many columns, with a value its column does not allow, or of too many bytes
+    block    consecutive whole lines, at most about `block_bytes` long; memory holds one block at a time
+    column   a name, a kind and the allowed values
+    bad row  a line with too few or too many columns, with a value that its column does not allow, or of too many bytes
 
-Each block is parsed by Arrow. A block Arrow refuses, or whose values break a column's bounds, is read again line by
-line, which finds the bad row and says what is wrong with it; the two paths give the same rows for a block without bad
-rows. Quotes have no meaning: a line ends at a newline, whatever stands in it.
+Arrow parses each block. If Arrow rejects a block, or a value is outside its column's bounds, a second parser reads the
+block line by line, and its errors describe the bad row. Both parsers give the same rows for a block without bad rows.
+Quotes have no meaning: a line ends at every newline.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tilerec.errors import ConfigError, InputError
 OnBadRow = Literal["error", "skip"]
 
 _INTEGER = re.compile(rb"[ \t]*-?[0-9]+[ \t]*")
-# No two parts that match the same bytes stand side by side: the time is in proportion to the length of a field.
+# No two adjacent parts match the same bytes, so the time is linear in the length of a field.
 _NUMBER = re.compile(rb"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
 _SHOWN_BYTES = 80
 _KEPT_EXAMPLES = 5
 
 
 class ColumnKind(Enum):
-    """How the text of a column is read."""
+    """Type of a column's values."""
 
     INTEGER = "an integer"
     NUMBER = "a number"
@@ -51,10 +51,10 @@ class Column:
     """One column to read.
 
     Attributes:
-        name: its name in the header, or the name to give it where there is none.
-        kind: how its text is read.
+        name: its name in the header; without a header, its name in blocks.
+        kind: type of its values.
         optional: an empty field is a missing value instead of a bad row. Empty text is never a bad row.
-        low, high: inclusive bounds on the values of integers and numbers.
+        low, high: inclusive bounds of integers and numbers.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Column:
 
     @property
     def wanted(self) -> str:
-        """What a field of this column must be, for messages."""
+        """Description of the allowed values, for messages."""
         text = self.kind.value
         if self.low is not None and self.high is not None:
             text += f" in [{self.low:g}, {self.high:g}]"
@@ -83,7 +83,7 @@ class Block:
     Attributes:
         lines: int64, the 1-based line number of every row.
         numbers: int64 or float64 values of each integer or number column; 0 where missing.
-        missing: which values of an optional integer or number column are missing.
+        missing: bool mask of the missing values of each optional integer or number column.
         texts: values of each text column as an Arrow binary array.
     """
 
@@ -98,9 +98,13 @@ class Block:
 
 @dataclass
 class RowCount:
-    """What one pass over a file met: good rows, bad rows left out, and what the first few of those were.
+    """Counts of one pass over a file.
 
-    `bytes_read` is how far into the file, as it is stored, the pass has come.
+    Attributes:
+        rows: good rows.
+        skipped: bad rows left out.
+        examples: error messages of the first few bad rows.
+        bytes_read: position of the pass in the stored (possibly compressed) file.
     """
 
     rows: int = 0
@@ -119,13 +123,13 @@ class DelimitedFile:
 
     Args:
         path: the file; gzip is recognised by its first bytes, not by its name.
-        columns: the columns to read. With a header they may stand in any order among others; without one they are all
-            the columns there are, in order.
+        columns: the columns to read. With a header they may be in any order among others. Without one they must be all
+            columns of the file, in order.
         delimiter: one character.
-        header: whether line 1 names the columns.
+        header: True if line 1 names the columns.
         on_bad_row: "error" raises `InputError` at the first bad row; "skip" leaves bad rows out and counts them.
-        block_bytes: how much text to hold at a time.
-        max_line_bytes: a longer line is a bad row, wherever in a block it stands. Of the bytes beyond, none are held.
+        block_bytes: bytes of text held at a time.
+        max_line_bytes: a longer line is a bad row, anywhere in a block. The bytes beyond are not held in memory.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class DelimitedFile:
         self._max_line_bytes = max_line_bytes
 
     def blocks(self, count: RowCount | None = None) -> Iterator[Block]:
-        """One pass over the file, block by block; `count` is filled in while the pass goes on."""
+        """Yield the blocks of one pass over the file; `count` is updated during the pass."""
         counted = RowCount() if count is None else count
         layout: tuple[str, ...] | None = None
         if not self._header:
@@ -174,18 +178,22 @@ class DelimitedFile:
             if len(block):
                 yield block
         if layout is None:
-            raise InputError(f"{self.path}: the file is empty; wanted a header line naming {self._names()}.")
+            raise InputError(
+                f"{self.path}: the file is empty; expected a header line naming {self._names()}."
+            )
 
     # Lines -----------------------------------------------------------------------------------------------------
 
     def _texts(self, count: RowCount) -> Iterator[tuple[int, bytes]]:
-        """(number of the first line, whole lines) until the end of the file; of a line that is too long, its start."""
+        """Yield (number of the first line, whole lines) to the end of the file; of a too long line, only its start."""
         line = 1
         rest = b""
-        most = self._max_line_bytes + 2  # one byte too many, though the last be a carriage return
+        most = self._max_line_bytes + 2  # one byte too many even if the last is a carriage return
         with self._open() as stream:
             while chunk := self._chunk(stream, line):
-                count.bytes_read = stream.stored_place() if isinstance(stream, _Gzip) else stream.tell()
+                count.bytes_read = (
+                    stream.compressed_position() if isinstance(stream, _Gzip) else stream.tell()
+                )
                 if line == 1 and not rest:
                     chunk = chunk.removeprefix(b"\xef\xbb\xbf")
                 if len(rest) == most:
@@ -201,12 +209,12 @@ class DelimitedFile:
                     rest += chunk
                 rest = rest[:most]
                 if len(rest) == most and not self._skip:
-                    break  # the error needs no more of it
+                    break  # the error needs only the start of the line
         if rest:
             yield line, rest
 
     def _has_long_line(self, text: bytes) -> bool:
-        """Whether a line is longer than allowed. Looks at one place per `max_line_bytes`, not at each line."""
+        """Return True if a line is longer than allowed. Checks one position per `max_line_bytes`, not each line."""
         start = 0
         while len(text) - start > self._max_line_bytes:
             end = text.rfind(b"\n", start, start + self._max_line_bytes + 1)
@@ -216,10 +224,10 @@ class DelimitedFile:
         return False
 
     def _chunk(self, stream: BinaryIO | _Gzip, line: int) -> bytes:
-        """About `block_bytes` of text, empty at the end of the file; `line` is the number of the line it starts in."""
+        """Return about `block_bytes` of text, empty at the end of the file; `line` is the number of its first line."""
         parts: list[bytes] = []
         size = 0
-        # read1 gives what could be unpacked before damage, so that the error can name the line.
+        # read1 returns the bytes before damaged data, so that the error can name the line.
         while size < self._block_bytes:
             try:
                 part = stream.read1(self._block_bytes - size)  # type: ignore[union-attr]
@@ -227,7 +235,7 @@ class DelimitedFile:
                 line += sum(part.count(b"\n") for part in parts)
                 raise InputError(
                     f"{self.path}:{line}: the compressed data breaks off or is damaged in this line or after it"
-                    f" ({error}); fetch the file again."
+                    f" ({error}); download the file again."
                 ) from error
             if not part:
                 break
@@ -265,20 +273,20 @@ class DelimitedFile:
             near = difflib.get_close_matches(column.name, layout, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise InputError(
-                f"{self.path}:1: the header has no column {column.name!r}; it reads {_shown(line)}{hint}"
+                f"{self.path}:1: the header has no column {column.name!r}; got {_shown(line)}{hint}"
             )
         return layout
 
     # Blocks to rows --------------------------------------------------------------------------------------------
 
     def _parse_fast(self, first_line: int, text: bytes, layout: tuple[str, ...]) -> Block | None:
-        """The rows of a block without bad rows; None where Arrow or a bound finds one."""
+        """Return the rows of a block parsed by Arrow; None if Arrow or a bound detects a bad row."""
         if self._has_long_line(text):
             return None
         if any(column.kind is ColumnKind.INTEGER for column in self.columns) and (
             b"x" in text or b"X" in text
         ):
-            return None  # Arrow would read 0x1F as an integer
+            return None  # Arrow would accept 0x1F as an integer
         if len(layout) > 1 and (text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r\n" in text):
             return None  # Arrow would fill an empty line with empty columns
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
@@ -287,7 +295,7 @@ class DelimitedFile:
             ColumnKind.NUMBER: pa.float64(),
             ColumnKind.TEXT: pa.binary(),
         }
-        # Columns nobody asked for get names that cannot collide with those asked for.
+        # Columns outside `self.columns` get names that cannot collide with the names there.
         wanted = {column.name for column in self.columns}
         names = [name if name in wanted else f"\0{index}" for index, name in enumerate(layout)]
         try:
@@ -313,7 +321,7 @@ class DelimitedFile:
             )
         except pa.ArrowInvalid:
             return None
-        if table.num_rows != rows:  # Arrow also ends a line at a lone carriage return
+        if table.num_rows != rows:  # Arrow also ends a line at a carriage return without a newline
             return None
         numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
         missing: dict[str, npt.NDArray[np.bool_]] = {}
@@ -335,7 +343,7 @@ class DelimitedFile:
         return Block(np.arange(first_line, first_line + rows, dtype=np.int64), numbers, missing, texts)
 
     def _parse_lines(self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount) -> Block:
-        """The good rows of a block; a bad one raises, or is counted."""
+        """Return the good rows of a block parsed line by line; a bad row raises or is counted."""
         places = [(layout.index(column.name), column) for column in self.columns]
         kept: list[list[int | float | bytes | None]] = []
         numbers_of_lines: list[int] = []
@@ -379,19 +387,19 @@ class DelimitedFile:
             name = layout[len(fields)]
             raise InputError(
                 f"{self.path}:{number}: column {name!r} is missing: the line has {len(fields)} of {len(layout)} columns"
-                f" and reads {_shown(raw)}; {_NEXT_MOVE}"
+                f"; got {_shown(raw)}. {_NEXT_MOVE}"
             )
         if len(fields) > len(layout):
             raise InputError(
-                f"{self.path}:{number}: {_shown(fields[len(layout)])} stands after the last column {layout[-1]!r}: the"
-                f" line has {len(fields)} columns, wanted {len(layout)}; {_NEXT_MOVE}"
+                f"{self.path}:{number}: got {_shown(fields[len(layout)])} after the last column {layout[-1]!r}: the"
+                f" line has {len(fields)} columns; expected {len(layout)}. {_NEXT_MOVE}"
             )
         return [self._parse_field(number, fields[place], column) for place, column in places]
 
     def _too_long(self, number: int, start: bytes) -> InputError:
         return InputError(
             f"{self.path}:{number}: the line is longer than {self._max_line_bytes:,} bytes and begins"
-            f" {_shown(start[:_SHOWN_BYTES])}; wanted a line of a text file with columns {self._names()};"
+            f" {_shown(start[:_SHOWN_BYTES])}; expected a line of a text file with columns {self._names()}."
             f" {_NEXT_MOVE}"
         )
 
@@ -402,7 +410,7 @@ class DelimitedFile:
             return None
         value: int | float | None = None
         if column.kind is ColumnKind.INTEGER:
-            # 19 digits hold every int64; longer runs would only be slow to parse.
+            # Every int64 has at most 19 digits; longer texts would only be slow to parse.
             if _INTEGER.fullmatch(text) and len(text.strip()) <= 20 and -(2**63) <= int(text) < 2**63:
                 value = int(text)
         elif _NUMBER.fullmatch(text) and np.isfinite(float(text)):
@@ -410,29 +418,29 @@ class DelimitedFile:
         low_ok = value is not None and (column.low is None or value >= column.low)
         if value is None or not low_ok or (column.high is not None and value > column.high):
             raise InputError(
-                f"{self.path}:{number}: column {column.name!r} reads {_shown(text)}, wanted {column.wanted};"
+                f"{self.path}:{number}: column {column.name!r}: got {_shown(text)}; expected {column.wanted}."
                 f" {_NEXT_MOVE}"
             )
         return value
 
 
-_NEXT_MOVE = "mend the line, or set on_bad_row='skip' to leave such lines out and count them."
+_NEXT_MOVE = "Fix the line, or set on_bad_row='skip' to leave such lines out and count them."
 
 
 class _Gzip(gzip.GzipFile):
-    """A gzip stream that closes the file under it."""
+    """A gzip stream that also closes its underlying file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(fileobj=stream, mode="rb")
-        self._under = stream
+        self._compressed = stream
 
-    def stored_place(self) -> int:
-        """Bytes read of the file under it."""
-        return self._under.tell()
+    def compressed_position(self) -> int:
+        """Return the number of bytes read from the underlying file."""
+        return self._compressed.tell()
 
     def close(self) -> None:
         super().close()
-        self._under.close()
+        self._compressed.close()
 
 
 def _within(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], column: Column) -> bool:
@@ -443,7 +451,7 @@ def _within(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], column: Col
 
 
 def _shown(text: bytes) -> str:
-    """Bytes as a quoted string, cut to what fits a message."""
+    """Return bytes as a quoted string, truncated to `_SHOWN_BYTES`."""
     cut = text.rstrip(b"\r\n")
     shown = repr(cut[:_SHOWN_BYTES].decode("utf-8", "replace"))
     return shown if len(cut) <= _SHOWN_BYTES else f"{shown} … ({len(cut):,} bytes)"

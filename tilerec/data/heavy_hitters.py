@@ -1,12 +1,12 @@
 """The most frequent values of a stream, with bounds on their counts.
 
 The summary of Misra and Gries (Finding repeated elements, 1982), block by block as in Agarwal et al. (Mergeable
-summaries, 2012): a block's exact counts are added to the k counters; if more than k are left, the (k + 1)-th largest is
-subtracted from all, and those at 0 or below are dropped. What was subtracted so far is the `error`:
+summaries, 2012). A block's exact counts are added to the k counters. If more than k counters result, the (k + 1)-th
+largest count is subtracted from all, and counters at 0 or below are dropped. The sum of all subtractions is `error`:
 
     counted <= true count <= counted + error        error <= (values seen - sum of counters) / (k + 1)
 
-so every value with more than 1 / (k + 1) of the stream has a counter.
+So every value with more than 1 / (k + 1) of the stream has a counter.
 
 Legend: n distinct values of a block, k counters.
 """
@@ -25,10 +25,10 @@ class HeavyHitters:
     """Counters of the most frequent 64-bit keys.
 
     Args:
-        counters: k.
+        counters: k, the number of counters.
 
     Attributes:
-        error: no count is further below the truth than this.
+        error: maximum difference between the true count and the counted one.
 
     Worked example, k = 2: the block {a: 5, b: 3, c: 2} leaves {a: 3, b: 1} and error 2.
     """
@@ -42,7 +42,7 @@ class HeavyHitters:
         self.error = 0
 
     def add(self, keys_n: Keys, counts_n: Keys) -> None:
-        """A block's distinct keys, ascending, and how often each occurs in it."""
+        """Add a block: its distinct keys, ascending, and the count of each."""
         place_k = np.searchsorted(keys_n, self.keys)
         known_k = np.zeros(len(self.keys), np.bool_)
         if len(keys_n):
@@ -64,6 +64,6 @@ class HeavyHitters:
         self.keys, self.counts = keys[order], counts[order]
 
     def top(self, most: int) -> tuple[Keys, Keys]:
-        """Keys and counts, the most frequent first; equal counts by key."""
+        """Return up to `most` keys and counts, the most frequent first; equal counts by key."""
         order = np.lexsort((self.keys, -self.counts))[:most]
         return self.keys[order], self.counts[order]

@@ -1,9 +1,9 @@
-"""How many different values a stream holds, in a fixed number of bytes.
+"""Approximate number of distinct values of a stream, in a fixed number of bytes.
 
-HyperLogLog (Flajolet, Fusy, Gandouet, Meunier, 2007): a value's 64-bit hash names one of m = 2^p registers by its first
-p bits; a register keeps the largest number of leading zeros, plus one, that it saw among the q = 64 - p other bits.
-The count is read off the registers by Ertl's estimator (New cardinality estimation algorithms for HyperLogLog sketches,
-2017, arXiv:1702.01284), which needs no table of corrections and holds from 0 upwards. With C_k registers of value k:
+HyperLogLog (Flajolet, Fusy, Gandouet, Meunier, 2007): the first p bits of a value's 64-bit hash select one of m = 2^p
+registers. A register stores the largest number of leading zeros, plus one, among the q = 64 - p other bits.
+Ertl's estimator computes the count from the registers (New cardinality estimation algorithms for HyperLogLog sketches,
+2017, arXiv:1702.01284). It needs no table of corrections and is valid from 0 upwards. With C_k registers of value k:
 
     count = m^2 / (2 ln 2) / (m sigma(C_0 / m) + sum_{k=1..q} C_k 2^-k + m tau(1 - C_{q+1} / m) 2^-q)
     sigma(x) = x + sum_{k>=1} x^(2^k) 2^(k-1)
@@ -25,10 +25,10 @@ from tilerec.errors import ConfigError
 
 
 class HyperLogLog:
-    """Counts different 64-bit hashes.
+    """Approximate counter of distinct 64-bit hashes.
 
     Args:
-        precision: p, from 4 to 18; 2^p bytes.
+        precision: p, from 4 to 18; the counter takes 2^p bytes.
     """
 
     def __init__(self, precision: int = 14) -> None:
@@ -38,7 +38,7 @@ class HyperLogLog:
         self._largest_m = np.zeros(1 << precision, np.uint8)
 
     def add(self, hashes_N: npt.NDArray[np.uint64]) -> None:
-        """Count hashes; one that was there before changes nothing."""
+        """Count hashes; a hash that was counted before has no effect."""
         if not len(hashes_N):
             return
         register_N = (hashes_N >> np.uint64(64 - self.precision)).astype(np.int64)
@@ -52,15 +52,15 @@ class HyperLogLog:
         np.maximum.at(self._largest_m, register_N, zeros_N)
 
     def merge(self, other: HyperLogLog) -> None:
-        """Count what `other` counted, too: the count of the union."""
+        """Add the hashes that `other` has counted, so that `count` is that of the union."""
         if other.precision != self.precision:
             raise ConfigError(
-                f"HyperLogLog: precisions {self.precision} and {other.precision} differ; count both with one."
+                f"HyperLogLog: precisions {self.precision} and {other.precision} differ; use one precision for both."
             )
         np.maximum(self._largest_m, other._largest_m, out=self._largest_m)
 
     def count(self) -> float:
-        """How many different hashes there were, about; exactly 0 for none."""
+        """Return the approximate number of distinct hashes; exactly 0 if there were none."""
         m, q = len(self._largest_m), 64 - self.precision
         found = np.bincount(self._largest_m, minlength=q + 2)
         total = m * _tau(1.0 - int(found[q + 1]) / m) * 2.0**-q
@@ -70,7 +70,7 @@ class HyperLogLog:
 
     @property
     def standard_error(self) -> float:
-        """Of `count`, as a share of it."""
+        """Standard error of `count`, as a fraction of it."""
         return 1.04 / math.sqrt(len(self._largest_m))
 
 

@@ -1,10 +1,10 @@
-"""Ids of sparse features as they stand in files and batches, block by block, for counting.
+"""Ids of sparse features in files and batches, read block by block for counting.
 
-    source          what is read                                             ids
-    Criteo          26 categories of each line                               their text; an empty one is no id
+    source          columns                                                  ids
+    Criteo          26 categories of each line                               their text; an empty field is no id
     MovieLens       userId, movieId of `ratings.csv`                         their text
-    delimited       the columns that `features` names, one header line       their text, cut at `separator`
-    Parquet         columns of integers, text, or lists of them              integers as they are, or their text
+    delimited       the columns that `features` names, one header line       their text, split at `separator`
+    Parquet         columns of integers, text, or lists of them              unchanged integers, or their text
     batches         every key of a `Batch`                                   table rows
 
 Legend: n samples of a block, N ids.
@@ -34,8 +34,8 @@ from tilerec.errors import ConfigError, InputError
 Format = Literal["auto", "criteo", "movielens", "delimited", "parquet"]
 FORMATS = ("auto", "criteo", "movielens", "delimited", "parquet")
 _PARQUET_ROWS = 1 << 15
-_PARQUET_BYTES = 1 << 20  # of a column's compressed pages at a time: row groups may be of any size
-_HEADLESS = ("Label", *(f"I{i}" for i in range(1, 14)), *SPARSE)
+_PARQUET_BYTES = 1 << 20  # bytes of a column's compressed pages read at a time: row groups may have any size
+_CRITEO_COLUMNS = ("Label", *(f"I{i}" for i in range(1, 14)), *SPARSE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ids:
 
     Attributes:
         values: int64 [N], or N texts.
-        lengths: int64 [n], ids of each sample.
+        lengths: int64 [n], number of ids of each sample.
     """
 
     values: npt.NDArray[np.int64] | pa.BinaryArray
@@ -53,19 +53,19 @@ class Ids:
 
 @dataclass
 class Progress:
-    """How far a pass has come: `done` of `total` (bytes or rows; 0: unknown)."""
+    """Progress of a pass: `done` of `total` (bytes or rows; a total of 0 is unknown)."""
 
     done: int = 0
     total: int = 0
 
 
 class IdSource(ABC):
-    """Where ids come from, to be read once.
+    """Source of ids, read once.
 
     Attributes:
-        name: of the source, for people.
-        table_rows: the ids are rows of tables; otherwise raw values, which training still has to turn into rows.
-        progress, count: filled in while `blocks` is read.
+        name: the source's name, for display.
+        table_rows: True if ids are rows of tables; False if they are raw values that training maps to rows.
+        progress, count: updated while `blocks` is read.
     """
 
     def __init__(self, name: str, *, table_rows: bool = False, total: int = 0) -> None:
@@ -76,7 +76,7 @@ class IdSource(ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[dict[str, Ids]]:
-        """One pass, in blocks of bounded size: the ids of each feature."""
+        """Yield the ids of each feature in one pass, in blocks of bounded size."""
 
 
 def open_ids(
@@ -88,27 +88,27 @@ def open_ids(
     on_bad_row: OnBadRow = "error",
     block_bytes: int = 1 << 22,
 ) -> IdSource:
-    """The ids of a data set on disk.
+    """Return the source of the ids of a data set on disk.
 
     Args:
         path: a file; a folder with `ratings.csv`; or a folder of Parquet files, read in the order of their names.
-        format: "auto" goes by name and first line: Parquet by `.parquet`, MovieLens and Criteo by their columns, else
-            delimited.
-        features: columns to count; needed for delimited files only. The delimiter is the one of comma, tab, semicolon
-            and bar that stands most often in the header line.
-        separator: what stands between the ids of one field of a delimited file; "": a field is one id.
+        format: "auto" detects it by name and first line: Parquet by `.parquet`, MovieLens and Criteo by their columns,
+            else delimited.
+        features: columns to count; required for delimited files only. The delimiter is the most frequent character in
+            the header line among comma, tab, semicolon and bar.
+        separator: text between the ids of one field of a delimited file; "": a field is one id.
         on_bad_row: "error", or "skip" to leave out and count lines with too few or too many columns.
-        block_bytes: text held at a time.
+        block_bytes: bytes of text held at a time.
 
     Raises:
-        ConfigError: a word or a column there is not, a column named twice, a separator for Parquet.
-        InputError: no such file, or one of another format.
+        ConfigError: an unknown format or column, a column named twice, or a separator for Parquet.
+        InputError: the file does not exist, or has another format.
     """
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; use one of {list(FORMATS)}.")
     twice = sorted(name for name, count in Counter(features).items() if count > 1)
     if twice:
-        raise ConfigError(f"features name {twice[0]!r} more than once; name each column once.")
+        raise ConfigError(f"features: got {twice[0]!r} more than once; name each column once.")
     place = Path(path)
     files = [place]
     if place.is_dir():
@@ -116,22 +116,22 @@ def open_ids(
         if (place / "ratings.csv").is_file() and format in ("auto", "movielens", "delimited"):
             files = [place / "ratings.csv"]
         if not files:
-            raise InputError(f"{place}: a folder without ratings.csv or *.parquet files; name a file in it.")
+            raise InputError(f"{place}: a folder without ratings.csv or *.parquet files; pass a file in it.")
     if format == "parquet" or (format == "auto" and files[0].suffix == ".parquet"):
         if separator:
             raise ConfigError(
                 f"{files[0]}: separator is for the fields of delimited text, and this is Parquet, where a column of "
-                "lists holds several ids; leave it out."
+                "lists holds several ids. Leave separator out."
             )
         return _ParquetIds(files, features)
     file = files[0]
     layout = _header(file)
-    # Lines of the headless Criteo layout begin with the label, and have 40 fields.
+    # Lines of the Criteo layout without a header begin with the label, and have 40 fields.
     headed = not (
-        format in ("auto", "criteo") and len(layout[1]) == len(_HEADLESS) and layout[1][0] in ("0", "1")
+        format in ("auto", "criteo") and len(layout[1]) == len(_CRITEO_COLUMNS) and layout[1][0] in ("0", "1")
     )
     if not headed:
-        layout = (b"\t", _HEADLESS)
+        layout = (b"\t", _CRITEO_COLUMNS)
     if format == "criteo" or (format == "auto" and set(SPARSE) <= set(layout[1])):
         columns: tuple[str, ...] = SPARSE
     elif format == "movielens" or (format == "auto" and {"userId", "movieId", "rating"} <= set(layout[1])):
@@ -141,7 +141,7 @@ def open_ids(
     chosen = tuple(features) or columns
     if not chosen:
         raise ConfigError(
-            f"{file}: which of its columns hold ids? Name them with features (--features a,b); there are "
+            f"{file}: features is empty; expected the columns that hold ids (--features a,b). The file has the columns "
             f"{', '.join(layout[1][:20])}."
         )
     for name in chosen:
@@ -163,8 +163,8 @@ class BatchIds(IdSource):
     """Ids of batches: rows of tables, as training reads them.
 
     Args:
-        batches: makes one pass.
-        name: of the source, for people.
+        batches: returns the batches of one pass.
+        name: the source's name, for display.
     """
 
     def __init__(self, batches: Callable[[], Iterable[Batch]], name: str) -> None:
@@ -219,9 +219,7 @@ class _ParquetIds(IdSource):
         super().__init__(str(files[0] if len(files) == 1 else files[0].parent))
         self._files = files
         self._features: tuple[str, ...] = tuple(features)
-        whole: dict[
-            str, tuple[bool, Path]
-        ] = {}  # whether a column has integers, and the first file that says so
+        whole: dict[str, tuple[bool, Path]] = {}  # per column: True if it has integers, and the first file
         for path in files:
             with self._open(path) as file:
                 self.progress.total += file.metadata.num_rows
@@ -230,27 +228,25 @@ class _ParquetIds(IdSource):
                     self._features = tuple(f.name for f in schema if _readable(f.type))
                     if not self._features:
                         raise InputError(
-                            f"{path}: no column of integers, texts or lists of them: {schema.names}."
+                            f"{path}: got columns {schema.names}; expected one of integers, texts or lists of them."
                         )
                 for name in self._features:
                     if name not in schema.names:
                         raise _no_column(path, name, schema.names)
                     if schema.names.count(name) > 1:
-                        raise InputError(
-                            f"{path}: it has column {name!r} more than once; give it other names."
-                        )
+                        raise InputError(f"{path}: got column {name!r} more than once; rename one of them.")
                     kind = schema.field(name).type
                     if not _readable(kind):
                         raise ConfigError(
-                            f"{path}: column {name!r} is {kind}; ids are integers, texts, or lists of them."
+                            f"{path}: column {name!r} is {kind}; expected integers, texts, or lists of them."
                         )
                     integers = pa.types.is_integer(_innermost(kind))
                     before, first = whole.setdefault(name, (integers, path))
                     if integers != before:
                         names = {True: "integers", False: "texts"}
                         raise InputError(
-                            f"{path}: column {name!r} has {names[integers]}, and in {first} {names[before]}; write all "
-                            "files alike."
+                            f"{path}: column {name!r} has {names[integers]}, and in {first} {names[before]}; write one "
+                            "type in all files."
                         )
 
     @staticmethod
@@ -266,7 +262,7 @@ class _ParquetIds(IdSource):
                 for part in self._parts(file, path):
                     self.count.rows += part.num_rows
                     self.progress.done = self.count.rows
-                    yield {name: _of_column(part.column(name)) for name in self._features}
+                    yield {name: _ids_of_column(part.column(name)) for name in self._features}
         if not self.count.rows:
             raise InputError(f"{self.name}: there are no rows in it.")
 
@@ -275,11 +271,11 @@ class _ParquetIds(IdSource):
             yield from file.iter_batches(_PARQUET_ROWS, columns=list(self._features), use_threads=False)
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(
-                f"{path}: damaged after row {self.progress.done:,} of the data ({error}); fetch the file again."
+                f"{path}: damaged after row {self.progress.done:,} of the data ({error}); download the file again."
             ) from error
 
 
-def _of_column(column: pa.Array) -> Ids:
+def _ids_of_column(column: pa.Array) -> Ids:
     values = column
     if _is_list(column.type):
         counts_n = arrow.fill_null(arrow.list_value_length(column), 0)
@@ -296,7 +292,7 @@ def _of_column(column: pa.Array) -> Ids:
         values = values.dictionary_decode()
     if pa.types.is_integer(values.type):
         numbers = values.to_numpy(zero_copy_only=False)
-        # Unsigned 64-bit ids keep their bits.
+        # Unsigned 64-bit ids keep their bits as int64.
         return Ids(
             numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64), lengths_n
         )
@@ -318,7 +314,7 @@ def _readable(kind: pa.DataType) -> bool:
 
 
 def _innermost(kind: pa.DataType) -> pa.DataType:
-    """What lists and dictionaries are of."""
+    """Return the value type inside lists and dictionaries."""
     return _innermost(kind.value_type) if _is_list(kind) or pa.types.is_dictionary(kind) else kind
 
 
@@ -327,12 +323,12 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _header(path: Path) -> tuple[bytes, tuple[str, ...]]:
-    """Delimiter and column names of a file's first line."""
+    """Return the delimiter and the column names of a file's first line."""
     line = (Column("line", ColumnKind.TEXT),)
     probe = DelimitedFile(path, line, delimiter="\x01", header=False, on_bad_row="skip", block_bytes=1 << 12)
     block = next(probe.blocks(), None)
     if block is None:
-        raise InputError(f"{path}: the file is empty; wanted a header line.")
+        raise InputError(f"{path}: the file is empty; expected a header line.")
     first = block.texts["line"][0].as_py()
     delimiter = max((b",", b"\t", b";", b"|"), key=first.count)
     return delimiter, tuple(name.decode("utf-8", "replace").strip() for name in first.split(delimiter))
@@ -340,5 +336,5 @@ def _header(path: Path) -> tuple[bytes, tuple[str, ...]]:
 
 def _no_column(path: Path, name: str, there: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(name, there, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there[:20])}."
+    hint = f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(there[:20])}."
     return ConfigError(f"{path}: there is no column {name!r}; {hint}")

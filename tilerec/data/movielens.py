@@ -1,7 +1,7 @@
-"""MovieLens `ratings.csv`: does a user like a movie?
+"""MovieLens `ratings.csv`: a user likes a movie or not.
 
     label      1 if rating >= like
-    sparse     user, movie: each known one has a row of its own, row 0 is for those the training part never shows
+    sparse     user, movie: each known id has its own row; row 0 is for ids that the training part does not contain
     dense      none
     held out   the last interactions of each user, by timestamp (by line where timestamps are equal)
 
@@ -40,21 +40,21 @@ _Ints = npt.NDArray[np.int64]
 class MovieLens(Dataset):
     """Ratings as likes, streamed from the file on every pass.
 
-    Making one reads the file once, to learn its users, its movies and which lines are held out; that takes memory in
-    proportion to distinct users and movies and `held_out_per_user` lines per user, never to the ratings.
+    The constructor reads the file once, to collect its users, its movies and the held-out lines. Its memory is
+    proportional to distinct users and movies and `held_out_per_user` lines per user, not to the number of ratings.
 
     Args:
         path: `ratings.csv`, or the folder that holds it.
         held_out_per_user: K; a user with fewer than 2 K ratings has half of them (rounded down) held out.
-        like: ratings of at least this are label 1.
+        like: minimum rating of label 1.
         on_bad_row: "error", or "skip" to leave malformed lines out and count them.
-        seed: of the order of the training part, which differs from epoch to epoch.
-        shuffle_window: rows shuffled among themselves; see `batched`. The file is sorted by user, so a window much
+        seed: seed of the order of the training part, which differs from epoch to epoch.
+        shuffle_window: number of rows shuffled together; see `batched`. The file is sorted by user, so a window much
             smaller than the file gives batches of few users.
-        block_bytes: text read at a time.
+        block_bytes: bytes of text read at a time.
 
     Raises:
-        InputError: no such file, no ratings, a malformed line.
+        InputError: the file does not exist, has no ratings, or has a malformed line.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MovieLens(Dataset):
         return self._count
 
     def _index(self, held_out_per_user: int) -> tuple[Vocabulary, Vocabulary, _Ints]:
-        """Users, movies seen in training, and the line numbers held out, ascending."""
+        """Return the users, the movies of the training part, and the held-out line numbers, ascending."""
         count = RowCount()
         ratings_of_user = _Tally()
         ratings_of_movie = _Tally()
@@ -124,7 +124,7 @@ class MovieLens(Dataset):
             seen = np.stack([user_n, block.numbers["timestamp"], block.lines, movie_n]).astype(np.int64)
             latest = _latest_of_each(np.concatenate([latest, seen], axis=1), held_out_per_user)
         if not count.rows:
-            raise InputError(f"{self._file.path}: there are no ratings in it; give a MovieLens ratings.csv.")
+            raise InputError(f"{self._file.path}: there are no ratings in it; pass a MovieLens ratings.csv.")
         self._count = count
         # A user with few ratings keeps at least half of them for training.
         half_n = ratings_of_user.count(latest[0]) // 2
@@ -158,7 +158,7 @@ class MovieLens(Dataset):
 
 
 class _Tally:
-    """How often each value occurred; memory in proportion to distinct values."""
+    """Counts of values; memory is proportional to the number of distinct values."""
 
     def __init__(self) -> None:
         self.values: _Ints = np.zeros(0, np.int64)
@@ -173,7 +173,7 @@ class _Tally:
         self._counts = total
 
     def count(self, values: _Ints) -> _Ints:
-        """Occurrences of each of `values`; 0 for one never added."""
+        """Return the number of occurrences of each of `values`; 0 for a value that was never added."""
         if not len(self.values):
             return np.zeros(len(values), np.int64)
         place = np.minimum(np.searchsorted(self.values, values), len(self.values) - 1)
@@ -181,7 +181,7 @@ class _Tally:
 
 
 def _rank_from_last(sorted_user_n: _Ints) -> _Ints:
-    """0 for the last entry of each run of equal users, 1 for the one before it, …"""
+    """Return each entry's distance from the end of its run of equal users: 0 for the last entry, 1 before it, …"""
     is_last_n = (
         np.append(sorted_user_n[1:] != sorted_user_n[:-1], True) if len(sorted_user_n) else np.zeros(0, bool)
     )
@@ -191,7 +191,7 @@ def _rank_from_last(sorted_user_n: _Ints) -> _Ints:
 
 
 def _latest_of_each(ratings: _Ints, keep: int) -> _Ints:
-    """The last `keep` columns of each user, ordered by (user, time, line)."""
+    """Return the last `keep` columns of each user, ordered by (user, time, line)."""
     ordered = ratings[:, np.lexsort((ratings[2], ratings[1], ratings[0]))]
     return ordered[:, _rank_from_last(ordered[0]) < keep]
 

@@ -1,9 +1,9 @@
-"""From categorical values to table rows.
+"""Mapping of categorical values to table rows.
 
-Two ways: `hash_rows` needs no knowledge of the values and lets some share a row; `Vocabulary` gives each known value a
-row of its own.
+Two ways: `hash_rows` works for any values, but different values may share a row. `Vocabulary` gives each known value
+its own row.
 
-The hash is part of the file format of a trained model: it must never change. It is
+The hash is part of the file format of a trained model, so it must never change. It is
 
     integers   mix(value)
     text       mix(FNV-1a-64 of the bytes)
@@ -27,12 +27,12 @@ from tilerec.errors import ConfigError
 _FNV_BASIS = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
 _VALUES_PER_STEP = 48
-"""A vectorised step over fewer values takes longer than a Python step for each (5 us against 0.1 us a value, on a
-2-core x86 machine). The work is thus in proportion to the bytes, whatever the longest value is."""
+"""Minimum number of values for a vectorised step: for fewer, Python steps are faster (5 us per vectorised step, 0.1 us
+per value in Python, on a 2-core x86 machine). So the work is proportional to the bytes, whatever the longest value."""
 
 
 def mix(values_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The splitmix64 finalizer: a bijection of 64-bit numbers whose output bits all depend on all input bits."""
+    """Apply the splitmix64 finalizer: a bijection of 64-bit numbers; each output bit depends on all input bits."""
     x = values_N.astype(np.uint64, copy=True)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -43,7 +43,7 @@ def mix(values_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def hash_values(values_N: npt.NDArray[np.int64] | pa.BinaryArray) -> npt.NDArray[np.uint64]:
-    """64-bit hashes of integers or of the bytes of an Arrow binary array (see the top of this file)."""
+    """Return 64-bit hashes of integers, or of the bytes of an Arrow binary array (see the top of this file)."""
     if isinstance(values_N, np.ndarray):
         return mix(values_N.astype(np.int64, copy=False).view(np.uint64))
     if not len(values_N):
@@ -73,7 +73,7 @@ def hash_values(values_N: npt.NDArray[np.int64] | pa.BinaryArray) -> npt.NDArray
 
 
 def _fnv(data: bytes, state: int) -> int:
-    """FNV-1a-64 of bytes, from the state after the bytes before them."""
+    """Return FNV-1a-64 of bytes, continued from `state`, the hash of the preceding bytes."""
     for byte in data:
         state = ((state ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return state
@@ -82,22 +82,22 @@ def _fnv(data: bytes, state: int) -> int:
 def hash_rows(
     values_N: npt.NDArray[np.int64] | pa.BinaryArray, num_rows: int, *, first_row: int = 0
 ) -> npt.NDArray[np.int64]:
-    """Rows in [first_row, num_rows) for values, by hash.
+    """Return a row in [first_row, num_rows) for each value, by hash.
 
     Args:
         values_N: int64 array or Arrow binary array.
-        num_rows: R, the rows of the table.
-        first_row: rows before it are kept free for other uses (a missing value, say).
+        num_rows: R, the number of rows of the table.
+        first_row: rows before it are reserved, for example for missing values.
     """
     if num_rows <= first_row:
         raise ConfigError(
-            f"hash_rows: {num_rows} rows of which the first {first_row} are kept free leave none; use a larger table."
+            f"hash_rows: got num_rows={num_rows} with first_row={first_row}, which leaves no rows; use a larger table."
         )
     return (hash_values(values_N) % np.uint64(num_rows - first_row)).astype(np.int64) + first_row
 
 
 class Vocabulary:
-    """Known integer values, each with a row of its own; row 0 stands for every other value.
+    """Known integer values, each with its own row; row 0 stands for every other value.
 
     Value k of the sorted distinct values has row k + 1. `Vocabulary([50, 7, 50]).rows([7, 50, 9]) == [1, 2, 0]`.
     """
@@ -107,11 +107,11 @@ class Vocabulary:
 
     @property
     def num_rows(self) -> int:
-        """Rows that a table for this vocabulary needs: one per value and row 0."""
+        """Number of rows of a table for this vocabulary: one per value, and row 0."""
         return len(self._sorted) + 1
 
     def rows(self, values_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Row of each value; 0 for values that are not in the vocabulary."""
+        """Return the row of each value; 0 for values that are not in the vocabulary."""
         if not len(self._sorted):
             return np.zeros(len(values_N), np.int64)
         place_N = np.searchsorted(self._sorted, values_N)

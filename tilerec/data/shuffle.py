@@ -1,4 +1,4 @@
-"""Batches out of chunks of rows, in order or shuffled within a window.
+"""Batches from chunks of rows, in order or shuffled within a window.
 
 Legend: n rows of a chunk.
 """
@@ -20,14 +20,14 @@ Rows = tuple[npt.NDArray[Any], ...]
 def batched(
     chunks: Iterable[Rows], batch_size: int, *, window: int = 0, generator: np.random.Generator | None = None
 ) -> Iterator[Rows]:
-    """Cut chunks of any size into batches of `batch_size` rows; only the last may be smaller.
+    """Yield batches of `batch_size` rows from chunks of any size; only the last batch may be smaller.
 
     Args:
-        chunks: rows as they come from the source.
+        chunks: rows in the order of the source.
         batch_size: rows per batch.
-        window: with a generator, rows are gathered until there are this many and shuffled among themselves, so a row
-            moves at most about one window; it also bounds the rows in memory (plus one chunk and one batch).
-        generator: the order; None keeps the order of the source.
+        window: with a generator, the number of rows that are collected and shuffled together. A row moves at most about
+            one window. It also bounds the rows in memory (plus one chunk and one batch).
+        generator: random generator of the order; None keeps the order of the source.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")

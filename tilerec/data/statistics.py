@@ -1,8 +1,8 @@
-"""What a data set's ids are like, from one pass in bounded memory: what a planner wants to know of them.
+"""Statistics of a data set's ids, as input of the planner, from one pass in bounded memory.
 
 Nouns
   source      ids, block by block (`tilerec/data/ids.py`)
-  feature     one key: samples, ids, how many different ones, which are frequent, and the power law they follow
+  feature     one key: its samples, ids, distinct ids, most frequent ids, and the power law of their counts
   statistics  those of all features; a JSON file
 
 Memory per feature: 2^14 bytes of registers and 2,048 counters, whatever the length of the stream.
@@ -38,7 +38,7 @@ _LABEL_BYTES = 64
 
 
 class ReadTable(Protocol):
-    """What `Statistics.constraints` asks of a table: an `EmbeddingBagConfig` or an `EmbeddingConfig`."""
+    """A table's config, as `Statistics.constraints` reads it: an `EmbeddingBagConfig` or an `EmbeddingConfig`."""
 
     @property
     def name(self) -> str: ...
@@ -50,17 +50,21 @@ class ReadTable(Protocol):
 
 @dataclass(frozen=True)
 class FeatureStatistics:
-    """One feature's ids.
+    """Statistics of one feature's ids.
 
     Attributes:
-        samples, ids: how many there were.
-        empty: samples without an id. longest: the most ids of a sample.
-        distinct: different ids, about; distinct_error is the standard error, as a share.
-        population: different ids there are, those that have not occurred included: what a power law that fits says.
-        exponent: of Zipf's law; 0 if ids are even, or too few to tell.
-        distance: how far the law is off, as a share of all ids (`ZipfFit.distance`).
-        ordered: ids are numbered by frequency, the most frequent first.
-        heavy: (id, count) of the most frequent ones; counts are low by at most heavy_error.
+        samples: number of samples.
+        ids: number of ids.
+        empty: number of samples without an id.
+        longest: largest number of ids of a sample.
+        distinct: approximate number of distinct ids.
+        distinct_error: standard error of `distinct`, as a fraction.
+        population: number of distinct ids including those that have not occurred yet, by the fitted power law.
+        exponent: exponent of Zipf's law; 0 if ids are even, or too few for a fit.
+        distance: largest error of the law, as a fraction of all ids (`ZipfFit.distance`).
+        ordered: True if ids are numbered by frequency, the most frequent first.
+        heavy: (id, count) of the most frequent ids.
+        heavy_error: maximum error of these counts, which are too low.
     """
 
     samples: int
@@ -78,16 +82,16 @@ class FeatureStatistics:
 
     @property
     def ids_per_sample(self) -> float:
-        """The pooling factor."""
+        """The pooling factor: mean number of ids per sample."""
         return self.ids / self.samples if self.samples else 0.0
 
     def skew(self, rows: int, *, table_rows: bool) -> Skew | None:
-        """The law on a table of so many rows; None where there were no ids.
+        """Return the skew of row accesses in a table of `rows` rows; None if there were no ids.
 
-        More values than rows share rows: R (1 - (1 - 1/R)^D) of R rows are then expected to be read at all.
+        If there are more values than rows, values share rows: R (1 - (1 - 1/R)^D) of R rows are expected to be read.
 
         Args:
-            table_rows: ids were rows already.
+            table_rows: True if ids are rows of tables already.
         """
         if not self.ids:
             return None
@@ -99,12 +103,14 @@ class FeatureStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """All features' statistics.
+    """Statistics of all features.
 
     Attributes:
-        source: what was read. rows: samples; skipped: bad lines left out.
-        table_rows: ids are rows of tables; otherwise raw values.
-        features: by name.
+        source: name of the source.
+        rows: number of samples.
+        skipped: number of bad lines left out.
+        table_rows: True if ids are rows of tables; False if they are raw values.
+        features: statistics by feature name.
     """
 
     source: str
@@ -116,15 +122,15 @@ class Statistics:
     def constraints(
         self, tables: Iterable[ReadTable], *, like: Mapping[str, ParameterConstraints] | None = None
     ) -> dict[str, ParameterConstraints]:
-        """What is known about each table's ids, for `EmbeddingShardingPlanner(constraints=…)`.
+        """Return constraints for `EmbeddingShardingPlanner(constraints=…)` from the statistics of each table's ids.
 
-        A table gets the pooling factors of its features and the skew of the one with the most ids. What `like` says
-        of a table stays; a table none of whose features was seen gets nothing. A table that names no features is read
-        by one of its own name, as the planner has it. Warns if no table reads any of the features.
+        A table gets the pooling factors of its features, and the skew of its feature with the most ids. Values that
+        `like` sets for a table stay. A table without any counted feature gets nothing. A table that names no features
+        is read by a feature of its own name, as in the planner. Warns if no table reads any of the features.
 
         Args:
             tables: configs with `name`, `num_embeddings` and `feature_names`.
-            like: constraints to add to.
+            like: constraints to extend.
         """
         found = dict(like or {})
         unknown: list[str] = []
@@ -136,10 +142,10 @@ class Statistics:
                 unknown += names
                 continue
             matched = True
-            said = found.get(table.name, ParameterConstraints())
-            factors, skew = said.pooling_factors, said.skew
+            given = found.get(table.name, ParameterConstraints())
+            factors, skew = given.pooling_factors, given.skew
             if factors is None:
-                # A feature that was not seen counts one id per bag, as it does unsaid.
+                # A feature without statistics counts one id per bag, the planner's default.
                 factors = [
                     round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0
                     for name in names
@@ -147,17 +153,17 @@ class Statistics:
             if skew is None:
                 most = max(seen, key=lambda s: s.ids)
                 skew = most.skew(table.num_embeddings, table_rows=self.table_rows)
-            found[table.name] = replace(said, pooling_factors=factors, skew=skew)
+            found[table.name] = replace(given, pooling_factors=factors, skew=skew)
         if unknown and not matched:
             warnings.warn(
-                f"Statistics of {self.source} have no effect: they know the features {_some(self.features)}, and the "
-                f"tables read {_some(unknown)}; name features alike (feature_names of the tables).",
+                f"Statistics of {self.source} have no effect: they are of the features {_shown_names(self.features)}, "
+                f"and the tables read {_shown_names(unknown)}. Use the same names in feature_names of the tables.",
                 stacklevel=2,
             )
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+        """Return the statistics as a dict of JSON values."""
         out = {"version": VERSION, **asdict(self)}
         for name, one in self.features.items():
             out["features"][name]["heavy"] = [list(pair) for pair in one.heavy]
@@ -165,10 +171,10 @@ class Statistics:
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> Statistics:
-        """The inverse of `to_json`.
+        """Return the statistics of a dict that `to_json` made.
 
         Raises:
-            ConfigError: these are no statistics, or ones of another version.
+            ConfigError: the data are no statistics, or have another version.
         """
         value = JsonValue.of(data, "Statistics JSON")
         names = ("version", "source", "rows", "skipped", "table_rows", "features")
@@ -183,10 +189,10 @@ class Statistics:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, one line per feature; an earlier one is replaced whole or not at all.
+        """Write a JSON file, one line per feature; an existing file is replaced atomically.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         data = self.to_json()
         head = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "features"]
@@ -199,7 +205,8 @@ class Statistics:
         """Read a file that `save` wrote.
 
         Raises:
-            FileError: it cannot be read. ConfigError: these are no statistics.
+            FileError: the file cannot be read.
+            ConfigError: the file holds no statistics.
         """
         return Statistics.from_json(read_json(path, "Statistics"))
 
@@ -224,10 +231,10 @@ def _feature(value: JsonValue) -> FeatureStatistics:
 
 
 def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) -> Statistics:
-    """Read a source once.
+    """Read a source once and return its statistics.
 
     Args:
-        watch: called after every block.
+        watch: called with the progress after every block.
     """
     counters: dict[str, _Counter] = {}
     for block in source.blocks():
@@ -242,13 +249,13 @@ def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) ->
 
 
 class _Counter:
-    """One feature's sketches while it is read."""
+    """Sketches of one feature, filled while the source is read."""
 
     def __init__(self) -> None:
         self._samples = self._ids = self._empty = self._longest = 0
         self._distinct = HyperLogLog()
         self._heavy = HeavyHitters()
-        self._texts: dict[int, str] = {}  # of the keys that have a counter
+        self._texts: dict[int, str] = {}  # text of each key that has a counter
         self._textual = False
 
     def add(self, ids: Ids) -> None:
@@ -276,14 +283,14 @@ class _Counter:
         self._name(texts, keys_n[order], order)
 
     def _name(self, texts: pa.BinaryArray, sorted_n: Any, order: Any) -> None:
-        """Keep the texts of keys that have counters, and of no others."""
+        """Keep the texts of keys that have counters, and drop all others."""
         held = self._heavy.keys.tolist()
         place = np.minimum(np.searchsorted(sorted_n, self._heavy.keys), len(sorted_n) - 1).tolist()
         named: dict[int, str] = {}
         for key, at in zip(held, place, strict=True):
             text = self._texts.get(key)
             if text is None:
-                # New to the counters, so it is of this block.
+                # The key is new to the counters, so it is in this block.
                 text = texts[int(order[at])].as_py()[:_LABEL_BYTES].decode("utf-8", "replace")
             named[key] = text
         self._texts = named
@@ -292,7 +299,7 @@ class _Counter:
         distinct = self._distinct.count()
         keys, counts = self._heavy.top(SHOWN)
         _, all_counts = self._heavy.top(len(self._heavy.keys))
-        # Of counts that are low by as much as `error`, those that it changes by a tenth at most.
+        # Counts are too low by up to `error`; keep those for which that is a tenth at most.
         sure = all_counts[all_counts >= 10 * self._heavy.error]
         law = fit(sure, self._ids, min(distinct, float(self._ids)))
         names: list[int | str] = [self._texts[k] for k in keys.tolist()] if self._textual else keys.tolist()
@@ -312,13 +319,13 @@ class _Counter:
         )
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _shown_names(names: Iterable[str], most: int = 8) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(repr(name) for name in listed[:most]) + more
 
 
 def _ordered(most_frequent: Any) -> bool:
-    """Whether the most frequent ids are the lowest: nine of ten of the first k are below 2 k, and k is 16 or more."""
+    """Return True if the most frequent ids are the lowest: at least 90% of the first k are below 2 k, with k >= 16."""
     k = len(most_frequent)
     return bool(k >= 16 and int(((most_frequent >= 0) & (most_frequent < 2 * k)).sum()) * 10 >= 9 * k)

@@ -1,21 +1,21 @@
-"""Clicks drawn from a planted model, so that the best reachable AUC and log loss are known.
+"""Synthetic clicks drawn from a planted model, so that the best possible AUC and log loss are known.
 
 Glossary
-    row        sample number i of a stream; everything about it is a function of (seed, stream, i)
+    row        sample number i of a stream; all its values are a function of (seed, stream, i)
     block      1,024 rows drawn together from a counter-based generator (Philox) keyed by (seed, stream), at block i
-    planted    the model the labels come from:
+    planted    the model that generates the labels:
 
         logit(row) = bias + dense_scale  * sum_i w_i x_i                / sqrt(I)
                           + main_scale   * sum_f mean over bag of u_f   / sqrt(F)
                           + pair_scale   * sum_{f<g} <v_f, v_g>         / sqrt(F (F - 1) / 2 * K)
         label = 1 with probability 1 / (1 + exp(-logit)),   v_f = mean over bag of v_f(id)
 
-    x_i, w_i, u_f(id) and each of the K components of v_f(id) are standard normal; those of an id are hashed from
+    x_i, w_i, u_f(id) and each of the K components of v_f(id) are standard normal. The values of an id are hashed from
     (seed, table, id), so tables of any size cost no memory. An empty bag contributes 0. The sums are scaled so that
-    each part has about the named standard deviation for one-id bags.
+    the standard deviation of each part is about its `*_scale` for one-id bags.
 
-Because a row is a function of its number, a stream restarts anywhere, several readers can share it, and no order of
-calls or batch size changes it.
+Because a row is a function of its number, a stream can start at any row, and several readers can share it. The order
+of calls and the batch size do not change it.
 
 Legend: B rows, F sparse features, I dense features, K pair dimensions, N ids.
 """
@@ -51,9 +51,9 @@ class PowerLawFeature:
 
     Attributes:
         name: its key.
-        num_rows: rows of its table.
-        exponent: of the power law; 0 is uniform, 1.05 is typical of clicks.
-        min_length, max_length: ids per bag, uniform between the two; a min_length of 0 makes empty bags.
+        num_rows: number of rows of its table.
+        exponent: exponent of the power law; 0 is uniform, 1.05 is typical of clicks.
+        min_length, max_length: ids per bag, uniform between the two; a min_length of 0 gives empty bags.
     """
 
     name: str
@@ -73,7 +73,7 @@ class PowerLawFeature:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The rows of one block, or of several."""
+    """Rows of one block or of several blocks."""
 
     dense_BI: npt.NDArray[np.float32]
     lengths_FB: _Ints
@@ -83,15 +83,15 @@ class _Drawn:
 
 
 class SyntheticClicks(Dataset):
-    """An endless click stream, cut into epochs, and a held-out part from a stream of its own.
+    """An endless click stream, divided into epochs, and a held-out part from a separate stream.
 
     Args:
         features: the sparse features.
-        num_dense: I, dense features.
-        train_rows: rows of one epoch; every epoch has fresh rows.
+        num_dense: I, number of dense features.
+        train_rows: rows of one epoch; every epoch has new rows.
         held_out_rows: rows of the held-out part.
-        seed: of the rows and of the planted model.
-        bias: of the logit; -1.5 gives about 21% clicks.
+        seed: seed of the rows and of the planted model.
+        bias: bias of the logit; -1.5 gives about 21% clicks.
         dense_scale, main_scale, pair_scale: strengths of the parts of the planted model.
     """
 
@@ -111,12 +111,12 @@ class SyntheticClicks(Dataset):
         names = [feature.name for feature in features]
         if not names or len(set(names)) != len(names):
             raise ConfigError(
-                f"SyntheticClicks: features are named {names}; give at least one, each name once."
+                f"SyntheticClicks: got features named {names}; expected at least one, each name once."
             )
         if num_dense < 0 or train_rows < 1 or held_out_rows < 1:
             raise ConfigError(
-                f"SyntheticClicks: num_dense={num_dense}, train_rows={train_rows}, held_out_rows={held_out_rows}; "
-                "num_dense must be at least 0 and the others at least 1."
+                f"SyntheticClicks: got num_dense={num_dense}, train_rows={train_rows}, held_out_rows={held_out_rows}; "
+                "expected num_dense of at least 0 and the others of at least 1."
             )
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"SyntheticClicks: seed is {seed}; it must lie in [0, 2**64).")
@@ -157,11 +157,11 @@ class SyntheticClicks(Dataset):
         return RowCount(rows=self._train_rows + self._held_out_rows)
 
     def batch(self, start: int, size: int) -> Batch:
-        """Rows [start, start + size) of the training stream, which has no end."""
+        """Return rows [start, start + size) of the training stream, which has no end."""
         return self._batch(_TRAIN, start, size)
 
     def probabilities(self, start: int, size: int) -> torch.Tensor:
-        """float64 [size]: planted click probabilities of rows [start, start + size) of the training stream."""
+        """Return planted click probabilities of rows [start, start + size) of the training stream, float64 [size]."""
         return torch.from_numpy(self._rows(_TRAIN, start, size).probability_B)
 
     def _batch(self, stream: int, start: int, size: int) -> Batch:
@@ -193,7 +193,7 @@ class SyntheticClicks(Dataset):
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _block(self, stream: int, block: int) -> _Drawn:
-        """All rows of one block."""
+        """Draw all rows of one block."""
         counter = np.array([0, 0, 0, block], np.uint64)
         key = np.array([self._seed, stream], np.uint64)
         random = np.random.Generator(np.random.Philox(counter=counter, key=key))
@@ -210,7 +210,7 @@ class SyntheticClicks(Dataset):
         for table, feature in enumerate(self._features):
             spread = feature.max_length - feature.min_length + 1
             lengths_B = feature.min_length + (random.random(BLOCK_ROWS) * spread).astype(np.int64)
-            # Drawn for the longest bag, so that the place of every other number is known.
+            # Draw for the longest bag, so that all later numbers have fixed positions in the random stream.
             uniform = random.random((BLOCK_ROWS, feature.max_length))
             uniform_N = uniform[np.arange(feature.max_length)[None, :] < lengths_B[:, None]]
             ids_N = scattered_ids(
@@ -246,14 +246,14 @@ def _starts(rows: int, batch_size: int) -> range:
 
 
 def _keys(seed: int, table: int, ids_N: _Ints) -> npt.NDArray[np.uint64]:
-    """One hash per id, different for every seed and table."""
+    """Return one hash per id, different for every seed and table."""
     with np.errstate(over="ignore"):
         salt = mix(mix(np.array([seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15)) + np.uint64(table + 1))
         return mix(ids_N.astype(np.uint64) + salt)
 
 
 def _normals(keys_N: npt.NDArray[np.uint64], count: int) -> _Floats:
-    """`count` standard normals per key, [count, N], each a function of the key alone."""
+    """Return `count` standard normals per key, [count, N], each a function of the key alone."""
     out = np.empty((count, len(keys_N)))
     for index in range(count):
         first_N = mix(keys_N + np.uint64(2 * index + 1))
@@ -263,17 +263,17 @@ def _normals(keys_N: npt.NDArray[np.uint64], count: int) -> _Floats:
 
 
 def _unit(bits_N: npt.NDArray[np.uint64]) -> _Floats:
-    """[0, 1) from the upper 53 bits."""
+    """Return numbers in [0, 1) from the upper 53 bits."""
     return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _box_muller(first: _Floats, second: _Floats) -> _Floats:
-    """Standard normals from two uniforms in [0, 1)."""
+    """Return standard normals from two uniforms in [0, 1)."""
     return np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second)
 
 
 def _bag_means(effect_N: _Floats, lengths_B: _Ints) -> _Floats:
-    """Mean of each bag; 0 for an empty one."""
+    """Return the mean of each bag; 0 for an empty bag."""
     total_B = np.bincount(np.repeat(np.arange(len(lengths_B)), lengths_B), effect_N, len(lengths_B))
     return total_B / np.maximum(lengths_B, 1)
 

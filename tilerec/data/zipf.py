@@ -1,20 +1,23 @@
-"""Zipf's law for a stream of ids, from what sketches know of it.
+"""Fit of Zipf's law to a stream of ids, from its sketches.
 
     the k-th most frequent of D ids has the share k^-s / H_D(s),        H_b(s) = sum_{k=1..b} k^-s
 
-Exponent: the counts c_1 >= ... >= c_m of the most frequent ids are known, and that n - sum c ids lie among the rest.
-`exponent` maximises the likelihood of just that (maximum likelihood, censored after rank m):
+Exponent: the counts c_1 >= ... >= c_m of the most frequent ids are known; the other n - sum c ids of the stream have
+unknown ranks above m. `exponent` maximises the likelihood of these data (maximum likelihood, censored after rank m):
 
     L(s) = -s sum c_k ln k + (n - sum c) ln (H_D(s) - H_m(s)) - n ln H_D(s)
 
-Population: rare ids may not have occurred yet. `fit` takes the D of which n draws are expected to show as many
-different ids as were seen, at the exponent that belongs to it.
+Population: rare ids may not have occurred yet. `fit` returns the D for which n draws, with the exponent fitted to D,
+are expected to show as many distinct ids as were counted.
 
-Limits. Ranks are given by the counts themselves, so counts that differ by chance look steeper than they are: only
-counts from 30 are used, and an even stream still gets an exponent up to about 0.1. Streams that follow no power law get
-the one that has the right head mass: `distance` says how far off its shares are. The population is an extrapolation, at
-most 64 times what was seen; above exponents of about 1.5 it is hardly told by the data, and hardly matters. Where
-(nearly) every id occurs once it is those 64 times: nothing tells how many there are, but batches will not repeat ids.
+Limits
+    exponent    ranks come from the counts themselves, so random differences look like skew. Only counts from 30 are
+                used, and an even stream still gets an exponent up to about 0.1
+    other laws  a stream without a power law gets the law with the right share of frequent ids; `distance` is the
+                largest error of its shares
+    population  an extrapolation, at most 64 times the distinct ids. Above exponents of about 1.5 the data hardly
+                determine it, and it hardly matters. If (nearly) every id occurs once, it is those 64 times: the data
+                do not determine the number, but batches will not repeat ids
 
 Legend: m known counts, B buckets of ranks.
 """
@@ -38,14 +41,14 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True)
 class ZipfFit:
-    """A law and how well it fits.
+    """A law and its goodness of fit.
 
     Attributes:
         exponent: s, from 0 to 8.
-        population: D; at least the ids seen.
+        population: D; at least the number of distinct ids in the stream.
         distance: the largest difference between the law's and the counted share of the first k ids, over k <= m (the
-            distance of Kolmogorov and Smirnov, on the head).
-        counts_used: m; below 2 the exponent is not told by the data, and is 0.
+            Kolmogorov-Smirnov distance, on the head).
+        counts_used: m; below 2 the data do not determine the exponent, and it is 0.
     """
 
     exponent: float
@@ -55,12 +58,12 @@ class ZipfFit:
 
 
 def fit(counts_m: npt.NDArray[np.int64], total: int, distinct: float) -> ZipfFit:
-    """The law of a stream.
+    """Return the law of a stream.
 
     Args:
-        counts_m: of the most frequent ids, descending.
-        total: n, ids in the stream.
-        distinct: different ids seen.
+        counts_m: counts of the most frequent ids, descending.
+        total: n, the number of ids in the stream.
+        distinct: number of distinct ids in the stream.
     """
     seen = max(round(distinct), len(counts_m), 1)
     head_m = counts_m[:MOST_COUNTS].astype(np.float64)
@@ -75,7 +78,7 @@ def fit(counts_m: npt.NDArray[np.int64], total: int, distinct: float) -> ZipfFit
 
 
 def exponent(counts_m: Floats, total: float, population: int) -> float:
-    """s of the greatest likelihood (see the top of this file), by golden section: L falls on both sides of its maximum.
+    """Return the s of maximum likelihood (see the top of this file), by golden-section search: L has one maximum.
 
     Forty steps narrow [0, 8] to 1e-7.
     """
@@ -99,7 +102,7 @@ def exponent(counts_m: Floats, total: float, population: int) -> float:
 
 
 def harmonic(s: float, first: int, last: int) -> float:
-    """The sum of k^-s over first <= k <= last: term by term to rank 2,000, an integral with midpoints beyond.
+    """Return the sum of k^-s over first <= k <= last: term by term to rank 2,000, beyond by a midpoint integral.
 
     The integral's error is below s (s + 1) / 24 k^-(s+1) at k = 2,000: 1e-8 of the first term for s = 1.
     """
@@ -117,7 +120,10 @@ def harmonic(s: float, first: int, last: int) -> float:
 
 
 def expected_distinct(s: float, population: int, draws: float) -> float:
-    """Different ids that so many draws show on average, sum_k 1 - (1 - p_k)^draws; ranks in buckets that grow by 5%."""
+    """Return the expected number of distinct ids in `draws` draws, sum_k 1 - (1 - p_k)^draws.
+
+    Ranks are grouped in buckets that grow by 5%.
+    """
     edges = [1]
     while edges[-1] <= population:
         edges.append(max(edges[-1] + 1, int(edges[-1] * 1.05)))
@@ -130,7 +136,7 @@ def expected_distinct(s: float, population: int, draws: float) -> float:
 
 
 def _population(head_m: Floats, total: int, seen: int, fixed: float | None = None) -> int:
-    """The smallest D >= seen that is expected to show `seen` ids or more, by bisection."""
+    """Return the smallest D >= seen for which `total` draws are expected to show `seen` ids or more, by bisection."""
 
     def shown(population: int) -> float:
         s = exponent(head_m, total, population) if fixed is None else fixed

@@ -1,1 +1,1 @@
-"""Where the rows of tables live."""
+"""Memory of table rows: device storage, caches over host memory, optimizer state."""

@@ -1,15 +1,14 @@
-"""One request of all cached tables of a batch, on a GPU: what `CacheSets.request` and `seat` do table by table.
+"""One request for all cached tables of a batch, on a GPU; `CacheSets.request` and `seat` do the same table by table.
 
-Nouns as in `tilerec/ops/cache/definition.py`, and
-  ask    what a cache has to say to a request: its books and lines as they are, and its entries of the clock
-  sure   there are at least as many spare lines as the request can need; the host need not ask how many it does
+Nouns as in `tilerec/ops/cache.py`, and
+  ask    one cache's part of a request: its books and lines, and its entries of the clock
+  sure   the spare lines suffice in any case, so the host need not read how many the request needs
 
-Nothing waits where all asks are sure. Otherwise the host waits once, for the header, and makes more spare lines where
-some are missing.
+The host does not wait if all asks are sure. Otherwise it waits once, for the header, and adds the missing spare lines.
 
-Whatever is raised midway: until rows come in nothing has changed but marks that mean nothing, and dirty rows that were
-to leave are in the table as well. From then on it is not sure which row is in which line, and every cache is rescued:
-what is dirty, and was in its line before and stays there, is written to the table, and the cache is emptied.
+Exceptions midway: until rows are loaded, only marks without meaning have changed, and dirty rows to be evicted are in
+the table as well. After that the row of a line is no longer certain, and every cache is rescued: dirty rows that stay
+in their lines are written to the table, and the cache is emptied.
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ from tilerec.storage.host_rows import HostRows
 
 OPS = torch.ops.tilerec
 
-_MOST_KEYS = 1 << 61
+_MAX_SORT_KEYS = 1 << 61
 
 
 class Made(NamedTuple):
-    """A cache over the host tensors as they are."""
+    """The tensors of a cache over its current host tensors."""
 
     host: list[HostRows]
     marks: tuple[Any, ...]
     lines: list[Tensor]
     dirty_L: Tensor
     sets: CacheSets
-    told: Tensor  # int64 [8]; see ops/cache/definition.py
+    counters: Tensor  # int64 [8]; see ops/cache.py
 
     def books(self) -> list[Tensor]:
         sets = self.sets
         return [
-            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.told,
+            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.counters,
         ]  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        """All memory."""
+        """Return all tensors of the cache."""
         return [*self.lines, *self.books()]
 
 
 @dataclass
 class Ask:
-    """Of one cache."""
+    """One cache's part of a request."""
 
     made: Made
     segments: Sequence[tuple[int, int]]
@@ -64,20 +63,20 @@ class Ask:
     alive: int
     names: str
     sure: bool
-    grow: Callable[[int], Made]  # have so many spare lines
-    rescue: Callable[[Tensor], None]  # given the plan's entries that are of this cache
+    grow: Callable[[int], Made]  # takes the number of spare lines that the cache must have
+    rescue: Callable[[Tensor], None]  # takes this cache's entries of the plan
 
 
 class Emptied(Exception):
-    """There was no memory for more spare lines beside the lines, so a cache was made anew, without rows."""
+    """A cache was rebuilt without rows: there was no memory for its lines and a longer copy at once."""
 
 
 def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
-    """Bring the rows that a batch names.
+    """Load the rows of a batch.
 
     Raises:
-        InputError: for an id that is no row, at a later op.
-        Emptied: ask again.
+        InputError: an id is no row; raised by a later op.
+        Emptied: a cache was emptied; the caller repeats the request.
     """
     begins = [begin for ask in asks for begin, _ in ask.segments]
     ends = [end for ask in asks for _, end in ask.segments]
@@ -98,12 +97,12 @@ def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
 
 
 def _more(asks: Sequence[Ask], header: Tensor) -> bool:
-    """Make the spare lines that are missing; whether some were. Waits for the device unless all are sure."""
+    """Add the spare lines that are missing; return True if there were any. Waits for the device unless all are sure."""
     if all([ask.sure for ask in asks]):  # noqa: C419
         return False
     made = False
-    for ask, told in zip(asks, header.tolist(), strict=True):
-        missing = told[Told.SPARE] - told[Told.FREE]
+    for ask, counters in zip(asks, header.tolist(), strict=True):
+        missing = counters[Told.SPARE] - counters[Told.FREE]
         if missing > 0:
             before = ask.made.sets
             ask.made, made = ask.grow(before.spare + missing), True
@@ -118,25 +117,25 @@ def _move(
     lines: list[Tensor] = []
     host: list[Tensor] = []
     tables: list[int] = []
-    far: list[int] = []  # tables of which the device cannot read the rows
+    unreadable: list[int] = []  # tables whose rows the device cannot read
     for t, ask in enumerate(asks):
         here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
         if len(here) < len(ask.made.lines):
-            far.append(t)
+            unreadable.append(t)
             continue
         lines += ask.made.lines
         host += here
         tables += [t] * len(here)
     OPS.cache_move_(plan, header, lines, host, tables, ids, False)
-    for t in far:
-        _out(asks[t].made, _entries(plan, header, ids, t))
+    for t in unreadable:
+        _write_back(asks[t].made, _entries(plan, header, ids, t))
     try:
         OPS.cache_move_(plan, header, lines, host, tables, ids, True)
-        for t in far:
-            _in(asks[t].made, _entries(plan, header, ids, t))
+        for t in unreadable:
+            _load(asks[t].made, _entries(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
-        with ExitStack() as rescues:  # each, even where another's is interrupted
+        with ExitStack() as rescues:  # rescues every cache, even if one rescue is interrupted
             for t, ask in enumerate(asks):
                 rescues.callback(_rescue, ask, plan, header, ids, t)
         raise
@@ -147,18 +146,18 @@ def _rescue(ask: Ask, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """The plan's entries of a table. Waits."""
+    """Return the plan's entries of a table. Waits for the device."""
     own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
     return own[:, own[Plan.TABLE] == t]
 
 
-def _out(made: Made, entries: Tensor) -> None:
+def _write_back(made: Made, entries: Tensor) -> None:
     own = entries[:, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] % 2 == 1)]
     for lines, rows in zip(made.lines, made.host, strict=True):
         rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
 
 
-def _in(made: Made, entries: Tensor) -> None:
+def _load(made: Made, entries: Tensor) -> None:
     entries = entries[:, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0)]
     moved = entries[:, entries[Plan.FROM] >= 0]
     loaded = entries[:, entries[Plan.FROM] < 0]
@@ -168,13 +167,13 @@ def _in(made: Made, entries: Tensor) -> None:
 
 
 def in_chunks(asks: Sequence[Ask]) -> list[list[Ask]]:
-    """Asks whose rows can be sorted at a time: all of them, as a rule (LFU: up to a billion rows)."""
+    """Split the asks into chunks whose keys fit one sort: usually one chunk (with LFU up to a billion rows)."""
     chunks: list[list[Ask]] = [[]]
     keys = 0
     for ask in asks:
         sets = ask.made.sets
         own = sets.line_of_E.shape[0] << (31 if sets.count_E.numel() else 0)
-        if chunks[-1] and keys + own > _MOST_KEYS:
+        if chunks[-1] and keys + own > _MAX_SORT_KEYS:
             chunks.append([])
             keys = 0
         chunks[-1].append(ask)

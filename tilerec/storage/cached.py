@@ -1,27 +1,27 @@
-"""`RowCache`: rows of a host table, with their optimizer's state, in lines of device memory.
+"""`RowCache`: device cache for the rows of a host table and their optimizer state.
 
 Nouns (more in `cache_sets.py`)
-  host    the table and the optimizer's slots, tensors `[rows, ...]` in host memory
+  host    the table and the optimizer's slots: tensors `[rows, ...]` in host memory
   lines   the same tensors `[lines, ...]` on the cache's device: line l holds one row and all of its state
   dirty   a line that was updated since its row was read or written back
-  batch   ids of one lookup: in flight from the request that brings its rows until its update (or, without one, its
-          lookup)
+  batch   ids of one lookup: in flight from the request that loads its rows until its update (without an update: until
+          its lookup)
 
-    prefetch (batch i + 1) ─► rows it names get lines          any time before its lookup
-    lookup   (batch i)     ─► ids become line numbers          now, and again at the update
-    update   (batch i)     ─► lines are changed, and dirty
+    prefetch (batch i + 1) ─► its rows get lines               any time before its lookup
+    lookup   (batch i)     ─► ids become line numbers          at the lookup, and again at the update
+    update   (batch i)     ─► its lines are changed, and dirty
 
-A row is in one place at a time: in its line, or else in the table. Nobody keeps a line number: lookup and update each
-ask for it when they run, and rows that meanwhile left (another batch needed the line, the cache was flushed) come back
-first. So an update can never go to a row that is not there any more, whatever was prefetched or skipped in between;
-batches in flight hold their lines only so that nothing moves twice.
+A row is in one place at a time: in its line, or else in the table. Line numbers are never stored: lookup and update
+each compute them when they run. Rows evicted or flushed in between are loaded again first. So an update always finds
+its rows, whatever was prefetched or skipped in between. Batches in flight hold their lines only to avoid repeated
+transfers.
 
-`settle` writes every dirty row back and forgets all lines: the table is the truth, and may be read and written.
+`settle` writes every dirty row back and empties all lines. After it the table is current and may be read and written.
 
-Threads: every call has the cache for itself. Whoever reads or writes lines keeps it from others meanwhile (`alone`).
+Threads: every method holds the cache's lock. Code that reads or writes lines holds the lock meanwhile (`alone`).
 
-Whatever is raised midway (no memory, Ctrl-C): rows go back before their lines are given away, and where it is not sure
-any more which row is in which line, dirty rows that had stayed are written back and the cache is emptied.
+Exceptions midway (out of memory, Ctrl-C): evicted rows are written back before their lines are reassigned. Where the
+row of a line is no longer certain, dirty rows that stayed in their lines are written back and the cache is emptied.
 """
 
 from __future__ import annotations
@@ -48,58 +48,58 @@ from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.host_rows import HostRows
 
 WAYS = 32
-"""Lines of a set."""
+"""Lines per set."""
 
 UNASKED = 64 << 20
-"""Bytes of spare lines that a table gets for all ids of its batches in flight, and more if its sets have more: then
-nobody waits to hear how many rows need one."""
+"""Bytes of spare lines that are allocated in advance, enough for all ids of a table's batches in flight. The limit is
+the bytes of the table's sets if these are more. Within the limit the host need not read how many rows need one."""
 
 _BITS = (1 << 31) - 1
 
 MOST_IN_FLIGHT = 16
-"""Batches whose rows keep their lines; where more are prefetched, or looked up and not updated, the oldest lets go."""
+"""Maximum number of batches that hold their lines; a further prefetch or lookup releases the oldest batch's lines."""
 
 Segments = tuple[tuple[int, int], ...]
-"""Ranges of a batch's ids that read one table."""
+"""Ranges [begin, end) of a batch's ids that read one table."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """How offsets cut a batch's ids. Others may cut the same ids elsewhere, into as many bags."""
+    """Bag ranges of a batch under one offsets tensor; other offsets may divide the same ids into as many bags."""
 
     offsets: Tensor
     version: int
     ranges: tuple[tuple[int, int, int, int], ...]
-    """Each one's first bag, how many bags, where it begins and ends."""
+    """Per range: first bag, number of bags, first id, end of ids."""
 
-    def are_of(self, offsets: Tensor) -> bool:
+    def has_offsets(self, offsets: Tensor) -> bool:
         return self.version == _version(offsets) and _same_memory(self.offsets, offsets)
 
 
 def bags_of(offsets: Tensor, ranges: Sequence[tuple[int, int, int, int]]) -> Bags:
-    """These ranges, by the offsets as they are now."""
+    """Return `Bags` of these ranges for the offsets in their current version."""
     return Bags(offsets, _version(offsets), tuple(ranges))
 
 
 Refuse = Callable[[int, int, int], None]
-"""Raises for a bad id: number of its segment, position among the batch's ids, the id."""
+"""Raises the error for a bad id; takes the number of its segment, its position among the batch's ids, and the id."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch in flight. It keeps its ids alive: another batch cannot have their memory."""
+    """A batch in flight. It keeps its ids alive, so no other batch can be allocated at their address."""
 
     ids: Tensor
     version: int
     segments: Segments
     serial: int
-    rows_U: Tensor | None  # distinct ones that it names; None: lines have its bit
+    rows_U: Tensor | None  # distinct rows of the batch; None: its lines are marked by `bit`
     bit: int = 0
-    count: int = 0  # of its ids that read this table
-    looked: bool = False  # it was looked up, and its update is to come
+    count: int = 0  # number of its ids that read this table
+    looked: bool = False  # it was looked up, and its update is still to come
     bags: Bags | None = None  # per segment, if known
 
-    def is_of(self, ids: Tensor, segments: Segments) -> bool:
+    def matches(self, ids: Tensor, segments: Segments) -> bool:
         return self.has(ids) and self.segments == tuple(sorted(segments))
 
     def has(self, ids: Tensor) -> bool:
@@ -107,7 +107,7 @@ class _Batch:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same numbers, at the same places."""
+    """Return True if two tensors have the same address, shape, strides and dtype."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
@@ -120,14 +120,16 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _marks(host: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What tells host tensors from others."""
+def _identity(host: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the identity of host tensors: address, shape and dtype of each."""
     return tuple((t.data_ptr(), tuple(t.shape), t.dtype) for t in host)
 
 
-def _by_itself(method: Any) -> Any:
-    """A method that runs while no other thread's does, and outside of torch's inference mode: what an evaluation brings
-    into lines, training changes."""
+def _locked(method: Any) -> Any:
+    """Decorate a method to run under the cache's lock and outside of torch's inference mode.
+
+    Training updates lines that an evaluation has loaded, so they must not be inference tensors.
+    """
 
     @functools.wraps(method)
     def run(self: RowCache, *args: Any, **kwargs: Any) -> Any:
@@ -142,11 +144,11 @@ def _by_itself(method: Any) -> Any:
 
 @contextmanager
 def alone(caches: Iterable[RowCache | None]) -> Iterator[None]:
-    """Lines stay where they are meanwhile, whatever other threads prefetch."""
+    """Hold the locks of these caches, so that prefetches of other threads move no lines meanwhile."""
     with ExitStack() as stack:
         for cache in sorted(
             {cache for cache in caches if cache is not None}, key=id
-        ):  # one order: no deadlock
+        ):  # a fixed lock order avoids deadlocks
             stack.enter_context(cache.lock)
         yield
 
@@ -156,66 +158,66 @@ class RowCache:
     """The cache of one table (or of one tile of it).
 
     Args:
-        name: the table's, for messages.
-        params: how many lines there are, and which go first; None: no lines but spare ones, so that rows are on the
-            device as long as their batch is in flight.
-        device: where lines are; None: where the table is (a simulation: it costs time and saves nothing).
+        name: the table's name, for messages.
+        params: number of lines and eviction algorithm. None: only spare lines, so that rows are on the device as long
+            as their batch is in flight.
+        device: device of the lines. None: the table's device (a simulation: it costs time and saves nothing).
     """
 
     def __init__(self, name: str, params: CacheParams | None, device: torch.device | None = None) -> None:
         self.name, self.params, self.device = name, params, device
-        self._stats = CacheStats()  # without what the device has counted and nobody asked for
+        self._stats = CacheStats()  # without the device's counts since they were last read
         self._made: Made | None = None
-        self._clean = _BITS  # bits that no line has
+        self._clean = _BITS  # bits that are set for no line
         self._flight: list[_Batch] = []
         self._serial = 0
-        self._dirty = False  # whether any line may be
-        self._stream: Any = None  # of the last call
+        self._dirty = False  # whether any line may be dirty
+        self._stream: Any = None  # stream of the last call
         self.lock = threading.RLock()
 
     # ------------------------------------------------------------------------------------------------ per batch
 
     @property
     def stats(self) -> CacheStats:
-        """What the cache was asked for; on a GPU, reading this waits."""
+        """Requests, hits and transfers so far. On a GPU, reading this waits for the device."""
         with self.lock:
-            self._hear()
+            self._read_counts()
             return self._stats
 
     @stats.setter
     def stats(self, stats: CacheStats) -> None:
         with self.lock:
-            self._hear()
+            self._read_counts()
             self._stats = stats
 
-    @_by_itself
-    def _hear(self) -> None:
-        """Add what the device has counted."""
+    @_locked
+    def _read_counts(self) -> None:
+        """Add the device's counts to `_stats` and zero them."""
         made = self._made
         if made is None or not _together(made):
             return
         self._wait_for_other_stream()
-        told = made.told.tolist()
-        made.told.zero_()
+        counters = made.counters.tolist()
+        made.counters.zero_()
         stats = self._stats
-        stats.rows += told[Told.ROWS]
-        stats.misses += told[Told.MISSES]
-        stats.hits += told[Told.ROWS] - told[Told.MISSES]
-        stats.conflict_misses += told[Told.SPARE]
-        stats.evictions += told[Told.EVICTIONS]
-        stats.write_backs += told[Told.WRITES]
+        stats.rows += counters[Told.ROWS]
+        stats.misses += counters[Told.MISSES]
+        stats.hits += counters[Told.ROWS] - counters[Told.MISSES]
+        stats.conflict_misses += counters[Told.SPARE]
+        stats.evictions += counters[Told.EVICTIONS]
+        stats.write_backs += counters[Told.WRITES]
 
     def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
-        """Bring the rows that a batch names; they stay until its update, or its lookup without one.
+        """Load the rows of a batch into lines. They stay until its update; without an update, until its lookup.
 
         Args:
             host: the table, then its optimizer's slots.
-            ids: of a batch, on the cache's device; `segments` of them are rows of this table.
-            refuse: called for the first id that is no row; nothing has changed then. (On a GPU a later op tells.)
+            ids: ids of a batch, on the cache's device; `segments` of them are rows of this table.
+            refuse: called for the first id that is no row, before anything changes. (On a GPU, a later op raises.)
         """
         prefetch_all([Want(self, host, segments, refuse)], ids)
 
-    @_by_itself
+    @_locked
     def lines_of(
         self,
         host: Sequence[Tensor],
@@ -224,15 +226,15 @@ class RowCache:
         refuse: Refuse,
         bags: Bags | None = None,
     ) -> list[Tensor]:
-        """Line numbers of each segment's ids (int32), as they are now: valid until the next call of any method."""
+        """Return the line numbers (int32) of each segment's ids, valid until the next call of any method."""
         prefetch_all([Want(self, host, segments, refuse)], ids)
         made, batch = self._made, self._batch(ids, segments)
         assert made is not None
         assert batch is not None
         batch.bags = batch.bags or bags
         lines = self._lines(made, ids, segments)
-        # Who writes behind torch's back (to a NumPy array under the ids) is not seen in `_version`. A GPU would have to
-        # be waited for, and there ids lie in no array.
+        # `_version` does not count writes that bypass torch (to a NumPy array that shares the ids' memory). On a GPU
+        # this check would wait, and no NumPy array shares memory there.
         if ids.device.type == "cpu" and any(int(own.min()) < 0 for own in lines if own.numel()):
             self._flight.remove(batch)
             self._request(made, ids, segments, refuse)
@@ -246,36 +248,36 @@ class RowCache:
         line_of_E, rows_of = made.sets.line_of_E, [ids[begin:end].long() for begin, end in segments]
         if ids.device.type != "cpu" or not line_of_E.numel():
             return [line_of_E[own] for own in rows_of]
-        inside = [own.clamp(0, line_of_E.shape[0] - 1) for own in rows_of]  # see above: they may be anything
+        inside = [own.clamp(0, line_of_E.shape[0] - 1) for own in rows_of]  # ids may be out of range
         return [line_of_E[a].masked_fill_(a != own, -1) for a, own in zip(inside, rows_of, strict=True)]
 
     def lines_of_rows(self, rows_U: Tensor) -> Tensor:
-        """Line numbers of rows that have a line."""
+        """Return the line numbers (int64) of rows that all have a line."""
         assert self._made is not None
         return self._made.sets.line_of_E[rows_U].long()
 
-    @_by_itself
+    @_locked
     def looked_up(self, ids: Tensor, segments: Segments, *, updates: bool) -> None:
-        """A batch was looked up. `updates`: its update is to come."""
+        """Record that a batch was looked up. `updates`: its update is still to come."""
         batch = self._batch(ids, segments)
         if batch is None:
             return
         if updates:
             batch.looked = True
-        elif not batch.looked:  # else an evaluation came between a lookup and its update
+        elif not batch.looked:  # else this is an evaluation between a training lookup and its update
             self._flight.remove(batch)
 
-    @_by_itself
+    @_locked
     def updates(self, ids: Tensor, segments: Segments) -> None:
-        """Lines of a batch's rows, which have some, are going to be changed."""
+        """Mark the lines of a batch dirty before its update; all its rows must have lines."""
         assert self._made is not None
         self._dirty = True
         for begin, end in segments:
             self._made.dirty_L.index_fill_(0, self._made.sets.line_of_E[ids[begin:end].long()].long(), True)
 
-    @_by_itself
+    @_locked
     def updated(self, ids: Tensor, segments: Segments) -> None:
-        """They were. The batch lands, with those that were looked up before it."""
+        """Record that a batch was updated: it and the batches looked up before it are no longer in flight."""
         batch = self._batch(ids, segments)
         last = self._serial if batch is None else batch.serial
         self._flight = [
@@ -286,7 +288,7 @@ class RowCache:
 
     @property
     def lines(self) -> list[Tensor]:
-        """The rows, and every slot of the optimizer, by line."""
+        """The rows and every slot of the optimizer, indexed by line."""
         assert self._made is not None
         return self._made.lines
 
@@ -297,15 +299,18 @@ class RowCache:
         return self._made.sets.names if _together(self._made) else self._made.sets.row_in_L
 
     def knows(self, ids: Tensor, segments: Segments, bags: Bags) -> None:
-        """Which bags a batch's ids are of."""
+        """Record the bags of a batch's ids."""
         batch = self._batch(ids, segments)
         if batch is not None:
             batch.bags = batch.bags or bags
 
     def known_segment(self, ids: Tensor, offsets: Tensor, start: int, count: int) -> tuple[int, int] | None:
-        """Where the ids of some bags lie, if a batch in flight has them: the host need not ask the device."""
+        """Return the range [begin, end) of these bags' ids if it is recorded for a batch in flight; else None.
+
+        This saves reading the offsets from the device.
+        """
         for batch in self._flight:
-            if batch.bags is not None and batch.has(ids) and batch.bags.are_of(offsets):
+            if batch.bags is not None and batch.has(ids) and batch.bags.has_offsets(offsets):
                 for first, bags, begin, end in batch.bags.ranges:
                     if (first, bags) == (start, count):
                         return begin, end
@@ -313,21 +318,21 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ whole
 
-    @_by_itself
+    @_locked
     def settle(self) -> None:
-        """Write dirty rows back and forget all lines. The host tensors may be read and written until the next batch."""
+        """Write dirty rows back and empty all lines. The host tensors may be read and written until the next batch."""
         self._flush()
         if self._made is not None:
             self._wait_for_device(self._made)
-        made, self._made = self._made, None  # whatever is raised: not half of it is known
+        made, self._made = self._made, None  # an exception below leaves no half-emptied cache behind
         self._flight.clear()
         if made is not None:
             made.sets.forget()
             self._made = made
 
-    @_by_itself
+    @_locked
     def leave(self, rows_M: Tensor) -> None:
-        """`settle` for some rows (int64, on any device). Batches in flight ask for all of theirs again."""
+        """Run `settle` for some rows (int64, on any device). Batches in flight request all of their rows again."""
         made = self._made
         if made is None:
             return
@@ -343,11 +348,11 @@ class RowCache:
         self._wait_for_device(made)
         self._flight.clear()
 
-    @_by_itself
+    @_locked
     def drop(self) -> None:
-        """`settle`, and give the memory back: the table is going to be another one."""
+        """Run `settle` and release the memory; called before the table is replaced."""
         self.settle()
-        self._hear()
+        self._read_counts()
         self._made = None
 
     def _flush(self) -> None:
@@ -360,7 +365,7 @@ class RowCache:
         self._dirty = False
 
     def _wait_for_device(self, made: Made) -> None:
-        """Host rows are going to be read and written by the host: the device must be done with them."""
+        """Wait until the device has finished with the host rows, before the host reads or writes them."""
         if made.lines[0].device.type == "cuda":
             self._wait_for_other_stream()
             torch.cuda.current_stream(made.lines[0].device).synchronize()
@@ -368,30 +373,34 @@ class RowCache:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _over(self, host: Sequence[Tensor]) -> Made:
-        """The cache over these tensors: made anew where they are not those of the last call."""
+        """Return the cache over these tensors; rebuild it if they are not those of the last call."""
         self._wait_for_other_stream()
         made = self._made
-        if made is not None and made.marks == _marks(host) and self._on(host) == made.lines[0].device:
+        if (
+            made is not None
+            and made.marks == _identity(host)
+            and self._device_of(host) == made.lines[0].device
+        ):
             return made
         self.drop()
         self._made = self._make(host, 0)
         return self._made
 
-    def _on(self, host: Sequence[Tensor]) -> torch.device:
+    def _device_of(self, host: Sequence[Tensor]) -> torch.device:
         device = host[0].device if self.device is None else self.device
         here = torch.device("cuda")
         return torch.device("cuda", torch.cuda.current_device()) if device == here else device
 
     def _make(self, host: Sequence[Tensor], spare: int) -> Made:
-        rows, device = host[0].shape[0], self._on(host)
-        each = sum(t.element_size() * t[:1].numel() for t in host)
+        rows, device = host[0].shape[0], self._device_of(host)
+        line_bytes = sum(t.element_size() * t[:1].numel() for t in host)
         sets = 0
         if self.params is not None and rows:
             sets = -(-max(1, round(self.params.load_factor * rows)) // WAYS)
-            sets = self._within_reserve(sets, each, device)
+            sets = self._within_reserve(sets, line_bytes, device)
         count = sets * WAYS + spare
         try:
-            # On a GPU one line more, of zeros: what ids that are no rows read.
+            # On a GPU there is one more line, of zeros: ids that are no rows read it.
             zeros = int(_served(device))
             lines = [torch.empty((count + zeros, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
             for tensor in lines if zeros else ():
@@ -399,45 +408,49 @@ class RowCache:
             dirty_L = torch.zeros(count, dtype=torch.bool, device=device)
             algorithm = (self.params or CacheParams()).algorithm
             made = CacheSets(rows, sets, WAYS, spare, algorithm, device)
-            told = torch.zeros(8, dtype=torch.int64, device=device)
+            counters = torch.zeros(8, dtype=torch.int64, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
-                f"Table '{self.name}': no memory on {device} for {count} cache lines of {each} bytes (and 4 to 8 "
-                f"bytes for each of {rows} rows); lower the load_factor, or give the table to more ranks."
+                f"Table '{self.name}': no memory on {device} for {count} cache lines of {line_bytes} bytes (and 4 to 8 "
+                f"bytes for each of {rows} rows). Lower load_factor, or shard the table over more ranks."
             ) from error
         self._clean = _BITS
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        return Made([HostRows(t.detach(), device) for t in host], _marks(host), lines, dirty_L, made, told)
+        return Made(
+            [HostRows(t.detach(), device) for t in host], _identity(host), lines, dirty_L, made, counters
+        )
 
-    def _within_reserve(self, sets: int, each: int, device: torch.device) -> int:
-        """Sets that leave the reserved memory free."""
+    def _within_reserve(self, sets: int, line_bytes: int, device: torch.device) -> int:
+        """Return the number of sets, reduced so that the reserved memory stays free."""
         if self.params is None or not self.params.reserved_memory or device.type != "cuda":
             return sets
         free, _ = torch.cuda.mem_get_info(device)
-        fit = max(0, int((free - self.params.reserved_memory) // (each * WAYS)))
+        fit = max(0, int((free - self.params.reserved_memory) // (line_bytes * WAYS)))
         if fit < sets:
             warnings.warn(
-                f"Table '{self.name}': its cache gets {fit * WAYS} lines of the {sets * WAYS} that load_factor "
-                f"{self.params.load_factor} wants, as reserved_memory leaves no room for more.",
+                f"Table '{self.name}': its cache has {fit * WAYS} lines, not the {sets * WAYS} of load_factor="
+                f"{self.params.load_factor}, because reserved_memory leaves no room for more.",
                 stacklevel=2,
             )
         return min(sets, fit)
 
     def _batch(self, ids: Tensor, segments: Segments) -> _Batch | None:
-        return next((batch for batch in self._flight if batch.is_of(ids, segments)), None)
+        return next((batch for batch in self._flight if batch.matches(ids, segments)), None)
 
-    def _make_way(self, ids: Tensor) -> None:
-        """Where enough fly, the oldest batch lets go: not one of these ids, whose rows another table of the same lookup
-        has just found in their lines."""
+    def _release_oldest(self, ids: Tensor) -> None:
+        """Drop the oldest batch in flight if there are MOST_IN_FLIGHT.
+
+        Prefer a batch of other ids: for these ids another table of the same lookup has just found its lines.
+        """
         if len(self._flight) >= MOST_IN_FLIGHT:
             others = [batch for batch in self._flight if not batch.has(ids)]
             self._flight.remove(others[0] if others else self._flight[0])
 
     def _request(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
-        """Bring a batch's rows, and let it fly."""
+        """Load a batch's rows and add it to the batches in flight."""
         rows_U, count = self._distinct(made, ids, segments, refuse)
-        self._make_way(ids)
+        self._release_oldest(ids)
         self._serial += 1
         batch = _Batch(ids, _version(ids), tuple(sorted(segments)), self._serial, rows_U)
         while True:
@@ -461,7 +474,7 @@ class RowCache:
                     host.read_into(lines, moves.loaded_lines, moves.loaded_rows)
             self._flight.append(batch)
         except BaseException:
-            # Rows are in their old lines yet: nobody else got those.
+            # Moved rows are still in their old lines: no other row got those.
             dirty_L = dirty_L.clone()
             dirty_L[moves.new_lines] = False
             dirty_L[moves.old_lines] = moved
@@ -477,14 +490,14 @@ class RowCache:
         stats.evictions += moves.evictions
 
     def _ask(self, want: Want, ids: Tensor) -> Ask:
-        """What this cache says to a request of several."""
+        """Return this cache's part of a request for several caches."""
         if self._serial >= MOST - 1:
             self.settle()
             self._serial = 0
         made = self._made
         assert made is not None
         count = sum([end - begin for begin, end in want.segments])
-        self._make_way(ids)
+        self._release_oldest(ids)
         made, sure = self._with_room(made, count)
         alive = 0
         for batch in self._flight:
@@ -500,25 +513,29 @@ class RowCache:
             assert self._made is not None
             return self._with_spare(self._made, spare)
 
-        return Ask(made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._save)
+        return Ask(
+            made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._rescue_plan
+        )
 
     def _with_room(self, made: Made, count: int) -> tuple[Made, bool]:
-        """Whether there are spare lines for a batch of so many ids and all that fly, and the cache, which may have
-        got them here."""
+        """Return the cache, grown if that is cheap, and True if spare lines suffice in any case.
+
+        They suffice if there is one for each of `count` ids and each id of the batches in flight.
+        """
         sets = made.sets
         rows = sets.line_of_E.shape[0]
-        if sets.first_spare >= rows:  # every row has a line of its set
+        if sets.first_spare >= rows:  # the sets have a line for every row
             return made, True
         most = min(rows, count + sum([batch.count for batch in self._flight]))
         if sets.spare < most:
-            each = sum([t.element_size() * t[:1].numel() for t in made.lines])
-            if most > sets.first_spare and most * each > UNASKED:
+            line_bytes = sum([t.element_size() * t[:1].numel() for t in made.lines])
+            if most > sets.first_spare and most * line_bytes > UNASKED:
                 return made, False
             made = self._with_spare(made, most)
         return made, made.sets.spare >= most
 
-    def _flies(self, ask: Ask, want: Want, ids: Tensor) -> None:
-        """A batch's rows have come."""
+    def _add_in_flight(self, ask: Ask, want: Want, ids: Tensor) -> None:
+        """Add a batch to those in flight, once its rows are loaded."""
         count = sum([end - begin for begin, end in want.segments])
         self._flight.append(
             _Batch(ids, _version(ids), tuple(sorted(want.segments)), ask.serial, None, ask.bit, count)
@@ -526,8 +543,8 @@ class RowCache:
         self._stats.requests += 1
         self._stats.ids += count
 
-    def _save(self, entries: Tensor) -> None:
-        """Empty a cache in the midst of a plan (these entries of it): what is dirty goes back to the table."""
+    def _rescue_plan(self, entries: Tensor) -> None:
+        """Write dirty rows back and empty the cache after a plan failed midway; `entries` are this cache's entries."""
         made = self._made
         assert made is not None
         lines, old = entries[Plan.LINE], entries[Plan.FROM]
@@ -540,12 +557,12 @@ class RowCache:
             host.write_from(tensor, stayed, made.sets.row_in_L[stayed])
             host.write_from(tensor, old[moved], entries[Plan.ROW][moved])
         self._wait_for_device(made)
-        self._hear()
+        self._read_counts()
         self._made, self._dirty = None, False
         self._flight.clear()
 
     def _rescue(self, made: Made, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
-        """Empty a cache of which some lines have or had these rows: what is dirty goes back to the table."""
+        """Write the lines of `dirty_L` back and empty the cache; `lines` still hold `rows`, despite the sets' books."""
         row_in_L = made.sets.row_in_L.clone()
         row_in_L[lines] = rows
         lines = dirty_L.nonzero()[:, 0]
@@ -556,7 +573,7 @@ class RowCache:
         self._flight.clear()
 
     def _distinct(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
-        """The rows that a batch names, ascending, and how many ids it has."""
+        """Return the distinct rows of a batch, ascending, and the number of its ids."""
         parts = [ids[begin:end] for begin, end in segments]
         rows_N = torch.cat(parts).long()
         rows_U = torch.unique(rows_N)
@@ -569,10 +586,10 @@ class RowCache:
         return rows_U, rows_N.numel()
 
     def _with_spare(self, made: Made, lines: int) -> Made:
-        """The cache with at least so many spare lines.
+        """Return the cache with at least `lines` spare lines.
 
-        Where there is no memory for a tensor beside the longer one, the cache is emptied; batches in flight then ask
-        for their rows again.
+        If there is no memory for a tensor and its longer copy at once, the cache is emptied. Batches in flight then
+        request their rows again.
         """
         spare = max(lines, 2 * made.sets.spare, WAYS)
         more = spare - made.sets.spare
@@ -580,10 +597,10 @@ class RowCache:
         try:
             for k, tensor in enumerate(made.lines):
                 made.lines[k] = torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
-                if _together(made):  # the line of zeros is the last
+                if _together(made):  # the line of zeros comes last
                     made.lines[k][-1:].zero_()
             dirty_L = torch.cat((made.dirty_L, made.dirty_L.new_zeros(more)))
-            # Lines that the sets do not know of yet do no harm.
+            # Lines beyond those of the sets do no harm.
             self._made = made = made._replace(dirty_L=dirty_L)
             made.sets.grow(spare)
             return made
@@ -594,13 +611,13 @@ class RowCache:
             self._made = self._make(host, spare)
         except ConfigError as error:
             raise ConfigError(
-                f"Table '{self.name}': no memory on {like.device} for {spare} spare cache lines, which a batch needs "
-                "whose rows find no room in their sets; lower the batch size or the load_factor."
+                f"Table '{self.name}': no memory on {like.device} for {spare} spare cache lines, which hold the rows "
+                "of a batch that find no line in their sets. Lower the batch size or load_factor."
             ) from error
         return self._made
 
     def _write_back(self, made: Made, rows: Tensor, lines: Tensor) -> None:
-        """Lines that are dirty are written to the table, and are so no more."""
+        """Write the dirty ones of these lines to the table, and mark them clean."""
         if not self._dirty or not rows.numel():
             return
         dirty = made.dirty_L[lines]
@@ -613,21 +630,21 @@ class RowCache:
         self._stats.write_backs += rows.numel()
 
     def _wait_for_other_stream(self) -> None:
-        """What another stream was told of this cache comes first."""
+        """Make the current stream wait for the stream of the last call."""
         made = self._made
         if made is None or made.lines[0].device.type != "cuda":
             return
         stream = torch.cuda.current_stream(made.lines[0].device)
         if self._stream != stream:
             stream.wait_stream(self._stream)
-            for tensor in made.tensors():  # their memory is not another's before this stream is done with it
+            for tensor in made.tensors():  # the allocator reuses their memory only after this stream's work
                 tensor.record_stream(stream)
         self._stream = stream
 
     # ------------------------------------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        assert not self._dirty, "settled before it is copied"
+        assert not self._dirty, "settle runs before a copy"
         return {"name": self.name, "params": self.params, "device": self.device, "stats": replace(self.stats)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -637,17 +654,17 @@ class RowCache:
 
 @dataclass(frozen=True)
 class Want:
-    """What a batch wants of one cache: rows of `host`, named by `segments` of its ids."""
+    """A batch's request to one cache: the rows of `host` that `segments` of its ids name."""
 
     cache: RowCache
     host: Sequence[Tensor]
     segments: Segments
     refuse: Refuse
-    names: str = ""  # "feature@table" per segment, "," between, for messages; or empty
+    names: str = ""  # "feature@table" per segment, joined by ",", for messages; or empty
 
 
 def _served(device: torch.device) -> bool:
-    """Whether caches of this device answer requests together: kernels do it."""
+    """Return True if kernels of this device serve the requests of several caches at once."""
     return TRITON and device.type == "cuda"
 
 
@@ -656,12 +673,12 @@ def _together(made: Made) -> bool:
 
 
 def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
-    """`RowCache.prefetch` of several caches: on a GPU one request."""
+    """Run `RowCache.prefetch` for several caches; on a GPU as one request."""
     if wants and capturing():
         raise ConfigError(
-            f"Table '{wants[0].cache.name}': a batch of this cached table is captured in a CUDA graph, but which rows "
-            "are where is for the host to say batch by batch, and every replay would repeat this batch's numbers; "
-            "capture uncached tables (uncache_tables), or run this step as it is."
+            f"Table '{wants[0].cache.name}': a batch of this cached table is captured in a CUDA graph. The host "
+            "assigns cache lines batch by batch, and every replay would repeat the lines of this batch. Capture "
+            "uncached tables (uncache_tables), or run this step without a capture."
         )
     with alone([want.cache for want in wants]), _outside_of_inference(), _on_device_of(ids):
         rest = list(wants)
@@ -674,11 +691,11 @@ def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
                 known = cache._batch(ids, want.segments)
                 if known is not None and not (_together(made) and ids.is_inference()):
                     continue
-                if known is not None:  # nobody counts writes to these ids: they may be others by now
+                if known is not None:  # inference tensors have no version: the ids may have changed
                     cache._flight.remove(known)
                 if not _together(made):
                     cache._request(made, ids, want.segments, want.refuse)
-                elif id(cache) in now:  # two tables with the same rows
+                elif id(cache) in now:  # two tables share these rows
                     later.append(want)
                 else:
                     now[id(cache)] = want
@@ -694,23 +711,25 @@ def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
             for chunk in in_chunks(asks):
                 request(chunk, ids, WAYS)
                 for ask in chunk:
-                    want_of[id(ask)].cache._flies(ask, want_of[id(ask)], ids)
+                    want_of[id(ask)].cache._add_in_flight(ask, want_of[id(ask)], ids)
             return
-        except Emptied:  # those that have their rows by now are not asked again
+        except Emptied:  # caches that hold their rows by now need no second request
             wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
             for want in wants:
                 want.cache._over(want.host)
 
 
 def _on_device_of(ids: Tensor) -> AbstractContextManager[object]:
-    """A cache on "cuda" is where its batches are, whatever GPU is current in this thread: a data loader's may not have
-    asked for one."""
+    """Make the GPU of the ids the current one.
+
+    A cache on "cuda" is on the GPU of its batches. A data loader's thread may have another GPU as its current one.
+    """
     return torch.cuda.device(ids.device) if ids.is_cuda else nullcontext()
 
 
 @contextmanager
 def _outside_of_inference() -> Iterator[None]:
-    """What an evaluation brings into lines, training changes."""
+    """Leave torch's inference mode: training updates lines that an evaluation has loaded."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -725,13 +744,14 @@ def lines_of_all(
     tables: Sequence[int],
     writes: bool,
 ) -> Tensor:
-    """Line numbers of a batch's ids, segment after segment; as they are now, on a GPU.
+    """Return the current line numbers of a batch's ids, segment after segment, on a GPU.
 
     Args:
-        wants: of each cached table.
-        segments: of the batch; tables: which of the wants each is of, or -1: ids of another table stay what they are.
-        writes: these lines are going to be changed. Else ids that are no rows have the line of zeros, since the request
-            has told of them.
+        wants: one request per cached table.
+        segments: segments of the batch.
+        tables: per segment, the index of its request in `wants`; -1: an uncached table, whose ids stay as they are.
+        writes: the caller will change these lines. If False, ids that are no rows get the line of zeros: the request
+            has already reported them.
     """
     prefetch_all(wants, ids)
     made = [want.cache._made for want in wants]
@@ -747,5 +767,5 @@ def lines_of_all(
 
 
 def all_together(wants: Sequence[Want]) -> bool:
-    """Whether `lines_of_all` serves these caches."""
-    return bool(wants) and all([_served(want.cache._on(want.host)) for want in wants])  # noqa: C419
+    """Return True if `lines_of_all` serves all of these caches."""
+    return bool(wants) and all([_served(want.cache._device_of(want.host)) for want in wants])  # noqa: C419

@@ -1,7 +1,7 @@
-"""Laying a module's leaves side by side in one flat storage per data type and device.
+"""Placement of a module's leaves side by side in one flat storage per data type and device.
 
-The leaves stay what they are (`nn.Parameter`s that own their values); only their memory is shared. Nothing reads the
-flat storage by itself, so a leaf that is moved elsewhere stays right: it just is not adjacent any more.
+The leaves remain `nn.Parameter`s that own their values; only their memory is shared. No code reads the flat storage
+itself, so a leaf that is moved elsewhere stays correct. It is only no longer adjacent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from tilerec.ops.backends import advise_huge_pages
 
 ALIGNMENT = 128
-"""Bytes at whose multiples a leaf begins (one GPU cache line; also whole AVX-512 vectors)."""
+"""Alignment of a leaf's first byte (one GPU cache line; also whole AVX-512 vectors)."""
 
 HUGE_FROM = 4 << 20
-"""Bytes from which CPU memory is asked for in huge pages; below, there is less to win than to waste."""
+"""Minimum bytes of a CPU storage for which huge pages are requested; smaller ones waste more than they gain."""
 
 Shape = tuple[int, int]
 
 
 def _padded(numel: int, dtype: torch.dtype) -> int:
-    """Elements that a leaf takes in the flat storage."""
+    """Return the number of elements that a leaf occupies in the flat storage."""
     unit = ALIGNMENT // dtype.itemsize
     return -(-numel // unit) * unit
 
@@ -32,9 +32,9 @@ def _padded(numel: int, dtype: torch.dtype) -> int:
 def flat_memory(
     shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str | None
 ) -> list[Tensor]:
-    """Memory for leaves of these shapes: consecutive ranges of one new storage, not written yet but for the gaps.
+    """Return memory for leaves of these shapes: consecutive ranges of one new storage, uninitialised except the gaps.
 
-    Pages are asked for before anything touches them; on meta, each leaf is its own tensor.
+    Huge pages are requested before the first write. On meta, each leaf is its own tensor.
 
     Example: shapes [(5, 3), (2, 7)] of float32 are elements 0..14 and 32..45 of 64; 15..31 and 46..63 are zero.
     """
@@ -53,7 +53,7 @@ def flat_memory(
 
 
 def _adjacent(group: Sequence[nn.Parameter]) -> bool:
-    """Whether the leaves already are consecutive ranges of one storage."""
+    """Return True if the leaves already are consecutive ranges of one storage."""
     place = group[0].data_ptr()
     for parameter in group:
         if (

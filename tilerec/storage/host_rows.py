@@ -1,8 +1,8 @@
 """`HostRows`: the rows of one host tensor, read and written from a device.
 
-On a GPU the tensor's memory is pinned, and a second tensor over the same bytes, which says that it is on the device,
-is read and written by the device's own kernels: rows travel as they are asked for, and the host is not waited for.
-Where the driver refuses to pin (a limit on locked memory), rows are gathered on the host and copied, with a warning.
+On a GPU the tensor's memory is pinned, and a second tensor over the same bytes, labelled as a device tensor, gives
+kernels direct access. Kernels then read and write rows on demand, without waiting for the host.
+If the driver refuses to pin (a limit on locked memory), the host gathers rows and copies them, with a warning.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import final
 import torch
 from torch import Tensor
 
-_PINNED: Counter[int] = Counter()
-"""How many `HostRows` need the storage at this address pinned."""
+_PIN_COUNTS: Counter[int] = Counter()
+"""Number of `HostRows` that need the storage at an address pinned."""
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same bytes in a type that every kernel moves."""
+    """Return the same bytes in a dtype that every kernel supports."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @final
 class HostRows:
-    """Args:
-    tensor: `[rows, D]` or `[rows]`, contiguous, in host memory (or where the device is).
+    """Rows of one host tensor, accessible from a device.
+
+    Args:
+        tensor: `[rows, D]` or `[rows]`, contiguous, in host memory (or on the device).
+        device: the device that reads and writes the rows.
     """
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
@@ -40,16 +43,16 @@ class HostRows:
 
     @property
     def here(self) -> Tensor | None:
-        """The tensor's bytes where the device reads and writes them; None: it cannot."""
+        """The tensor's bytes as the device addresses them; None if the device has no access."""
         return self._here
 
     @staticmethod
     def move(lines: Tensor, old: Tensor, new: Tensor) -> None:
-        """`lines[new] = lines[old]`."""
+        """Copy lines to lines: `lines[new] = lines[old]`."""
         _plain(lines).index_copy_(0, new, _plain(lines).index_select(0, old))
 
     def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
-        """`lines[at] = rows of the table`."""
+        """Copy table rows to lines: `lines[at] = tensor[rows]`."""
         if self._here is not None:
             _plain(lines).index_copy_(0, at, self._here.index_select(0, rows))
         else:
@@ -57,7 +60,7 @@ class HostRows:
             _plain(lines).index_copy_(0, at, found.to(self.device, non_blocking=True))
 
     def write_from(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
-        """`rows of the table = lines[at]`."""
+        """Copy lines to table rows: `tensor[rows] = lines[at]`."""
         values = _plain(lines).index_select(0, at)
         if self._here is not None:
             self._here.index_copy_(0, rows, values)
@@ -66,7 +69,7 @@ class HostRows:
 
 
 class _DeviceView:
-    """Memory of the host as CUDA sees it (`__cuda_array_interface__`)."""
+    """Host memory described for CUDA by `__cuda_array_interface__`."""
 
     def __init__(self, tensor: Tensor, width: int) -> None:
         count = tensor.nbytes // tensor.shape[0] // width
@@ -81,50 +84,50 @@ class _DeviceView:
 
 
 def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor | None:
-    """The tensor's memory as a tensor on the device, pinned as long as `user` lives; None if it cannot be."""
+    """Return a device tensor over the tensor's memory, pinned while `user` lives; None if pinning fails."""
     if not tensor.numel():
         return torch.empty_like(_plain(tensor), device=device)
     try:
         if not tensor.is_contiguous():
-            raise RuntimeError("its rows do not lie one after the other")
+            raise RuntimeError("its rows are not contiguous")
         with torch.cuda.device(device):
             _pin(tensor, user)
         row = tensor.nbytes // tensor.shape[0]
         width = next(w for w in (8, 4, 2, 1) if row % w == 0 and tensor.data_ptr() % w == 0)
         view: Tensor = torch.as_tensor(_DeviceView(tensor, width), device=device)
-        if view.data_ptr() != tensor.data_ptr():  # a copy, which nobody would write back
-            raise RuntimeError(f"{device} does not address it as the host does")
+        if view.data_ptr() != tensor.data_ptr():  # a copy: writes to it would not reach the table
+            raise RuntimeError(f"{device} and the host address it differently")
         return view.view(tensor.dtype if tensor.dtype.itemsize > 1 else torch.uint8).view(tensor.shape)
     except RuntimeError as error:
         _forget_error(device)
         warnings.warn(
-            f"cached rows: {tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}), so rows are "
-            "gathered by the host's cores; raise the limit on locked memory (ulimit -l).",
+            f"cached rows: {tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}), so the host's "
+            "cores gather the rows. Raise the limit on locked memory (ulimit -l).",
             stacklevel=2,
         )
         return None
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA tells the next kernel of a call that failed, whoever launches it: here is one that nobody minds."""
+    """Clear CUDA's pending error with a dummy kernel: the next launch after a failed call reports the failure."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def _pin(tensor: Tensor, user: HostRows) -> None:
-    if tensor.is_pinned() and not _PINNED[tensor.untyped_storage().data_ptr()]:
-        return  # its owner pinned it
+    if tensor.is_pinned() and not _PIN_COUNTS[tensor.untyped_storage().data_ptr()]:
+        return  # pinned by its owner
     storage, runtime, device = tensor.untyped_storage(), torch.cuda.cudart(), user.device
     assert runtime is not None
     address = storage.data_ptr()
-    if not _PINNED[address]:
+    if not _PIN_COUNTS[address]:
         torch.cuda.check_error(runtime.cudaHostRegister(address, storage.nbytes(), 0))
-    _PINNED[address] += 1
+    _PIN_COUNTS[address] += 1
 
     def unpin() -> None:
-        _PINNED[address] -= 1
-        if not _PINNED[address]:
+        _PIN_COUNTS[address] -= 1
+        if not _PIN_COUNTS[address]:
             torch.cuda.synchronize(device)
             runtime.cudaHostUnregister(address)
 
-    weakref.finalize(user, unpin)  # before the tensor's memory goes: the user holds it
+    weakref.finalize(user, unpin)  # runs before the tensor's memory is freed: `user` references the tensor

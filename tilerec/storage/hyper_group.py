@@ -1,14 +1,14 @@
-"""The numbers of an attached optimizer, shared by the tables that were attached together: a `param_groups` entry.
+"""Settings of an attached optimizer as one `param_groups` entry, shared by the tables that were attached together.
 
 Nouns
-  number   a setting of the optimizer (`spec/optimizer.py`); what is written holds from the next backward on
-  rate     the learning rate where updates of a `capturable` optimizer read it: 0-d, on a device, as many as there are
-           devices; if `lr` is a tensor, that tensor
+  number   a setting of the optimizer (`spec/optimizer.py`); a new value takes effect at the next backward
+  rate     the learning rate that updates of a `capturable` optimizer read: a 0-d tensor per device; if `lr` is a
+           tensor, that tensor
 
-A captured step reads the rate and nothing else of what is written later: a schedule goes on under replays, and a write
-to any other number warns.
+Of values written after a capture, replays read the rate only. So learning-rate schedules work under replays, and a
+write to any other number warns.
 
-    group["lr"] = 0.05                  a number: its copies on devices follow at once
+    group["lr"] = 0.05                  a number: its copies on devices are updated at once
     group["lr"].fill_(0.05)             a tensor, as torch's schedulers write it
 """
 
@@ -31,34 +31,38 @@ from tilerec.spec.optimizer import OptimizerSpec
 
 
 @functools.lru_cache(maxsize=256)
-def _one_of_its_kind(spec: OptimizerSpec) -> OptimizerSpec:
-    """Equal specs as one object."""
+def _interned(spec: OptimizerSpec) -> OptimizerSpec:
+    """Return one object for equal specs."""
     return spec
 
 
 class HyperGroup(dict[str, Any]):
-    """A `param_groups` entry that tables share: the numbers of their optimizer, as they are now.
+    """A `param_groups` entry that tables share: the current numbers of their optimizer.
 
-    What is written here holds from the next backward on. It names no parameters: tables of several collections may
+    A written value takes effect at the next backward. The entry names no parameters: tables of several collections may
     share it. Copies and pickles keep the sharing.
     """
 
     def __init__(self, values: Mapping[str, Any], numbers: Sequence[str]) -> None:
         super().__init__(values)
-        self._numbers = tuple(numbers)  # the spec's own entries; schedulers and users add others
+        self._numbers = tuple(numbers)  # the spec's entries; schedulers and users add others
         self._made: tuple[tuple[Any, ...], OptimizerSpec] | None = None
-        self._current: OptimizerSpec | None = None  # until the next write
-        self._alike: tuple[int, int] | None = None  # until the next write
-        self._digest: int | None = None  # until the next write
+        self._current: OptimizerSpec | None = None  # valid until the next write
+        self._alike: tuple[int, int] | None = None  # valid until the next write
+        self._digest: int | None = None  # valid until the next write
         self._rates: dict[torch.device, Tensor] = {}  # copies of `lr`, float64
-        self._copied: float | None = None  # what they hold
-        # The loss scale was given or written: a GradScaler with another one is not for these tables.
+        self._copied: float | None = None  # the value of these copies
+        # True once the loss scale was given or written: a GradScaler with another scale is then not for these tables.
         self.scale_known = values.get("grad_scale", 1.0) != 1.0
-        self._frozen = False  # a graph has captured an update by these numbers
+        self._frozen = False  # True once a graph has captured an update with these numbers
 
     @staticmethod
     def of(spec: OptimizerSpec, lr: Any = None) -> HyperGroup:
-        """The group of a freshly attached optimizer; lr: as it was given (a tensor stays one if `capturable`)."""
+        """Return the group of a newly attached optimizer.
+
+        Args:
+            lr: the learning rate as the user gave it; a tensor stays a tensor if `spec.capturable`.
+        """
         values = spec.to_json()
         group = HyperGroup(values, list(values))
         if isinstance(lr, Tensor) and spec.capturable:
@@ -78,9 +82,9 @@ class HyperGroup(dict[str, Any]):
             self._warn_frozen(name, before, value)
 
     def spec(self) -> OptimizerSpec:
-        """The optimizer these numbers make; checked whenever one of them was written.
+        """Return the optimizer spec of these numbers; checked again after each write.
 
-        Of a `capturable` one the lr is 0 here: updates read `rate`.
+        If `capturable`, its lr is 0: updates read `rate` instead.
         """
         if self._current is None:
             self._current = self._spec()
@@ -101,31 +105,31 @@ class HyperGroup(dict[str, Any]):
 
     def _spec(self) -> OptimizerSpec:
         if isinstance(self["lr"], Tensor) and not self.get("capturable"):
-            # Not any more: nobody would hear of what is filled into the tensor from now on.
+            # No longer capturable: updates would miss later writes into the tensor.
             super().__setitem__("lr", float(self["lr"]))
         values = tuple([self[name] for name in self._numbers])
         if self.get("capturable"):
             at = self._numbers.index("lr")
             values = (*values[:at], 0.0, *values[at + 1 :])
         if self._made is None or self._made[0] != values:
-            made = _one_of_its_kind(OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True))))
+            made = _interned(OptimizerSpec.from_json(dict(zip(self._numbers, values, strict=True))))
             if self._made is not None and made.slots != self._made[1].slots:
                 raise ConfigError(
                     f"{self['optimizer']}: the numbers written to its param_groups change its state from "
-                    f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}; "
-                    "attach it anew with replace=True instead."
+                    f"{[s.name for s in self._made[1].slots]} to {[s.name for s in made.slots]}. "
+                    "Attach it again with replace=True instead."
                 )
             self._made = (values, made)
         return self._made[1]
 
     def rate(self, device: torch.device) -> Tensor:
-        """The learning rate, 0-d, where updates on this device read it."""
+        """Return the learning rate that updates on this device read, 0-d."""
         lr = self["lr"]
         if isinstance(lr, Tensor):
             if lr.device != device:
                 raise ConfigError(
-                    f"{self['optimizer']}: its lr is a tensor on {lr.device}, its tables are on {device}, where "
-                    f"updates read it; write param_groups[...]['lr'] = lr.to('{device}')."
+                    f"{self['optimizer']}: got lr as a tensor on {lr.device}; expected it on {device}, where its "
+                    f"tables are. Write param_groups[...]['lr'] = lr.to('{device}')."
                 )
             return lr if lr.dim() == 0 else lr.view(())
         self._copy_rate()
@@ -133,49 +137,54 @@ class HyperGroup(dict[str, Any]):
         if rate is None:
             if capturing():
                 raise ConfigError(
-                    f"{self['optimizer']}: its learning rate is not on {device} yet, and a copy made during a capture "
-                    "would be made anew by every replay; run a step before the capture."
+                    f"{self['optimizer']}: its learning rate is not on {device} yet, and every replay would repeat a "
+                    "copy made during the capture. Run a step before the capture."
                 )
             rate = self._rates[device] = torch.full((), self._valid(lr), dtype=torch.float64, device=device)
             self._copied = lr
         return rate
 
     def mark(self) -> int:
-        """Tables of groups with equal marks and rules may be updated together: those of one learning rate."""
+        """Return a number that is equal for groups with one learning rate.
+
+        Tables of groups with equal marks and rules may be updated together.
+        """
         return id(self) if self.get("capturable") else 0
 
     def alike(self) -> tuple[int, int]:
-        """Rule and mark: equal specs are one object. (To compare 26 records would cost more than to update their
-        tables.)"""
+        """Return the identity of the rule, and the mark; equal specs are one object.
+
+        Comparing 26 records by value would cost more than updating their tables.
+        """
         if self._alike is None:
             self._alike = (id(self.spec()), self.mark())
         return self._alike
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers by name, for ranks to compare. Values of tensors are not among them: reading one may wait."""
+        """Return the numbers by name, for comparison between ranks. Tensors are left out: reading one may wait."""
         found = {name: self.get(name) for name in self._numbers}
         plain = {name: n for name, n in found.items() if not isinstance(n, Tensor)}
         return {name: float(n) if isinstance(n, float) else n for name, n in plain.items()}
 
     def digest(self) -> int:
-        """32 bits that are equal on ranks where `numbers` are."""
+        """Return 32 bits that are equal on ranks whose `numbers` are equal."""
         if self._digest is None:
             self._digest = zlib.crc32(repr(self.numbers()).encode())
         return self._digest
 
     def freeze(self) -> None:
-        """An update by these numbers is being captured."""
+        """Record that an update with these numbers is being captured: later writes warn."""
         self._frozen = True
 
     def _copy_rate(self) -> None:
-        """Have the copies on devices hold what `lr` says."""
+        """Update the copies of `lr` on devices."""
         lr = self["lr"]
         if not self._rates or lr == self._copied:
             return
         if capturing():
             raise ConfigError(
                 f"{self['optimizer']}: lr was written during the capture of a CUDA graph, and every replay would write "
-                "that value again; step schedules outside of the capture."
+                "that value again. Step schedules outside of the capture."
             )
         for rate in self._rates.values():
             rate.fill_(self._valid(lr))
@@ -186,10 +195,10 @@ class HyperGroup(dict[str, Any]):
 
     def _warn_frozen(self, name: str, before: Any, value: Any) -> None:
         if isinstance(before, Tensor) or isinstance(value, Tensor) or before != value:
-            what = "give the new value to the old tensor with fill_()" if name == "lr" else "capture anew"
+            what = "Write the new value into the old tensor with fill_()" if name == "lr" else "Capture again"
             warnings.warn(
                 f"{self['optimizer']}: {name} was written after an update was captured in a CUDA graph, whose replays "
-                f"go on by what {name} was then; {what}.",
+                f"keep the old value. {what}.",
                 stacklevel=4,
             )
 
@@ -206,7 +215,7 @@ class HyperGroup(dict[str, Any]):
 def _checked(lr: Tensor, group: HyperGroup) -> Tensor:
     if lr.numel() != 1 or not lr.is_floating_point():
         raise ConfigError(
-            f"{group['optimizer']}: lr is a tensor of shape {list(lr.shape)} and type {lr.dtype}; wanted one "
-            "floating-point number, []: torch.tensor(0.1, device=...)."
+            f"{group['optimizer']}: got lr as a tensor of shape {list(lr.shape)} and dtype {lr.dtype}; expected one "
+            "floating-point number of shape []. Pass torch.tensor(0.1, device=...)."
         )
     return lr

@@ -1,8 +1,8 @@
-"""The scale of the loss: what `torch.amp.GradScaler` multiplies it by, an attached optimizer must divide by.
+"""Check of the loss scale: an attached optimizer must divide gradients by the scale of `torch.amp.GradScaler`.
 
-A scaler divides the `.grad`s of the optimizers that it steps. Tables with attached optimizers have none, so the scale
-is written into their `param_groups`. If it was never written, and a scaler in use is found at an update, the update is
-refused: it would move rows 65,536 times too far.
+A scaler divides the `.grad`s of the optimizers that it steps. Tables with attached optimizers have no `.grad`, so the
+scale is written into their `param_groups`. If it was never written and a scaler is in use, the update raises: its
+steps would be 65,536 times too large.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_scale(table: str, group: HyperGroup) -> None:
     """Raise a `ConfigError` if a loss scale is in use and nothing was written to the group's `grad_scale`."""
     foreign = _other_scale(group)
     if foreign is not None:
-        gc.collect()  # a scaler that waits for the collector does not count
+        gc.collect()  # an unreachable scaler does not count
         foreign = _other_scale(group)
     if foreign is not None:
         raise ConfigError(
@@ -42,11 +42,11 @@ def _other_scale(group: HyperGroup) -> float | None:
 
 
 @dataclass
-class _Seen:
-    """The scalers of the process when it was last searched.
+class _LastSearch:
+    """The scalers that the last search of the process found.
 
-    An instance holds a reference to its class: as long as the classes' counts of references stay as they were, no
-    scaler came or went, and nothing is searched.
+    Each instance references its class. While the reference counts of the classes are unchanged, no scaler was created
+    or deleted, and no search is needed.
     """
 
     counts: tuple[int, ...] = ()
@@ -57,10 +57,10 @@ def _scalers() -> list[GradScaler]:
     classes: list[type] = [GradScaler]
     for kind in classes:
         classes += kind.__subclasses__()
-    if tuple(map(sys.getrefcount, classes)) != _SEEN.counts:
-        _SEEN.scalers = _living(classes)
-        _SEEN.counts = tuple(map(sys.getrefcount, classes))
-    found = (reference() for reference in _SEEN.scalers)
+    if tuple(map(sys.getrefcount, classes)) != _LAST_SEARCH.counts:
+        _LAST_SEARCH.scalers = _living(classes)
+        _LAST_SEARCH.counts = tuple(map(sys.getrefcount, classes))
+    found = (reference() for reference in _LAST_SEARCH.scalers)
     return [scaler for scaler in found if scaler is not None]
 
 
@@ -68,4 +68,4 @@ def _living(classes: list[type]) -> list[weakref.ref[GradScaler]]:
     return [weakref.ref(thing) for thing in gc.get_referrers(*classes) if isinstance(thing, GradScaler)]
 
 
-_SEEN = _Seen()
+_LAST_SEARCH = _LastSearch()

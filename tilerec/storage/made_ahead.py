@@ -1,17 +1,17 @@
-"""What was made of a batch ahead of its turn: by `prefetch`, on whichever stream is current there.
+"""Cache of results that `prefetch` computed for a later batch, keyed by tensor identity and version.
 
 Nouns
-  sources  the tensors that it was made of, in the versions that they had, and whatever else it depends on
-  made     the tensors that were made of them, and the stream on which that was
+  sources  the input tensors of a result, their versions, and its other inputs
+  made     the result's tensors, and the stream that computed them
 
-    keep (batch i + 1)   while batch i trains
-    take (batch i + 1)   the same sources: what was made, once, and the current stream waits for the one that made it
-                         written to since, or others: nothing, and the caller makes it anew
+    keep (batch i + 1)   stores a result while batch i trains
+    take (batch i + 1)   same sources: returns the result, once; the current stream waits for the stream that made it
+                         changed or other sources: returns None, and the caller computes the result itself
 
-It belongs to the very tensors, not to their numbers: nothing is compared, and nobody waits. Of what is never taken,
-some are kept and the oldest let go. So what is missing or stale costs time and nothing else.
+The key is the identity of the tensors, not their values: no values are compared, and the host does not wait. Results
+that are never taken are dropped, oldest first. So a missing or stale result costs only time.
 
-While a CUDA graph is captured nothing is kept or taken: what a graph waits for must be in it.
+While a CUDA graph is captured no result is kept or taken: a graph must contain the work that it waits for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 from tilerec.ops.runtime.upload import capturing
 
 MOST = 4
-"""Batches to come of which something is kept."""
+"""Maximum number of results kept for later batches."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """It keeps its tensors alive: no other batch can have their memory."""
+    """The inputs of a result. It keeps its tensors alive, so no other batch can be allocated at their addresses."""
 
     tensors: tuple[Tensor | None, ...]
     marks: tuple[Any, ...]
@@ -39,21 +39,21 @@ class Sources:
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None], others: tuple[Any, ...] = ()) -> Sources | None:
-        """None for tensors whose writes nobody counts (inference mode's)."""
+        """Return the sources; None if a tensor is an inference tensor, which has no version counter."""
         if any([t is not None and t.is_inference() for t in tensors]):  # noqa: C419 - called at every step
             return None
-        return Sources(tuple(tensors), tuple([_mark(t) for t in tensors]), others)
+        return Sources(tuple(tensors), tuple([_identity(t) for t in tensors]), others)
 
     def same(self, now: Sources) -> bool:
-        """Whether these are still what they were, and what `now` is."""
+        """Return True if these sources equal `now` and have not been written to since."""
         if self.others != now.others or self.marks != now.marks:
             return False
         return self.marks == tuple(
-            [_mark(t) for t in self.tensors]
-        )  # a write counts, whoever holds the tensor
+            [_identity(t) for t in self.tensors]
+        )  # detects writes through any reference to the tensors
 
 
-def _mark(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _identity(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor._version)
@@ -61,7 +61,7 @@ def _mark(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 @final
 class Moment:
-    """A point in a stream of a GPU's, that another one may wait for."""
+    """A CUDA stream and an event recorded in it, for which other streams can wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.current_stream(device)
@@ -72,7 +72,7 @@ class Moment:
         return self
 
     def wait(self, tensors: Sequence[Tensor | None]) -> None:
-        """The current stream goes on behind it, and reads these tensors."""
+        """Make the current stream wait for the event before it reads these tensors."""
         stream = torch.cuda.current_stream(self.stream.device)
         if stream == self.stream:
             return
@@ -81,11 +81,11 @@ class Moment:
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(
                     stream
-                )  # their memory is not another's before this stream is done with it
+                )  # the allocator reuses their memory only after this stream's work
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Result:
     sources: Sources
     tensors: list[Tensor]
     moment: Moment | None  # None: on the CPU
@@ -93,10 +93,10 @@ class _Made:
 
 @final
 class MadeAhead:
-    """What was made of batches to come. Copies and files begin without."""
+    """Results computed for later batches. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
-        self._made: list[_Made] = []  # replaced, never changed: several threads may prefetch
+        self._made: list[_Result] = []  # replaced, never mutated: several threads may prefetch
 
     def __len__(self) -> int:
         return len(self._made)
@@ -107,11 +107,11 @@ class MadeAhead:
     def keep(
         self, sources: Sources | None, tensors: list[Tensor], device: torch.device, most: int = MOST
     ) -> None:
-        """Keep what the current stream has made of these sources.
+        """Keep a result that the current stream has computed from these sources.
 
         Args:
-            device: where it was made; tensors on the host may be among them.
-            most: how many are kept, the newest.
+            device: the device of the computation; some of `tensors` may be on the host.
+            most: maximum number of results kept; the newest stay.
         """
         if sources is None or capturing():
             return
@@ -121,15 +121,15 @@ class MadeAhead:
             for tensor in sources.tensors:
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(moment.stream)
-        # Asked for again, it is made again: a graph's replay may have filled the batch anew, which no version counts.
+        # A new result replaces that of equal sources: a graph replay may have refilled the batch without a new version.
         others = [made for made in self._made if not made.sources.same(sources)]
-        self._made = [*others, _Made(sources, tensors, moment)][-most:]
+        self._made = [*others, _Result(sources, tensors, moment)][-most:]
 
     def take(self, sources: Sources | None, *, stays: bool = False) -> list[Tensor] | None:
-        """What was made of these sources; behind it the current stream waits, if another one made it.
+        """Return the result of these sources, or None; the current stream waits for the stream that made it.
 
         Args:
-            stays: it may be taken again.
+            stays: keep the result, so that it may be taken again.
         """
         if not self._made or sources is None:
             return None

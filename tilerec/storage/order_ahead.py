@@ -1,15 +1,15 @@
-"""Orders of updates to come, made while the GPU has time: by `prefetch`, on whichever stream is current there.
+"""Row orders of later updates, sorted ahead by `prefetch` on its current stream while the GPU has time.
 
-    prefetch (batch i + 1)   its occurrences are sorted by row (`ops/update/order.py`)    any time before its backward
-    backward (batch i + 1)   the update finds the order by the batch's ids, waits for the stream that made it, and sorts
-                             nothing
+    prefetch (batch i + 1)   sorts its occurrences by row (`ops/order.py`)    any time before its backward
+    backward (batch i + 1)   the update finds the order by the batch's ids, waits for the stream that made it, and does
+                             not sort
 
-An order belongs to the very tensors of its batch, in the versions that they had (`made_ahead.py`): of a batch that was
-written to since, or of tables that lie or are grouped otherwise now, it is not read, and the update sorts as ever. A
-batch that is never trained on costs its order's memory (some 20 bytes per occurrence) until MOST others have come. So a
-missing or stale order costs time and nothing else.
+An order is keyed by the tensors of its batch and their versions (`made_ahead.py`). The update ignores it and sorts as
+usual if the batch was written to since, or if its tables are placed or grouped differently now. The order of a batch
+that is never trained on keeps its memory (some 20 bytes per occurrence) until MOST others have been kept. So a missing
+or stale order costs only time.
 
-On the CPU nothing is made: the kernels there find rows in another way.
+On the CPU no orders are made: the CPU kernels find rows in another way.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tilerec.torch_private import is_view
 
 @final
 class OrdersAhead:
-    """The orders that wait for their updates."""
+    """Row orders computed ahead of their updates."""
 
     def __init__(self) -> None:
         self.made = MadeAhead()
 
     def make(self, leaves: Sequence[Tensor], handles: Sequence[int], record: GradientRecord) -> None:
-        """Order a batch's rows.
+        """Sort a batch's occurrences by row and keep the order.
 
         Args:
-            leaves, handles: of the tables that will be updated together.
-            record: as the backward will hand it in; its `grad` is not read.
+            leaves, handles: leaves and handles of the tables that will be updated together.
+            record: the record that the backward will submit; its `grad` is not read.
         """
         sources = _sources(record, handles)
-        if sources is None or capturing() or _stepped(record.sample_weights):
+        if sources is None or capturing() or _may_be_stepped(record.sample_weights):
             return
         position = {handle: t for t, handle in enumerate(handles)}
         order = torch.ops.tilerec.order_rows(
@@ -51,19 +51,19 @@ class OrdersAhead:
         self.made.keep(sources, order, record.ids.device)
 
     def take(self, handles: Sequence[int], record: GradientRecord) -> list[Tensor] | None:
-        """The order of this batch, once; behind it the current stream waits, if another one made it."""
+        """Return the order of this batch, once, or None; the current stream waits for the stream that made it."""
         if not self.made:
             return None
         return self.made.take(_sources(record, handles))
 
 
-def _stepped(weights: Tensor | None) -> bool:
-    """Whether an optimizer may write to sample weights: with `fused=True` it does so uncounted."""
+def _may_be_stepped(weights: Tensor | None) -> bool:
+    """Return True if an optimizer may write to the sample weights: with `fused=True` their version does not change."""
     return weights is not None and weights.requires_grad and (weights.is_leaf or is_view(weights))
 
 
 def _sources(record: GradientRecord, handles: Sequence[int]) -> Sources | None:
-    """What an order is made of: tensors, and per feature where its bags and their gradients lie."""
+    """Return the inputs of an order: tensors, and per feature the places of its bags and their gradients."""
     lists = (
         tuple(handles), record.sinks, record.starts, record.bags, record.grad_starts, record.grad_strides,
         record.means,

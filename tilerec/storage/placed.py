@@ -1,10 +1,10 @@
-"""A batch as it reads cached tables: every feature has its own ids, which are line numbers.
+"""A batch translated to cache lines: each feature has its own ids, and ids of cached tables are line numbers.
 
 Nouns
-  holder  of a table: its rows, and their cache if they have one
-  placed  a batch, feature by feature: the ids of cached tables are line numbers, those of others what they were
+  holder  the object that has a table: its rows, and their cache if they have one
+  placed  a batch, feature by feature: ids of cached tables are line numbers, ids of other tables are unchanged
 
-Ids of one key may read several tables, in which they have different lines; so features do not share ids here.
+Ids of one key may read several tables, in which they have different lines. So features do not share ids here.
 
 Example: a key with ids (7, 2) read by table a, whose rows 7 and 2 are in lines 0 and 5, and by b, which is not cached:
 ids (0, 5, 7, 2), and features that begin at 0 and at 2.
@@ -27,60 +27,60 @@ from tilerec.storage.cached import RowCache, Segments, Want, all_together, bags_
 
 
 class Holder(Protocol):
-    """What has a table."""
+    """The object that has a table's rows."""
 
     cache: RowCache | None
 
     @property
     def trained(self) -> bool:
-        """Whether a backward pass updates it."""
+        """True if a backward pass updates the table."""
 
     def host(self) -> list[Tensor]:
-        """The table, and its optimizer's slots."""
+        """Return the table and its optimizer's slots."""
 
 
 Refuse = Callable[[int, int, int], None]
-"""Raises for a bad id: number of its feature, position among the batch's ids, the id."""
+"""Raises the error for a bad id; takes the number of its feature, its position among the batch's ids, and the id."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A batch for the lookup and update ops."""
+    """A batch's rows in cache lines, ready for the lookup and update ops."""
 
-    tensors: list[list[Tensor]]  # per table: what holds its rows, then its slots
-    names: list[Tensor]  # per table: the row in each line, or nothing
+    tensors: list[list[Tensor]]  # per table: cache lines or leaf with its rows, then its slots
+    names: list[Tensor]  # per table: the row in each line; empty for tables without a cache
     ids: Tensor
-    offsets: Tensor | None  # as many bags per feature as before
+    offsets: Tensor | None  # as many bags per feature as in the original batch
     sample_weights: Tensor | None
-    segments: list[tuple[int, int]]  # per feature, where its ids were
+    segments: list[tuple[int, int]]  # per feature, range of its ids in the original batch
 
     @property
     def weights(self) -> list[Tensor]:
-        """What holds the rows."""
+        """Per table, the tensor that holds its rows."""
         return [own[0] for own in self.tensors]
 
     @property
     def starts(self) -> list[int]:
-        """Per feature, where its ids begin."""
+        """Per feature, the position of its first id in `ids`."""
         return list(itertools.accumulate([end - begin for begin, end in self.segments], initial=0))[:-1]
 
-    def _own(self) -> list[tuple[int, int]]:
-        """Per feature, where its ids are."""
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return per feature the range of its ids in `ids`."""
         ends = itertools.accumulate([end - begin for begin, end in self.segments], initial=0)
         return list(itertools.pairwise(ends))
 
     def copies(self, tables: Sequence[int], features: Sequence[int]) -> list[Tensor]:
-        """Copies of the rows of some features. `tables`: per feature."""
-        own = self._own()
+        """Return copies of the rows of some features. `tables`: the table of each feature."""
+        own = self._ranges()
         return [copied(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
 
     def of_copies(self, rows: Sequence[Tensor]) -> Placed:
-        """The same batch, reading such copies: a table per feature."""
-        ids = places_in_copies(self.ids, self._own())
+        """Return the same batch with ids that read such copies: one table per feature."""
+        ids = places_in_copies(self.ids, self._ranges())
         return Placed([[own] for own in rows], [], ids, self.offsets, None, self.segments)
 
     def back(self, values_n: Tensor, count: int) -> Tensor:
-        """Values of ids, added up per id of the batch `[count]`."""
+        """Return values of `ids` summed per id of the original batch, `[count]`."""
         out = values_n.new_zeros(count)
         sizes = [end - begin for begin, end in self.segments]
         for (begin, end), own in zip(self.segments, values_n.split(sizes), strict=True):
@@ -92,7 +92,10 @@ def segments_of(
     holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None, starts: Sequence[int],
     bags: Sequence[int],
 ) -> list[tuple[int, int]]:  # fmt: skip
-    """Where the ids of each feature lie. On a GPU waits for the offsets, unless a batch in flight says it."""
+    """Return the range of ids of each feature.
+
+    On a GPU this waits for the offsets, unless a cache has recorded the ranges for a batch in flight.
+    """
     if offsets is None:
         return [(start, start + count) for start, count in zip(starts, bags, strict=True)]
     if offsets.device.type != "cpu":
@@ -121,7 +124,7 @@ def _in_flight(
 def per_table(
     holders: Sequence[Holder], tables: Sequence[int], segments: Sequence[tuple[int, int]]
 ) -> list[tuple[int, list[int], Segments]]:
-    """Of each cached table that a feature reads: its number, these features, and their segments."""
+    """Return for each cached table that a feature reads: its number, its features, and their segments."""
     out = []
     for t, holder in enumerate(holders):
         features = [f for f, table in enumerate(tables) if table == t]
@@ -137,9 +140,10 @@ def wanted(
     refuse: Refuse,
     names: str = "",
 ) -> list[tuple[int, list[int], Want]]:
-    """Of each cached table that a feature reads: its number, these features, and what they want of its cache.
+    """Return for each cached table that a feature reads: its number, its features, and the request to its cache.
 
-    `names`: "feature@table" per feature, "," between, for messages; or empty.
+    Args:
+        names: "feature@table" per feature, joined by ",", for messages; or empty.
     """
     named = names.split(",") if names else []
     found = []
@@ -150,15 +154,15 @@ def wanted(
         def of_feature(segment: int, position: int, id_: int, features: list[int] = features) -> None:
             refuse(features[segment], position, id_)
 
-        theirs = ",".join([named[f] for f in features]) if named else ""
-        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, theirs)))
+        feature_names = ",".join([named[f] for f in features]) if named else ""
+        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, feature_names)))
     return found
 
 
 def _line_up(
     segments: Sequence[tuple[int, int]], starts: Sequence[int], bags: Sequence[int], total: int
 ) -> bool:
-    """Whether the features' ids, and their bags, are one after another all that there are."""
+    """Return True if the features' ids and bags are consecutive and cover all ids of the batch."""
     at = bag = 0
     for (begin, end), start, count in zip(segments, starts, bags, strict=True):
         if (begin, start) != (at, bag):
@@ -172,14 +176,16 @@ def place(
     sample_weights: Tensor | None, starts: Sequence[int], bags: Sequence[int], refuse: Refuse,
     segments: list[tuple[int, int]] | None = None, names: str = "", writes: bool = False,
 ) -> Placed:  # fmt: skip
-    """Bring what a batch reads of cached tables, and say where it is: until the next batch of any of them.
+    """Load the rows that a batch reads of cached tables, and return the batch with line numbers as ids.
+
+    The result is valid until the next batch of any of these tables.
 
     Args:
-        tables: per feature, its table among the holders.
-        ids, offsets, starts, bags: as `update_rows_` takes them.
-        segments: where each feature's ids lie, if known.
-        names: as of `wanted`.
-        writes: the lines of these rows are going to be changed.
+        tables: per feature, the index of its table in `holders`.
+        ids, offsets, starts, bags: as in `update_rows_`.
+        segments: the range of each feature's ids, if known.
+        names: as in `wanted`.
+        writes: the caller will change the lines of these rows.
     """
     if segments is None:
         segments = segments_of(holders, tables, ids, offsets, starts, bags)
@@ -217,11 +223,11 @@ def place(
     elif offsets is None and weights is not None:
         weights = torch.cat([weights[begin:end] for begin, end in segments]) if segments else weights[:0]
     used = set(tables)
-    nameless = ids.new_empty(0, dtype=torch.int64)
+    no_names = ids.new_empty(0, dtype=torch.int64)
     live = [holder.cache is not None and t in used for t, holder in enumerate(holders)]
     return Placed(
         [h.cache.lines if on and h.cache is not None else h.host() for h, on in zip(holders, live, strict=True)],
-        [h.cache.names if on and h.cache is not None else nameless for h, on in zip(holders, live, strict=True)],
+        [h.cache.names if on and h.cache is not None else no_names for h, on in zip(holders, live, strict=True)],
         placed_ids,
         placed_offsets,
         weights,

@@ -2,16 +2,16 @@
 
 Nouns
   leaf      the `nn.Parameter` that holds the rows (or a tile's part of them)
-  place     where the leaf lies in the whole table, and the table's random key: what makes random bits
-            independent of the plan
-  cache     lines of device memory in which rows are, with their slots, while batches use them (`cached.py`)
+  place     first row and column of the leaf in the whole table, and the table's random key; with these, random bits
+            do not depend on the plan
+  cache     lines of device memory that hold rows and their slots while batches use them (`cached.py`)
   group     the optimizer numbers shared by the tables that were attached together (`hyper_group.py`)
-  count     of a table's updates: a tensor in its state, on the host, or where it is updated if the optimizer is
-            `capturable`: then updates count there, and replays of captured ones do
+  count     number of updates of a table: a tensor in its state. It is on the host; if the optimizer is `capturable`, it
+            is on the device of the update, which increments it, as replays of a captured update do
 
-`TableRows` is a sink (`ops/gradient/definition.py`): attached, it takes the row gradients at the end of a backward pass
-and updates rows and slots in place. Tables own their rows, rows own their leaf, and the leaf carries nothing but
-its sink's number: it pickles as any parameter does, nothing points back, and memory is freed with the last table.
+`TableRows` is a sink (`ops/gradient.py`). With an attached optimizer it takes the row gradients at the end of a
+backward pass and updates rows and slots in place. Tables own their rows, and rows own their leaf. The leaf stores only
+its sink's number: it pickles like any parameter, there is no back reference, and memory is freed with the last table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Place:
-    """Philox key of the table (two 32-bit words) and the leaf's first global row and column."""
+    """The table's Philox key (two 32-bit words) and the leaf's first global row and column."""
 
     key: tuple[int, int]
     row_offset: int = 0
@@ -55,14 +55,14 @@ class Place:
 
 
 class NonFiniteGradientError(TilerecError):
-    """A row's summed gradient was infinite or NaN; that row was left alone, all others were updated."""
+    """A row's summed gradient was infinite or NaN; that row was not updated, all others were."""
 
 
 class TableRows(GradientSink):
-    """Rows of one leaf, and where their gradients go.
+    """Rows of one leaf, their optimizer state, and the sink of their gradients.
 
     Args:
-        name: the table's, for messages.
+        name: the table's name, for messages.
         place: see `Place`.
     """
 
@@ -77,26 +77,26 @@ class TableRows(GradientSink):
         self.group: HyperGroup | None = None
         self.state: dict[str, Tensor] = {}  # slots by name, and the table's update count
         self.skipped_rows = 0
-        self.takes_gradients = False  # at the end of the backward, instead of them becoming a dense `.grad`
+        self.takes_gradients = False  # True: gradients are taken at the end of the backward; no dense `.grad`
         self._counter = "step"  # name of the update count in `state`
         self._warned = False
-        self.named_idle = False  # a warning has named an optimizer whose steps leave these rows as they are
-        self.cache: RowCache | None = None  # None: rows are read and updated where they are
+        self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
+        self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
-        self.orders = OrdersAhead()  # of batches to come, for the group of which this table is the first
+        self.orders = OrdersAhead()  # row orders of later batches, for the group whose first table this is
 
     def bind(self, leaf: nn.Parameter) -> None:
-        """Tie these rows to the leaf, and bring the slots to its device and precision."""
+        """Tie these rows to the leaf, and move the slots to its device and precision."""
         if self.cache is not None and getattr(self, "leaf", None) is not leaf:
             self.cache.drop()
         self.leaf = leaf
         cast(Any, leaf)._tilerec_sink = self.handle
-        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         for slot in self.spec.slots if self.spec is not None else ():
             tensor = self.state[slot.name]
             if tensor.is_meta and not leaf.is_meta:
-                tensor = torch.full(tensor.shape, slot.init, dtype=wide, device=leaf.device)
-            tensor = tensor.to(device=leaf.device, dtype=wide)
+                tensor = torch.full(tensor.shape, slot.init, dtype=accum_dtype, device=leaf.device)
+            tensor = tensor.to(device=leaf.device, dtype=accum_dtype)
             if leaf.device.type == "cpu" and leaf.is_shared():
                 tensor.share_memory_()
             self.state[slot.name] = tensor
@@ -104,18 +104,18 @@ class TableRows(GradientSink):
             on_device = self.group.get("capturable", False) and not leaf.is_meta
             self.count_on(leaf.device if on_device else _HOST)
             if on_device and not isinstance(self.group["lr"], Tensor):
-                self.group.rate(leaf.device)  # its copy is made before anything is captured
+                self.group.rate(leaf.device)  # makes the copy of the rate before a capture can begin
 
     def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
         leaf = self.leaf
         if self.cache is not None:
             self.cache.drop()
-        wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         rows, dim = leaf.shape
         self.spec, self.group, self.takes_gradients = spec, group, True
         self.state = {
-            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=wide, device=leaf.device)
+            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=accum_dtype, device=leaf.device)
             for slot in spec.slots
         }
         self._counter = "updates" if "step" in self.state else "step"
@@ -123,7 +123,7 @@ class TableRows(GradientSink):
         self.bind(leaf)
 
     def detach(self) -> None:
-        """Take the optimizer off, with its state: gradients become a dense `.grad` again."""
+        """Remove the optimizer and its state: gradients become a dense `.grad` again."""
         self.settle()
         if self.cache is not None:
             self.cache.drop()
@@ -131,55 +131,55 @@ class TableRows(GradientSink):
 
     @property
     def divisor(self) -> float:
-        """Of gradients: the number of ranks they are summed over."""
+        """Divisor of gradients: the number of ranks over which they are summed."""
         return 1.0
 
     def rule(self) -> OptimizerSpec:
-        """The optimizer by which attached rows move now."""
+        """Return the current optimizer spec of attached rows."""
         assert self.group is not None, "rows are attached"
         return self.group.spec()
 
     def settle(self) -> None:
-        """Called before rows or slots are read or written from elsewhere: what is on its way to them comes first."""
+        """Finish a pending replica sync and write cached rows back, before other code reads or writes rows or slots."""
         self.arrive()
         if self.cache is not None:
-            self.about_to_write()  # who asks for a cached table's rows may write them
+            self.about_to_write()  # the caller may write the rows of a cached table
             self.cache.settle()
 
     def leave(self, rows_M: Tensor) -> None:
-        """`settle` for some rows (int64, of this leaf), which are going to be written."""
+        """Run `settle` for some rows (int64, rows of this leaf) that the caller will write."""
         self.arrive()
         self.about_to_write()
         if self.cache is not None:
             self.cache.leave(rows_M)
 
     def arrive(self) -> None:
-        """Called before a batch reads or updates rows: what other ranks have sent to them comes first."""
+        """Finish a pending replica sync of these rows, before a batch reads or updates them."""
 
     @property
     def trained(self) -> bool:
-        """Whether a backward pass updates them."""
+        """True if a backward pass updates these rows."""
         return self.takes_gradients and self.leaf.requires_grad
 
     def host(self) -> list[Tensor]:
-        """The rows and their slots, where they are at home."""
+        """Return the leaf's rows and their slots, not those in cache lines."""
         return [self.leaf.detach(), *self.slots]
 
     def count_on(self, device: torch.device) -> Tensor:
-        """The update count, from now on kept on this device."""
+        """Move the update count to this device and return it."""
         count = self.state[self._counter]
         if count.device != device:
             count = self.state[self._counter] = count.to(device)
         return count
 
     def rate(self, device: torch.device) -> Tensor:
-        """The learning rate by which attached rows move now, 0-d on the device; their optimizer is `capturable`."""
+        """Return the current learning rate of attached rows, 0-d on the device; their optimizer is `capturable`."""
         assert self.group is not None, "rows are attached"
         return self.group.rate(device)
 
     @property
     def updates(self) -> int:
-        """How many updates the table has had since its optimizer was attached; on a GPU, reading this may wait."""
+        """Number of updates since the optimizer was attached. On a GPU, reading this may wait for the device."""
         return int(self.state[self._counter]) if self.spec is not None else 0
 
     @property
@@ -200,7 +200,7 @@ class TableRows(GradientSink):
             table.about_to_write()
         position = {table.handle: t for t, table in enumerate(tables)}
         if any([table.cache is not None for table in tables]):  # noqa: C419 - a list takes a third of a generator's time
-            self._take_placed(tables, record)
+            self._take_cached(tables, record)
             return
         names = [slot.name for slot in spec.slots]
         hyper = spec.hyper()
@@ -215,27 +215,27 @@ class TableRows(GradientSink):
             [own.column_offset for own in places], None, counts, lr,
             self.orders.take([table.handle for table in tables], record),
         )  # fmt: skip
-        # An op that raised has updated nothing.
+        # An op that raises has updated nothing.
         count_updates(tables, spec)
-        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
+        # On a GPU the result arrives later. An error of an earlier update does not undo this one.
         when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
         use_arrived(result.device)
 
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
-        """Sort a batch's occurrences now for the `take` to come, where that saves anything: on a GPU."""
+        """Sort a batch's occurrences ahead of its `take`, where that saves time: on a GPU."""
         tables = cast("Sequence[TableRows]", sinks)
         if self.group is not None and _sorted_there(tables, record.ids.device):
             self.orders.make([table.leaf for table in tables], [table.handle for table in tables], record)
 
     def order_sums(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
-        """`order` for tables whose rows' gradients are summed and not applied; this is the first of them."""
+        """Run `order` for tables whose row gradients are summed and not applied; `self` is the first of them."""
         if _sorted_there(tables, record.ids.device):
-            # Of one column each: sums have keys in the order of the tables, whatever their widths.
+            # One column each: keys of sums are in the order of the tables, whatever the widths.
             narrow = [t.leaf.detach().as_strided((t.leaf.shape[0], 1), (0, 1)) for t in tables]
             self.orders.make(narrow, [table.handle for table in tables], record)
 
-    def _take_placed(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
-        """`take` where some of the tables are cached."""
+    def _take_cached(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
+        """Run `take` if some of the tables are cached."""
         spec, position = self.rule(), {table.handle: t for t, table in enumerate(tables)}
         of_feature = [position[handle] for handle in record.sinks]
         hyper = spec.hyper()
@@ -247,12 +247,12 @@ class TableRows(GradientSink):
         for table in tables:
             table.arrive()
         with alone([table.cache for table in tables]):
-            result = self._update_placed(tables, record, of_feature, spec, hyper, refuse)
-        # On a GPU the numbers are there later; this update stands whatever an earlier one has to tell.
+            result = self._update_cached(tables, record, of_feature, spec, hyper, refuse)
+        # On a GPU the result arrives later. An error of an earlier update does not undo this one.
         when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
         use_arrived(result.device)
 
-    def _update_placed(
+    def _update_cached(
         self, tables: Sequence[TableRows], record: GradientRecord, of_feature: list[int], spec: OptimizerSpec,
         hyper: list[float], refuse: Refuse,
     ) -> Tensor:  # fmt: skip
@@ -279,8 +279,10 @@ class TableRows(GradientSink):
         return result
 
     def held(self, rows_U: Tensor) -> list[Tensor]:
-        """What holds these distinct rows (and their slots), to be written: if they are cached, they are brought into
-        lines."""
+        """Return the tensors that hold these distinct rows and their slots, for writing.
+
+        Rows of a cached table are loaded into lines first.
+        """
         if self.cache is None:
             return self.host()
 
@@ -293,17 +295,17 @@ class TableRows(GradientSink):
         return self.cache.lines
 
     def places(self, rows_U: Tensor) -> Tensor:
-        """Where rows lie in what holds them."""
+        """Return the positions of rows in the tensors that `held` returned: row or line numbers."""
         return rows_U if self.cache is None else self.cache.lines_of_rows(rows_U)
 
     def wrote(self, rows_U: Tensor) -> None:
-        """What holds rows was written to; they are those that `held` was asked for."""
+        """Record that the rows of the last `held` were written."""
         if self.cache is not None:
             self.cache.updated(rows_U, ((0, rows_U.numel()),))
 
     @property
     def skipped_rows(self) -> int:
-        """How many times a row was left alone because its gradient was not finite; on a GPU, reading this waits."""
+        """Number of row updates skipped because a gradient was not finite. On a GPU, reading this waits."""
         leaf = getattr(self, "leaf", None)
         if leaf is not None:
             use_all(leaf.device if self.cache is None else self.cache.device or leaf.device)
@@ -314,22 +316,25 @@ class TableRows(GradientSink):
         self.__dict__["skipped_rows"] = count
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
-        """Rows whose summed gradient was not finite, `row` the first of them, were left alone."""
+        """Count `skipped` rows that were not updated because their gradient was not finite; raise if `spec` demands it.
+
+        `row` is the first of these rows.
+        """
         self.__dict__["skipped_rows"] += skipped
         if spec.non_finite != "skip":
             raise NonFiniteGradientError(
                 f"Table '{self.name}': the summed gradient of row {row} is not finite (one of {skipped} such rows). "
-                "These rows kept their values, all others were updated; lower the learning rate or "
-                "the loss scale, or attach the optimizer with non_finite='skip' to count and go on."
+                "These rows kept their values, all others were updated. Lower the learning rate or the loss scale, or "
+                "attach the optimizer with non_finite='skip', which counts such rows and continues."
             )
 
     def _warn_dense_grad(self, spec: OptimizerSpec) -> None:
         self._warned = True
         warnings.warn(
             f"Table '{self.name}': its weight has a .grad, which the attached {type(spec).__name__} does not read: "
-            "only lookups reach it. If the loss uses the weight itself (a penalty on it), put that into the optimizer "
-            "(weight_decay=...) or step .grad yourself; if .grad is left from before the optimizer was attached, "
-            "set it to None.",
+            "it uses gradients of lookups only. If the loss uses the weight itself (a penalty on it), put that into "
+            "the optimizer (weight_decay=...) or step .grad yourself. If .grad is from before the optimizer was "
+            "attached, set it to None.",
             stacklevel=2,
         )
 
@@ -345,7 +350,7 @@ class TableRows(GradientSink):
         )
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-    # Copies and pickles take everything but what ties rows to this process: the table binds its copy anew.
+    # Copies and pickles leave out the attributes that tie rows to this process: the table binds its copy again.
     def __getstate__(self) -> dict[str, Any]:
         if self.cache is not None:
             self.settle()
@@ -357,13 +362,13 @@ class TableRows(GradientSink):
         self.__dict__.update(state)
         self.holders = weakref.WeakSet()
         self.orders = OrdersAhead()
-        if self.cache is not None:  # what is made of this state may be made of it twice
+        if self.cache is not None:  # two copies may be made from one state
             self.cache = copy.copy(self.cache)
 
 
 @dataclass(frozen=True)
 class _Skipped:
-    """What an update of these tables has to tell, once it is known: the first of the rows that it left alone."""
+    """Callback for the result of an update of these tables: reports the rows that it skipped."""
 
     spec: OptimizerSpec
     tables: tuple[weakref.ref[TableRows], ...]
@@ -376,7 +381,7 @@ class _Skipped:
 
 
 def _sorted_there(tables: Sequence[TableRows], device: torch.device) -> bool:
-    """Whether a backend sorts these tables' occurrences: on a GPU, but for the reference's."""
+    """Return True if a backend sorts these tables' occurrences: on a GPU, except the reference backend."""
     return (
         TRITON
         and device.type == "cuda"
@@ -385,8 +390,8 @@ def _sorted_there(tables: Sequence[TableRows], device: torch.device) -> bool:
 
 
 def rows_of(parameter: Tensor) -> TableRows | None:
-    """The rows whose leaf `parameter` is, or None for a parameter of no table."""
-    # A number without its rows is a stranger's: a parameter that was copied, or loaded from a file.
+    """Return the rows whose leaf is `parameter`, or None for a parameter of no table."""
+    # The number of a parameter that was copied or loaded from a file belongs to other rows, or to none.
     sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
     return sink if isinstance(sink, TableRows) and getattr(sink, "leaf", None) is parameter else None
 
@@ -394,11 +399,11 @@ def rows_of(parameter: Tensor) -> TableRows | None:
 def counting(
     tables: Sequence[TableRows], spec: OptimizerSpec, device: torch.device
 ) -> tuple[list[int], list[Tensor] | None, Tensor | None]:
-    """What an update of these tables gets as `steps`, `counts` and `lr`: numbers, or tensors on its device.
+    """Return `steps`, `counts` and `lr` for an update of these tables: numbers, or tensors on its device.
 
     Raises:
-        ConfigError: it is being captured, and would get numbers, which every replay would repeat; a `GradScaler` scales
-            losses, and no divisor of these gradients was given.
+        ConfigError: the update is being captured and its optimizer is not `capturable`, so every replay would repeat
+            these numbers; or a `GradScaler` scales losses and `grad_scale` was never written.
     """
     unknown = {id(table.group): table for table in tables if table.group and not table.group.scale_known}
     for table in unknown.values():
@@ -414,20 +419,20 @@ def counting(
         others = f" (and {len(tables) - 1} more)" if len(tables) > 1 else ""
         raise ConfigError(
             f"Table '{tables[0].name}'{others}: its update by {type(spec).__name__} is captured in a CUDA graph, but "
-            "its update count and learning rate are numbers of the host, which every replay would repeat; attach the "
+            "its update count and learning rate are host numbers, which every replay would repeat. Attach the "
             "optimizer with {'capturable': True}, which keeps both on the device."
         )
     return [count + 1 for count in read_counts([table.state[table._counter] for table in tables])], None, None
 
 
 def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
-    """Rows and slots have been written: count the updates, if the op has not, and tell autograd."""
+    """Count the updates, unless the op has, and increment the version counters of rows and slots."""
     if not spec.capturable:
         advance([table.state[table._counter] for table in tables])
     written: list[Tensor] = [table.leaf for table in tables]
     for slot in spec.slots:
         written += [table.state[slot.name] for table in tables]
-    # Ops write through raw pointers; autograd must learn that saved copies of these tensors are stale.
+    # Ops write through raw pointers; the version counters let autograd detect stale saved tensors.
     torch.autograd.graph.increment_version(written)
     for table in tables:
         if not table._warned and table.leaf.grad is not None:
@@ -435,7 +440,7 @@ def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
 
 
 def stats_of(several: Sequence[TableRows], reset: bool) -> CacheStats:
-    """What the caches of a table's rows were asked for, added up."""
+    """Return the summed statistics of the caches of a table's rows; `reset` zeroes them."""
     total = CacheStats()
     for rows in several:
         if rows.cache is not None:

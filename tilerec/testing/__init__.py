@@ -1,4 +1,4 @@
-"""Helpers for tests, ours and yours: run N ranks, make batches."""
+"""Helpers for tests of tilerec and of your code: run N ranks, make batches."""
 
 from tilerec.testing.batches import concat_batches, random_batch, split_batch
 from tilerec.testing.ranks import RankError, Ranks, run_ranks

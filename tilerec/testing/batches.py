@@ -1,11 +1,11 @@
-"""Batches to test with: random ones, and the global batch that ranks' local batches make.
+"""Batches for tests: random batches, and conversion between ranks' local batches and the global batch.
 
     rank 0: "a": [1] [2, 3]   "b": []  [4]        concat_batches      "a": [1] [2, 3] [5]
     rank 1: "a": [5]          "b": [6]                ->              "b": []  [4]    [6]
     rank 2: no samples                            <- split_batch(…, [2, 1, 0])
 
-Within each feature the samples of rank 0 come first, then those of rank 1, and so on: an unsharded module on the global
-batch then sees what the sharded module on the local batches must equal.
+Within each feature the samples of rank 0 come first, then those of rank 1, and so on. So the output of an unsharded
+module on the global batch is the expected output of the sharded module on the local batches.
 
 Legend: F features, B samples, R ranks, N ids.
 """
@@ -39,19 +39,19 @@ def random_batch(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> KeyedJaggedTensor:
-    """Random features; the same arguments give the same batch on every machine.
+    """Return random features; equal arguments give the same batch on every machine.
 
     Args:
         keys: feature names [F].
-        rows: ids of a feature lie in [0, rows): one number for all, or one per key.
-        batch_size: samples, B >= 0.
-        mean_length: ids per bag on average, from 1 - `empty` on.
-        empty: share of bags without ids; the others hold one id or more.
-        exponent: ids follow a power law over the rows, scattered over the table; 0 is uniform.
-        weighted: one standard normal fp32 weight per id.
-        variable: each key has its own number of bags, at most B, and inverse indices tell which a sample uses.
+        rows: ids of a feature are in [0, rows): one number for all, or one per key.
+        batch_size: number of samples, B >= 0.
+        mean_length: mean number of ids per bag, at least 1 - `empty`.
+        empty: fraction of bags without ids; the others hold one id or more.
+        exponent: exponent of the power law of the ids, which are scattered over the table; 0 is uniform.
+        weighted: add one standard normal fp32 weight per id.
+        variable: each key has its own number of bags, at most B, and inverse indices map samples to bags.
         values_dtype, lengths_dtype: int32 or int64.
-        seed: of the generator.
+        seed: seed of the generator.
     """
     generator = np.random.default_rng(seed)
     if isinstance(rows, int):
@@ -60,13 +60,13 @@ def random_batch(
         rows_F = [rows[key] for key in keys] if isinstance(rows, Mapping) else list(rows)
     if len(rows_F) != len(keys) or batch_size < 0 or not 0 <= empty <= 1:
         raise InputError(
-            f"random_batch: {len(keys)} keys, rows for {len(rows_F)}, batch_size {batch_size}, empty {empty}; wanted "
-            f"rows per key, a size from 0 and a share from 0 to 1."
+            f"random_batch: got {len(keys)} keys, rows for {len(rows_F)}, batch_size {batch_size}, empty {empty}; "
+            f"expected rows per key, batch_size >= 0 and empty from 0 to 1."
         )
     if empty < 1 and mean_length < 1 - empty:
         raise InputError(
-            f"random_batch: mean_length {mean_length} with a share of {empty} empty bags; bags that are not empty hold "
-            f"an id at least, so make it {1 - empty:g} or more."
+            f"random_batch: got mean_length {mean_length} with empty={empty}; expected {1 - empty:g} or more, as other "
+            f"bags hold at least one id."
         )
     bags_F = [batch_size] * len(keys)
     if variable and batch_size > 0:
@@ -77,7 +77,9 @@ def random_batch(
         lengths_B = (1 + generator.poisson(more, size=bags)) * (generator.random(bags) >= empty)
         total = int(lengths_B.sum())
         if total and count < 1:
-            raise InputError(f"random_batch: feature '{key}' has {count} rows to draw from; pass at least 1.")
+            raise InputError(
+                f"random_batch: feature '{key}' has {count} rows to draw from; expected at least 1."
+            )
         if exponent:
             check_power_law(count, exponent)
             ranks_N = power_law_ranks(generator.random(total), count, exponent)
@@ -104,21 +106,21 @@ def random_batch(
 
 
 def split_batch(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """The local batches of a global one: the first `sizes[0]` samples of every feature, the next `sizes[1]`, …
+    """Return the local batches of a global one: the first `sizes[0]` samples of every feature, the next `sizes[1]`, …
 
-    Sizes may be 0 and sum to the batch size. A variable batch is cut where its `stride_per_key_per_rank` says; it needs
-    one column per size (as `concat_batches` leaves it).
+    Sizes may be 0 and sum to the batch size. A variable batch is split by its `stride_per_key_per_rank`, which needs
+    one column per size (as in the result of `concat_batches`).
     """
     counts_FR = batch.stride_per_key_per_rank()
     variable = batch.variable_stride_per_key()
     if min(sizes, default=0) < 0 or sum(sizes) != batch.stride():
         raise InputError(
-            f"split_batch: sizes {list(sizes)} for a batch of {batch.stride()}; wanted sizes from 0 that sum to it."
+            f"split_batch: got sizes {list(sizes)} for a batch of {batch.stride()}; expected sizes >= 0 with that sum."
         )
     if variable and any(len(row) != len(sizes) for row in counts_FR):
         raise InputError(
-            f"split_batch: a variable batch from {len(counts_FR[0])} ranks cannot be cut for {len(sizes)}; its bags "
-            f"may serve any sample. Make local batches and use concat_batches."
+            f"split_batch: a variable batch from {len(counts_FR[0])} ranks cannot be split for {len(sizes)}: any "
+            f"sample may use any of its bags. Make local batches and use concat_batches."
         )
     keys = batch.keys()
     bags_FR = counts_FR if variable else [list(sizes)] * len(keys)
@@ -157,13 +159,13 @@ def split_batch(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJag
 
 
 def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """The global batch of local ones: within each feature, the samples of the first batch, then of the second, …
+    """Return the global batch of local ones: per feature, the samples of the first batch, then of the second, …
 
     Batches have the same keys in the same order, weights on all or none, and may have no samples. Variable batches
     become one whose `stride_per_key_per_rank` has a column per batch; their inverse indices are joined.
     """
     if not batches:
-        raise InputError("concat_batches: the list is empty; wanted at least one batch.")
+        raise InputError("concat_batches: the list is empty; expected at least one batch.")
     first = batches[0]
     keys = first.keys()
     for r, batch in enumerate(batches):
@@ -176,7 +178,7 @@ def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         if not alike:
             raise InputError(
                 f"concat_batches: batch {r} has keys {batch.keys()[:8]}, batch 0 {keys[:8]}, or only one of them has "
-                f"weights, variable sizes or inverse indices; wanted batches of one kind."
+                f"weights, variable sizes or inverse indices; expected batches of one kind."
             )
     variable = first.variable_stride_per_key()
     bags_RF = [batch.stride_per_key() for batch in batches]

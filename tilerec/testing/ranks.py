@@ -1,14 +1,14 @@
-"""`Ranks`: a function run on W processes that form one gloo group, on this machine.
+"""`Ranks`: pool of W processes on this machine that form one gloo group and run functions.
 
     with Ranks(4, hosts=2) as ranks:
         for case in cases:
             results = ranks.run(check, case)        # check(case) on every rank; [4] results
 
-The processes are started once and reused: the first start in a program takes about as long as importing torch, a later
-one (a pool of another size, or after a failure) some 50 ms, because new processes are forked from a server that has
-torch imported. They meet through a file, so no port is taken.
+The processes are started once and reused. The first start in a program takes about as long as importing torch. A later
+start (a pool of another size, or after a failure) takes some 50 ms, because new processes are forked from a server that
+has torch imported. The rendezvous uses a file, so no port is needed.
 
-Nothing hangs: what is not done at the time-out is killed, and the error holds the stacks of the ranks that hung.
+No run hangs: ranks that have not finished at the time-out are killed, and the error holds their stacks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, final
 from tilerec.errors import CommsError
 from tilerec.testing.worker import Case, FunctionRef, Place, serve
 
-# After the first failure: how long the other ranks have to tell what they saw.
+# Seconds after the first failure in which the other ranks can report their errors.
 _GRACE_S = 2.0
-_STARTED = 60.0
-# Take long to import, and where this process has them, so will the module of a function that ranks run.
-_LARGE = (
+_START_TIMEOUT_S = 60.0
+# Modules that are slow to import. If this process has imported one, functions that ranks run are likely to need it.
+_SLOW_IMPORTS = (
     "pytest",
     "hypothesis",
     "torchmetrics",
@@ -45,7 +45,7 @@ _LARGE = (
 
 
 class RankError(RuntimeError):
-    """A rank failed in its own process: which one, and its traceback there."""
+    """A rank failed in its process; the message holds its number and its traceback."""
 
 
 @final
@@ -53,16 +53,16 @@ class Ranks:
     """W processes with one default process group; a context manager.
 
     Args:
-        world_size: ranks, W >= 1.
-        hosts: they are numbered as on that many hosts of W / hosts ranks each: RANK, WORLD_SIZE, LOCAL_RANK,
-            LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE are set as torchrun sets them.
-        timeout_s: for one `run`, in seconds. A collective ends a little earlier, with an error of its own.
-        threads: torch's threads in each rank.
+        world_size: number of ranks, W >= 1.
+        hosts: number of simulated hosts of W / hosts ranks each: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+            GROUP_RANK and GROUP_WORLD_SIZE are set as torchrun sets them.
+        timeout_s: time limit of one `run`, in seconds. A collective times out a little earlier, with its own error.
+        threads: number of torch's threads in each rank.
         setup: called without arguments in each rank before it joins the group.
-        backend: of the default group; "gloo" serves CPU and CUDA tensors.
+        backend: backend of the default group; "gloo" supports CPU and CUDA tensors.
 
-    Functions are found again by name in the other processes: define them at the top of a module. A script needs the
-    `if __name__ == "__main__":` of every multi-process program.
+    The other processes import functions by name: define them at the top of a module. A script needs
+    `if __name__ == "__main__":`, as every multi-process program does.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Ranks:
     ) -> None:
         if world_size < 1 or hosts < 1 or world_size % hosts:
             raise ValueError(
-                f"Ranks: {world_size} ranks on {hosts} hosts; wanted at least one of each, and as many ranks on "
-                f"every host."
+                f"Ranks: got {world_size} ranks on {hosts} hosts; expected at least one of each, and equally many "
+                f"ranks on every host."
             )
         self.world_size = world_size
         self.hosts = hosts
@@ -99,16 +99,16 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any, return_exceptions: bool = False) -> list[Any]:
-        """`function(*args)` on every rank; the results in the order of the ranks.
+        """Run `function(*args)` on every rank and return the results in the order of the ranks.
 
         Args:
-            function: at the top of a module. Arguments and results are pickled.
-            return_exceptions: give an exception back in its rank's place instead of raising, and let the others go on
-                until they end or the time-out comes.
+            function: a function at the top of a module. Arguments and results are pickled.
+            return_exceptions: return an exception in its rank's place instead of raising it, and let the other ranks
+                run until they end or time out.
 
-        Raises the exception of the rank that failed first (one that a peer's failure caused comes last), with a
-        `RankError` as its cause that tells the rank and its traceback; `RankError` itself for a rank that died or hung.
-        The processes are then replaced at the next `run`.
+        Raises the exception of the rank that failed first; exceptions caused by a peer's failure come last. Its cause
+        is a `RankError` with the rank and its traceback. Raises `RankError` itself for a rank that died or hung. The
+        next `run` then replaces the processes.
         """
         case = Case(FunctionRef.of(function), pickle.dumps(args))
         deadline = time.monotonic() + self._timeout_s
@@ -119,7 +119,7 @@ class Ranks:
             try:
                 pipe.send_bytes(pickle.dumps(case))
             except BrokenPipeError:
-                # Died between two runs; `_collect` says so.
+                # The rank died between two runs; `_collect` reports it.
                 continue
         outcomes = self._collect(deadline, f"{case.function.name}()", return_exceptions)
         failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
@@ -132,11 +132,13 @@ class Ranks:
                 for outcome in outcomes
             ]
             return [
-                _raisable(outcome, [outcome], self.world_size) if isinstance(outcome, _Failure) else outcome
+                _exception_of(outcome, [outcome], self.world_size)
+                if isinstance(outcome, _Failure)
+                else outcome
                 for outcome in outcomes
             ]
         failures.sort(key=lambda failure: (failure.severity, failure.order))
-        raise _raisable(failures[0], failures, self.world_size)
+        raise _exception_of(failures[0], failures, self.world_size)
 
     def close(self) -> None:
         """End the processes. The next `run` starts new ones."""
@@ -177,18 +179,18 @@ class Ranks:
                 stacks=str(folder / f"stacks-{rank}"),
                 setup=self._setup,
             )
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(place, theirs), daemon=True, name=f"rank {rank}")
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=serve, args=(place, child_end), daemon=True, name=f"rank {rank}")
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
-        outcomes = self._collect(time.monotonic() + _STARTED, "starting", return_exceptions=False)
+            self._pipes.append(parent_end)
+        outcomes = self._collect(time.monotonic() + _START_TIMEOUT_S, "starting", return_exceptions=False)
         failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
         if failures:
             self._kill()
             failures.sort(key=lambda failure: (failure.severity, failure.order))
-            raise _raisable(failures[0], failures, self.world_size)
+            raise _exception_of(failures[0], failures, self.world_size)
 
     def _variables(self, rank: int) -> dict[str, str]:
         local_size = self.world_size // self.hosts
@@ -201,12 +203,12 @@ class Ranks:
             "GROUP_WORLD_SIZE": self.hosts,
         }
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        # A machine whose name does not resolve has a loopback all the same.
+        # Use the loopback interface: the machine's name may not resolve.
         interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
         return {**{name: str(value) for name, value in variables.items()}, **interface}
 
-    def _collect(self, deadline: float, what: str, return_exceptions: bool) -> list[Any]:
-        """A result or a `_Failure` per rank."""
+    def _collect(self, deadline: float, activity: str, return_exceptions: bool) -> list[Any]:
+        """Return a result or a `_Failure` per rank."""
         outcomes: dict[int, Any] = {}
         results: dict[int, Any] = {}
         open_pipes = dict(zip(self._pipes, range(self.world_size), strict=True))
@@ -220,7 +222,7 @@ class Ranks:
                 try:
                     message = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = _Failure.died(rank, len(outcomes), what, self._processes[rank])
+                    outcomes[rank] = _Failure.died(rank, len(outcomes), activity, self._processes[rank])
                 else:
                     if message[0] == "result":
                         results[rank] = message[1]
@@ -239,11 +241,11 @@ class Ranks:
             late = {rank: self._stacks(rank) for rank in open_pipes.values()}
             for rank, stacks in late.items():
                 limit = "after another rank had failed" if failed else f"after {self._timeout_s:g} s"
-                outcomes[rank] = _Failure.hung(rank, len(outcomes), what, limit, stacks)
+                outcomes[rank] = _Failure.hung(rank, len(outcomes), activity, limit, stacks)
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def _stacks(self, rank: int) -> str:
-        """Where a rank that does not answer is."""
+        """Return the stacks of a rank that does not answer; "" if they are not available."""
         process, folder = self._processes[rank], self._folder
         if not hasattr(signal, "SIGUSR1") or folder is None or process.pid is None or not process.is_alive():
             return ""
@@ -269,20 +271,21 @@ def run_ranks(
     timeout_s: float = 60.0,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """`fn(*args)` on `world_size` processes of one gloo group, once; see `Ranks` for many cases on one group."""
+    """Run `fn(*args)` once on `world_size` processes of one gloo group; for many cases on one group use `Ranks`."""
     with Ranks(world_size, hosts, timeout_s=timeout_s) as ranks:
         return ranks.run(fn, *args, return_exceptions=return_exceptions)
 
 
-# Torch's words for "a peer is gone" and "a peer is late", in any call.
-_PEERS = ("gloo/transport", "Connection closed by peer", "NCCL error", "Timed out waiting")
+# Parts of torch's error messages for a dead or late peer, in any call.
+_PEER_ERRORS = ("gloo/transport", "Connection closed by peer", "NCCL error", "Timed out waiting")
 
 
 @final
 class _Failure:
-    """How a rank failed.
+    """Failure of a rank.
 
-    Severity: 0 an error of its own, 1 died, 2 an error that a peer caused, 3 hung, 4 ended, but met nobody after.
+    severity: 0 raised its own error, 1 died, 2 raised an error that a peer caused, 3 hung, 4 finished the case but
+        failed in the barrier after it.
     """
 
     def __init__(
@@ -298,39 +301,39 @@ class _Failure:
         self.result: Any = None
 
     def keep(self, result: object) -> None:
-        """The case itself had ended with this."""
+        """Store the result of the case, which had finished before the failure."""
         self.has_result, self.result = True, result
 
     @staticmethod
     def raised(
         rank: int, order: int, message: str, kind: str, text: str, trace: str, pickled: bytes
     ) -> _Failure:
-        by_peer = kind == CommsError.__name__ or any(words in text for words in _PEERS)
+        by_peer = kind == CommsError.__name__ or any(words in text for words in _PEER_ERRORS)
         severity = 4 if message == "unclean" else 2 if by_peer else 0
         return _Failure(rank, order, severity, f"{kind}: {text}", trace, pickled)
 
     @staticmethod
-    def died(rank: int, order: int, what: str, process: BaseProcess) -> _Failure:
+    def died(rank: int, order: int, activity: str, process: BaseProcess) -> _Failure:
         process.join(1.0)
         code = process.exitcode
         if code is not None and code < 0:
             how = f"killed by signal {signal.Signals(-code).name}"
         else:
             how = f"exit code {code}"
-        return _Failure(rank, order, 1, f"died in {what}, {how}", "")
+        return _Failure(rank, order, 1, f"died in {activity}, {how}", "")
 
     @staticmethod
-    def hung(rank: int, order: int, what: str, limit: str, stacks: str) -> _Failure:
-        return _Failure(rank, order, 3, f"still in {what} {limit}; it was killed", stacks)
+    def hung(rank: int, order: int, activity: str, limit: str, stacks: str) -> _Failure:
+        return _Failure(rank, order, 3, f"still in {activity} {limit}; it was killed", stacks)
 
 
 def _failed(outcome: object) -> bool:
-    """In the case itself: who ended it and then met nobody only waited for somebody else."""
+    """Return True if the rank failed in the case itself, not in the barrier after it, which peers make fail."""
     return isinstance(outcome, _Failure) and not outcome.has_result
 
 
-def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
-    """The rank's own exception where it can be had, with the story as its cause."""
+def _exception_of(first: _Failure, failures: list[_Failure], world_size: int) -> BaseException:
+    """Return the rank's own exception if it could be pickled, with a `RankError` of all failures as its cause."""
     lines = [f"Rank {first.rank} of {world_size}: {first.text}", first.detail.rstrip()]
     for other in failures:
         if other is not first:
@@ -338,21 +341,24 @@ def _raisable(first: _Failure, failures: list[_Failure], world_size: int) -> Bas
                 f"rank {other.rank}: {other.text}",
                 other.detail.rstrip() if other.severity == 3 else "",
             ]
-    story = RankError("\n".join(line for line in lines if line))
+    summary = RankError("\n".join(line for line in lines if line))
     if not first.pickled:
-        return story
+        return summary
     error = pickle.loads(first.pickled)
     assert isinstance(error, BaseException)
-    error.__cause__ = story
+    error.__cause__ = summary
     return error
 
 
 def _context() -> Any:
-    """Processes forked from a server that has imported torch and us, and no threads; `spawn` where there is no fork."""
+    """Return a context that forks processes from a server without threads that has imported torch and tilerec.
+
+    Without fork on this platform, it spawns them.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what torch.optim imports when its first optimizer is made.
+    # torch.optim imports torch._dynamo when its first optimizer is created.
     wanted = ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
-    context.set_forkserver_preload(wanted + [name for name in _LARGE if name in sys.modules])
+    context.set_forkserver_preload(wanted + [name for name in _SLOW_IMPORTS if name in sys.modules])
     return context

@@ -1,8 +1,8 @@
-"""`run_virtual_ranks`: a function run on W ranks that are threads of this process.
+"""`run_virtual_ranks`: run a function on W ranks that are threads of this process.
 
-Up to some 64 of them, nothing to start and nothing to pickle: closures work, a breakpoint stops where it is set, and
-ranks that disagree in a call are told at once (`comms/threads.py`). CPU tensors; no `torch.distributed`, so no DTensor
-and no distributed checkpoint.
+Supports up to some 64 ranks. No processes are started and nothing is pickled: closures and breakpoints work, and
+mismatched calls raise at once (`comms/threads.py`). CPU tensors only; no `torch.distributed`, so no DTensor and no
+distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tilerec.testing.ranks import RankError
 def run_virtual_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """`fn(group, *args)` on `world_size` threads, each with its rank's group; the results in the order of the ranks.
+    """Run `fn(group, *args)` on `world_size` threads, each with its rank's group; return results in order of ranks.
 
-    Torch computes with one thread per rank meanwhile. Random numbers drawn from torch's global generator by several
-    ranks come in no fixed order: give each rank a generator of its own.
+    During the run torch computes with one thread per rank. Several ranks draw from torch's global generator in no fixed
+    order: give each rank its own generator.
 
-    Raises the exception of the rank that failed first (one that a peer's failure caused comes last), with a
-    `RankError` as its cause that names the rank; `RankError` with every stack if a rank is not done in `timeout_s`
-    seconds (its thread cannot be killed, but every call it makes from then on raises).
+    Raises the exception of the rank that failed first; exceptions caused by a peer's failure come last. Its cause is a
+    `RankError` that names the rank. Raises `RankError` with every stack if a rank has not finished within `timeout_s`
+    seconds. Its thread cannot be killed, but every later call of it raises.
     """
     world = ThreadWorld(world_size, timeout_s)
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []
 
-    def live(group: ThreadGroup) -> None:
+    def run_rank(group: ThreadGroup) -> None:
         try:
             results[group.rank] = fn(group, *args)
         except BaseException as error:
@@ -47,12 +47,12 @@ def run_virtual_ranks(
             world.leave(group.rank)
 
     threads = [
-        threading.Thread(target=live, args=(world.group(rank),), name=f"rank {rank}", daemon=True)
+        threading.Thread(target=run_rank, args=(world.group(rank),), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
     ]
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    # A rank's own waits end at the time-out; a little later there is nothing left to wait for.
+    # Waits of ranks end at the time-out, so join the threads until a little later.
     deadline = time.monotonic() + timeout_s + min(1.0, timeout_s / 10)
     try:
         for thread in threads:
@@ -80,10 +80,10 @@ def _reraise(first: tuple[int, BaseException], failures: list[tuple[int, BaseExc
     others = "".join(
         f"\nrank {other}: {type(cause).__name__}: {cause}" for other, cause in failures if other != rank
     )
-    # Its own cause, if it has one, is not to be lost.
-    story = RankError(f"Rank {rank} of {size}: {type(error).__name__}: {error}{others}")
-    story.__cause__ = error.__cause__
-    raise error from story
+    # Keep the exception's own cause, if it has one.
+    summary = RankError(f"Rank {rank} of {size}: {type(error).__name__}: {error}{others}")
+    summary.__cause__ = error.__cause__
+    raise error from summary
 
 
 def _stack(rank: int, thread: threading.Thread) -> str:

@@ -1,13 +1,13 @@
-"""What runs in each process of `Ranks`: join the group, then one case after the other until the pipe closes.
+"""Worker process of `Ranks`: joins the group, then runs one case after the other until the pipe closes.
 
 Messages, pickled, over one pipe per rank
     to the rank      a `Case`
-    from the rank    "ready"                                  joined
-                     ("result", value) then "clean"           the case ended; its extra process groups are gone
-                     ("result", value) then an "unclean"      it ended, but the ranks did not meet after it
-                     ("error", type, text, traceback, bytes)  the case failed; so ends the process
+    from the rank    "ready"                                  it has joined the group
+                     ("result", value) then "clean"           the case ended; its extra process groups are destroyed
+                     ("result", value) then an "unclean"      the case ended, but the barrier after it failed
+                     ("error", type, text, traceback, bytes)  the case failed; the process ends
 
-A rank that fails ends its process, as it would under torchrun: its connections close and its peers notice.
+A rank that fails ends its process, as it would under torchrun: its connections close, so its peers raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """A function at the top of a module: what to import, and the file to load it from if that fails."""
+    """Reference to a function at the top of a module: module and name, and the file to load if the import fails."""
 
     module: str
     name: str
@@ -42,22 +42,22 @@ class FunctionRef:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> FunctionRef:
-        """Raises `ValueError` for a lambda, a method or a function inside another."""
+        """Return the reference. Raises `ValueError` for a lambda, a method or a function inside another."""
         module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
         found = getattr(sys.modules.get(module or ""), name, None)
         if module is None or found is not function:
             raise ValueError(
-                f"{function!r} cannot be found again by another process; pass a function defined at the top of a "
+                f"{function!r} cannot be imported by another process; pass a function defined at the top of a "
                 f"module (no lambda, no method, none inside another function)."
             )
         return FunctionRef(module, name, getattr(sys.modules[module], "__file__", None))
 
     def load(self) -> Callable[..., Any]:
-        """The function, in another process."""
+        """Return the function, imported in this process."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError:
-            # A test runner may give modules names that lead nowhere on sys.path.
+            # Test runners may give modules names that cannot be imported from sys.path.
             spec = importlib.util.spec_from_file_location(self.module, self.path) if self.path else None
             if spec is None or spec.loader is None:
                 raise
@@ -70,7 +70,7 @@ class FunctionRef:
 
 @dataclass(frozen=True)
 class Place:
-    """What a process needs to become a rank."""
+    """Settings with which a process becomes a rank."""
 
     rank: int
     world_size: int
@@ -85,14 +85,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """One call; `arguments` pickled apart from the rest, so that the function's module is loaded first."""
+    """One call; `arguments` are pickled separately, so that the function's module is loaded before them."""
 
     function: FunctionRef
     arguments: bytes
 
 
 def serve(place: Place, pipe: Connection) -> None:
-    """The life of one rank."""
+    """Run one rank: join the group, run cases, end the process."""
     try:
         _join(place)
         pipe.send_bytes(pickle.dumps("ready"))
@@ -118,7 +118,7 @@ def serve(place: Place, pipe: Connection) -> None:
 
 
 def _end(code: int) -> None:
-    """Leave at once: tearing down a group waits for calls that will never end."""
+    """End the process at once: destroying a group would wait for calls that never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -129,7 +129,7 @@ def _join(place: Place) -> None:
     os.environ.update(place.environment)
     torch.set_num_threads(place.threads)
     if hasattr(signal, "SIGUSR1"):
-        # Never closed: the parent asks for the stacks of a rank that hangs.
+        # Never closed: the parent requests the stacks of a hanging rank.
         stacks = open(place.stacks, "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if place.setup is not None:
@@ -166,6 +166,6 @@ def _dump_error(error: BaseException, kind: str = "error") -> bytes:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
     except Exception:
-        # Some exceptions do not survive pickling: their text does.
+        # Some exceptions cannot be pickled; their text still can.
         pickled = b""
     return pickle.dumps((kind, type(error).__name__, str(error), text, pickled))

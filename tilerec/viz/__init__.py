@@ -1,4 +1,4 @@
-"""Pictures of plans."""
+"""Report pages of plans."""
 
 from tilerec.viz.report import report_html, write_report
 

@@ -1,10 +1,10 @@
 """A plan and its report as one HTML file that opens offline.
 
-The page is `page/`: a template, a style sheet and scripts, put together with the report's numbers as JSON. It fetches
-nothing (its content security policy allows only the style and script it was written with), and the same plan and report
-give the same bytes. Names of tables reach the page as JSON text and are shown as text, whatever is in them.
+`page/` holds a template, a style sheet and scripts; the page combines them with the report's numbers as JSON. It loads
+nothing: its content security policy allows only its own style and script. The same plan and report give the same bytes.
+Table names are stored as JSON text and displayed as text, whatever characters they contain.
 
-Why tables are cut as they are and what would help takes searches of their own (planner/report).
+Explanations of the tables' tilings and the what-ifs need additional searches (planner/explain.py, planner/what_if.py).
 Both need the report's request. The page explains the `EXPLAINED` tables that add most, so its size is bounded.
 
 Legend: T tables, S stages, M tiers, R ranks.
@@ -35,8 +35,8 @@ from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
 
 EXPLAINED = 100
-"""Tables of a page that it explains; of more, those that add most to the step."""
-# In the order in which they are run: later ones use what earlier ones define.
+"""Maximum number of tables that a page explains; if there are more, those that add most to the step."""
+# In order of execution: later scripts use definitions of earlier ones.
 _SCRIPTS = ("model", "draw", "list", "ranks", "tables", "machines", "main")
 
 
@@ -47,18 +47,18 @@ def write_report(
 
     Raises:
         ConfigError: the plan has other tables than the report.
-        FileError: the file cannot be written; an earlier one is unchanged.
+        FileError: the file cannot be written; an existing file is unchanged.
     """
     write_file(path, report_html(plan, report, what_ifs=what_ifs), "Report page")
 
 
 def report_html(plan: ShardingPlan | None, report: PlanReport, *, what_ifs: bool = True) -> str:
-    """The report as a page.
+    """Return the report as an HTML page.
 
     Args:
         plan: adds kernels, wires and the plan's fingerprint; None: the report alone.
-        report: of that plan.
-        what_ifs: with the changes that would help, where the report's request is known; they take a search each.
+        report: the report of that plan.
+        what_ifs: include the changes that would help, if the report's request is known; each takes a search.
 
     Raises:
         ConfigError: the plan has other tables than the report.
@@ -92,7 +92,7 @@ def report_html(plan: ShardingPlan | None, report: PlanReport, *, what_ifs: bool
         "footer": footer,
     }
     plain = {name: html.escape(text, quote=True) for name, text in shown.items()}
-    # Quotes of the policy stand inside a quoted attribute.
+    # The policy has quotes and is inserted into a quoted attribute, so it is escaped as well.
     return Template(_file("page.html")).substitute(
         plain,
         style=style,
@@ -116,13 +116,13 @@ def _sentence(text: str) -> str:
 
 
 def _helps(report: PlanReport, wanted: bool) -> str:
-    """The changes that would help, as HTML."""
+    """Return the changes that would help, as HTML."""
     if report.request is None or not wanted:
-        why = "were left out" if report.request is not None else "need the request that the plan was made of"
-        return f"<p>What-ifs {why}: tilerec plan show --html has them, and tilerec plan whatif tries one.</p>"
+        why = "were left out" if report.request is not None else "need the request of the plan"
+        return f"<p>What-ifs {why}: tilerec plan show --html includes them, and tilerec plan whatif tries one.</p>"
     found = report.what_would_help()
     if not found:
-        return "<p>No change that is tried applies to this plan.</p>"
+        return "<p>None of the changes that tilerec tries applies to this plan.</p>"
     rows = "".join(_help(one) for one in found)
     return (
         '<div class="scroll"><table id="helps"><thead><tr><th>change</th><th class="n">saves</th>'
@@ -140,12 +140,12 @@ def _help(one: WhatIf) -> str:
 
 
 def _explanations(report: PlanReport) -> tuple[list[tuple[int, Explanation]], str]:
-    """Explanations with their tables' numbers; and why other tables have none."""
+    """Return explanations with their tables' numbers, and the reason why other tables have none."""
     if report.request is None:
-        return [], "Why it is cut so is not known here, as the page was made without the plan's request."
+        return [], "The reason for this tiling is not known, as the page was made without the plan's request."
     explainer = Explainer(report.request, _explained(report))
     if explainer.step_ps != report.cost_ps:
-        return [], "Why it is cut so is not known here, as the plan was made by another release."
+        return [], "The reason for this tiling is not known, as the plan was made by another release."
     known = set(explainer.tables)
     found = []
     for t, entry in enumerate(report.tables):
@@ -155,7 +155,7 @@ def _explanations(report: PlanReport) -> tuple[list[tuple[int, Explanation]], st
     if len(report.tables) > EXPLAINED:
         why = f"This page explains the {EXPLAINED} tables that add most; of this one: tilerec plan explain"
     else:
-        why = "It was given by hand, or lies with a table that was, so nothing was considered for it."
+        why = "It was given by hand, or is placed with a table that was, so no other tiling was considered."
     return found, why
 
 
@@ -171,9 +171,9 @@ def _explained(report: PlanReport) -> list[str]:
 def _data(
     report: PlanReport, about: Sequence[str], explained: tuple[list[tuple[int, Explanation]], str]
 ) -> dict[str, Any]:
-    """What the page's scripts read (page/model.js)."""
+    """Return the data that the page's scripts read (page/model.js)."""
     tables = report.tables
-    paths, words, tilings = _Kept(), _Kept(), _Kept()
+    paths, words, tilings = _Interned(), _Interned(), _Interned()
     return {
         "why": {str(t): _why(one, words) for t, one in explained[0]},
         "why_not": explained[1],
@@ -208,8 +208,11 @@ def _data(
     }
 
 
-def _why(one: Explanation, words: _Kept) -> list[Any]:
-    """The sentence, the notes, and of each way: word, pieces, width, bytes, ps on owners, on all, then; verdict."""
+def _why(one: Explanation, words: _Interned) -> list[Any]:
+    """Return the reason, the notes, and the considered ways.
+
+    Each way has: option, pieces, width, bytes of a piece, ps on owners, ps on all ranks, ps of the step, verdict.
+    """
     ways = []
     for way in one.considered:
         verdict = one.verdict(way, _time)
@@ -218,8 +221,8 @@ def _why(one: Explanation, words: _Kept) -> list[Any]:
     return [_sentence(one.reason(_time)), list(one.notes), ways]
 
 
-class _Kept:
-    """Values said once, by number."""
+class _Interned:
+    """List of distinct values, which the page refers to by index."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -232,14 +235,14 @@ class _Kept:
         return self._places[key]
 
 
-def _place(tilings: _Kept, entry: TableEntry) -> int:
-    """The number of a tiling as plans write it: alike for tables of other sizes where cuts go without saying."""
+def _place(tilings: _Interned, entry: TableEntry) -> int:
+    """Return the index of a table's tiling in plan notation, which tables of different sizes may share."""
     blocks = entry.tiling.to_json()
     return tilings.place(json.dumps(blocks), blocks)
 
 
 def _about(plan: ShardingPlan | None, report: PlanReport) -> tuple[list[str], str]:
-    """For each table of the report what only the plan says; and the plan's fingerprint."""
+    """Return per table of the report the details that only the plan has, and the plan's fingerprint."""
     if plan is None:
         return [""] * len(report.tables), ""
     planned = {(path, table): sharding for path, table, sharding in plan.tables()}
@@ -249,19 +252,19 @@ def _about(plan: ShardingPlan | None, report: PlanReport) -> tuple[list[str], st
         if stray:
             path, table = stray[0]
             raise ConfigError(
-                f"Table '{table}' of module '{path}' is not in the {where}: plan and report are not of one search; "
-                "give the report that came with the plan (plan.report)."
+                f"Table '{table}' of module '{path}' is not in the {where}: plan and report are not of one search. "
+                "Pass the report of the plan (plan.report)."
             )
     return (
-        [_said(planned[entry.path, entry.name]) for entry in report.tables],
+        [_plan_details(planned[entry.path, entry.name]) for entry in report.tables],
         f"plan {plan.fingerprint():016x}",
     )
 
 
-def _said(sharding: ParameterSharding) -> str:
+def _plan_details(sharding: ParameterSharding) -> str:
     parts = [] if sharding.kernel is None else [f"kernel {sharding.kernel.value}"]
     if sharding.wire not in (None, Wire()):
-        parts.append(f"rows travel as {sharding.wire.forward}, gradients as {sharding.wire.backward}")
+        parts.append(f"rows are sent as {sharding.wire.forward}, gradients as {sharding.wire.backward}")
     return ", ".join(parts)
 
 
@@ -272,27 +275,27 @@ def _fullest(report: PlanReport) -> str:
 
 
 def _topology(report: PlanReport) -> list[tuple[str, str]]:
-    """Names and values, in the order of the topology file."""
-    said: list[tuple[str, str]] = []
+    """Return names and values of the topology, in the order of the topology file."""
+    entries: list[tuple[str, str]] = []
     for name, value in report.topology.to_json().items():
         if value is None:
             continue
         if name.endswith("_cap"):
-            said.append((name, bytes_text(value)))
+            entries.append((name, bytes_text(value)))
         elif name.endswith("_bw"):
-            said.append((name, f"{value * 1000 / 2**30:,.4g} GiB/s"))
+            entries.append((name, f"{value * 1000 / 2**30:,.4g} GiB/s"))
         elif name == "hosts":
             more = f" | … {len(value)} hosts" if len(value) > 16 else ""
-            said.append((name, " | ".join(value[:16]) + more))
+            entries.append((name, " | ".join(value[:16]) + more))
         elif isinstance(value, dict):
-            said += [(f"{name}.{key}", _figure(one)) for key, one in value.items()]
+            entries += [(f"{name}.{key}", _figure(one)) for key, one in value.items()]
         else:
-            said.append((name, str(value)))
-    return said
+            entries.append((name, str(value)))
+    return entries
 
 
 def _time(ps: int) -> str:
-    """As the page's scripts write it (page/model.js): one moment reads alike all over the page."""
+    """Return a time as text, formatted as in the page's scripts (`time` in page/model.js)."""
     for size, unit in ((10**12, "s"), (10**9, "ms"), (10**6, "µs"), (10**3, "ns")):
         if ps >= size:
             value = ps / size
@@ -306,12 +309,12 @@ def _figure(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}" + "s" * (count != 1)
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that may stand inside a script element: no `<` of any kind is in it."""
+    """Return JSON that is safe inside a script element: it contains no `<`."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -322,9 +325,9 @@ def _file(name: str) -> str:
 
 @cache
 def _script() -> str:
-    """All scripts as one function."""
+    """Return all scripts as one function."""
     parts = "\n".join(_file(f"{name}.js") for name in _SCRIPTS)
-    assert "</script" not in parts.lower(), "a script must not end its element"
+    assert "</script" not in parts.lower(), "a script must not contain </script"
     return f'"use strict";(() => {{\n{parts}\n}})();'
 
 

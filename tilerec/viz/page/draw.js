@@ -29,8 +29,8 @@ function makeHatch() {
   return pen.createPattern(tile, "repeat");
 }
 
-// Up to eight ranks have the eight colours. More: a colour for each host, in turns, and tints of it within; on one host
-// the colours in turns. Labels, tips and lists name the ranks.
+// Up to eight ranks have one colour each. With more ranks, hosts take the colours in turns and their ranks have tints;
+// on one host, ranks take the colours in turns. Labels, tips and lists name the ranks.
 function rankColour(rank) {
   if (R <= 8) return palette[rank];
   if (hosts.length === 1) return palette[rank % 8];
@@ -40,7 +40,7 @@ function rankColour(rank) {
 // A colour "#rrggbb" mixed with white, or with black on a dark page.
 const tinted = (colour, share) =>
   `rgb(${[1, 3, 5].map((i) => Math.round(parseInt(colour.slice(i, i + 2), 16) * (1 - share) + (dark ? 0 : 255 * share))).join(" ")})`;
-// Black or white, whichever stands out.
+// Black or white, whichever has more contrast with the colour.
 const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 const inkKept = new Map();
 function inkOn(colour) {

@@ -1,4 +1,4 @@
-// A list of any length: rows of one height, of which only those in sight exist; sorted by its heads.
+// A list of any length, with rows of one height, of which only visible rows exist; clicks on its heads sort it.
 
 class List {
   // columns: [{name, class, by(item) -> number or text, down: largest first}]; cells(item) -> elements; pick(item).
@@ -86,7 +86,7 @@ class List {
       this.lines.set(i, node);
     }
   }
-  // Arrow keys go from row to row, Enter picks.
+  // Arrow keys move the focus by one row, Enter picks the row.
   step(event) {
     const node = event.target.closest(".line");
     if (!node) return;

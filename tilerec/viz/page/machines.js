@@ -1,4 +1,4 @@
-// Hosts and their ranks as squares, and what was said of the machines.
+// Hosts and their ranks as squares, and the figures of the machines.
 
 let places = [];
 const ways = [

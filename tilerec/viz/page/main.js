@@ -1,4 +1,4 @@
-// Put it together, and draw again when the width or the colours change.
+// Build the page, and redraw it when the width or the colours change.
 
 function drawAll() {
   readTheme();

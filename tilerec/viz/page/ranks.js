@@ -1,4 +1,4 @@
-// The step by stage, the ranks, and one rank: what it has to do and what makes it so.
+// The step by stage, the ranks, and one rank: its work and the tables that cause it.
 
 function drawStep() {
   const parts = data.stages.map((name, s) => [name, stageOf[s].most, stageColour(s), hatched[s]]);
@@ -26,7 +26,7 @@ function drawStep() {
     body.append(element("tr", {}, element("td", {}, key(colour, stripes), name), ...cells.map((cell, i) => element("td", { class: i > 2 ? "n spare" : "n" }, cell))));
   });
 }
-// A name, where it has room.
+// The text if it fits into the width, else null.
 const fitting = (text, width) => (width > 7.5 * text.length + 8 ? text : null);
 const slowestOf = (one) => (!one.most ? "–" : R > 1 && isBalanced(one.most, one.mean) ? "balanced" : rankLink(one.rank));
 const rankLink = (rank) => element("button", { type: "button", class: "link", onclick: (event) => { event.stopPropagation(); pickRank(rank, true); } }, `rank ${rank}`);
@@ -69,7 +69,7 @@ function drawLegend() {
   at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, stageKey(s), name)), element("li", {}, key(memoryColour), tierName(data.tier)));
 }
 
-// All ranks side by side. With more ranks than pixels a column shows the most of its ranks.
+// All ranks side by side. With more ranks than pixels a column shows the largest value of its ranks.
 function columnsOf(width) {
   const count = Math.min(R, Math.floor(width));
   return Array.from({ length: count }, (_, i) => [Math.floor((i * R) / count), Math.floor(((i + 1) * R) / count)]);
@@ -145,7 +145,7 @@ function drawRank() {
   const about = `host ${hostOf[rank]}${first ? (balanced ? "; it has the most to do, by little: the ranks are balanced" : "; the most loaded rank") : ""}`;
   const heaviest = [...held].sort((a, b) => b.ps - a.ps || inOrder(a.t, b.t)).slice(0, 10);
   const home = sum(homePs), here = sum(held.map((h) => h.ps));
-  // On a network card lie the pieces of all ranks of the host; the remainder is the same whatever lies where.
+  // A network card serves the pieces of all ranks of its host; the remainder is the same for every placement.
   const link = sum(data.stages.map((_, s) => (hatched[s] ? Math.max(0, data.load[rank * S + s] - sum(held.map((h) => h.by[s])) - homeOf[s]) : 0)));
   const fixed = Math.max(0, loadOf[rank] - here - home - link);
   const says = [`${time(loadOf[rank])} of work in all stages`, mean ? `, ${figure(loadOf[rank] / mean)} times the mean` : "", "."];

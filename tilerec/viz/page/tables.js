@@ -1,4 +1,4 @@
-// The tables: a list to sort and search, and one table as its tiles.
+// The tables: a list to sort and search, and a card that shows one table's tiles.
 
 let tableList;
 function makeTables() {
@@ -40,7 +40,7 @@ let texts;
 function matches(words) {
   texts ||= Array.from({ length: T }, (_, t) => `${nameOf(t)} ${kindOf(t)} ${typeOf(t)} ${optionOf(t)}`.toLowerCase());
   const tests = words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-    // Somebody who has typed as far as "rank:" is not looking for a table of that name.
+    // An incomplete "rank:" or "cut:" is not a search for a table of that name, so it matches every table.
     if (word === "rank:" || word === "cut:") return () => true;
     const rank = /^rank:(\d+)$/.exec(word);
     if (rank) return (t) => ranksOf(t).has(Number(rank[1]));
@@ -66,14 +66,14 @@ function pickTable(t, byHand) {
   drawTable();
   if (byHand && matchMedia("(max-width: 900px)").matches) at("table").scrollIntoView({ block: "nearest" });
 }
-// Why a table is cut so: the sentence, and, folded, every way with what the step would take.
+// The reason for a table's tiling, and, folded, every way that was considered with the step it would give.
 function whyOf(t) {
   const why = data.why[t];
-  if (!why) return [element("h4", {}, "Why so"), element("p", { id: "why-not" }, data.why_not + (data.why_not.endsWith(".") ? "" : ` ${nameOf(t)}`))];
+  if (!why) return [element("h4", {}, "Reason for this tiling"), element("p", { id: "why-not" }, data.why_not + (data.why_not.endsWith(".") ? "" : ` ${nameOf(t)}`))];
   const [reason, notes, ways] = why;
   const heads = ["way", "step then", "verdict", "pieces", "bytes each", "adds on owners", "on all ranks"];
   return [
-    element("h4", {}, "Why so"),
+    element("h4", {}, "Reason for this tiling"),
     element("p", { id: "why-so" }, reason),
     ...notes.map((note) => element("p", { class: "muted" }, note)),
     element("details", { id: "why" }, element("summary", {}, ways.length > 1 ? `The ${whole(ways.length)} ways that were considered` : "The one way there is"),
