@@ -1,16 +1,16 @@
-"""`cache_ask_` on GPUs: what a batch asks of the caches of all its tables, in one launch and a sort.
+"""`cache_ask_` on GPUs: find the distinct rows that a batch requests from all caches, in one launch and a sort.
 
 Nouns as in `definition.py`.
 
-Distinct rows without sorting all ids: each occurrence raises `line_of` of its row to this request's claim, a negative
-number above those of earlier requests, atomically. A row that has a line keeps it, since lines are not negative; of
-one that has none exactly one occurrence sees an older number than its own claim, and that one speaks for the row. Of
-rows in lines, the occurrence speaks that sets the request's bit in `flights`. Which occurrence it is may differ from
-run to run, and nothing depends on it. Wanting rows are then sorted by keys that differ from row to row: the same order
-every run.
+The kernel finds distinct rows without sorting all ids. Each occurrence atomically raises `line_of` of its row to the
+claim of this request, a negative number above the claims of earlier requests. Lines are not negative, so a row that
+has a line keeps it. Of a row without a line, exactly one occurrence reads a number older than its own claim; this
+occurrence represents the row. Of a row with a line, the occurrence that sets the request's bit in `flights` represents
+it. Which occurrence that is may differ from run to run, and no result depends on it. Wanting rows are then sorted by
+keys that differ from row to row, so their order is the same in every run.
 
-Example: none = -2^31, serial 5; ids (8, 8), row 8 has none. The first to come reads -2^31 and leaves 5 - 2^31; the
-other reads that and is silent.
+Example: none = -2^31, serial 5; ids (8, 8), row 8 has none. The first occurrence reads -2^31 and leaves 5 - 2^31; the
+second reads that and does nothing more.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def ask_kernel(
     ids, segments, tables, clock, ints, longs, header, unsorted, report, segment_count, table_count, last_key,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a segment's ids: name, hold, claim, and write keys of wanting rows. See the top of the file."""
+    """Process a tile of a segment's ids: name, hold and claim rows, and write keys of wanting rows.
+
+    See the top of the file.
+    """
     program = tl.program_id(0).to(tl.int64)
     segment = segment_at(segments + S_TILE * segment_count, segment_count, program)
     s = segments + segment
@@ -119,7 +122,7 @@ def cache_ask_(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], books: Sequence[Tensor],
     sets: Sequence[int], ways: int, clock: Tensor, names: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `definition.py`. Zeros, a launch and `torch.sort`."""
+    """See `definition.py`. Runs a fill with zeros, a launch and `torch.sort`."""
     raise_due(ids.device)
     ids = ids.contiguous()
     read = read_books(books, sets, ways)
