@@ -179,8 +179,8 @@ def order_items(
 def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, parts, TILE: tl.constexpr):
     """Number the present bags of a tile, and count ids per bag, and bags and ids per part.
 
-    A count is (end - begin). The first item adds -begin and the last item adds end, in integers, to the count of its bag or
-    part. A bag or part without items keeps 0.
+    A count is (end - begin). The first item adds -begin and the last item adds end, in integers, to the count of its
+    bag or part. A bag or part without items keeps 0.
 
     told: [1 + 2 K], the counts from 1 on.
     """

@@ -150,10 +150,11 @@ def _moves(
 def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Return the wave of each segment: segments of the same places run one after another, all others at once.
 
-    A block is a run of segments of one stride whose places lie less than that stride apart, counted from the first of them.
-    Segments of two blocks must not overlap: the slots of a block end before the next block. Callers of `place_rows_`
-    guarantee this. It holds in a flat output, where slots lie one after another, and in an output of one row per bag, which
-    is one block. If columns overlap in part within a block, or rows reach into the next, every segment gets its own wave.
+    A block is a run of segments of one stride whose places lie less than that stride apart, counted from the first of
+    them. Segments of two blocks must not overlap: the slots of a block end before the next block. Callers of
+    `place_rows_` guarantee this. It holds in a flat output, where slots lie one after another, and in an output of one
+    row per bag, which is one block. If columns overlap in part within a block, or rows reach into the next, every
+    segment gets its own wave.
 
     Example: width 4, stride 8, places 0, 4, 0, 20 (another block): waves 0, 0, 1, 0; places 0, 2: waves 0, 1.
     """

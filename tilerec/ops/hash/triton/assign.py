@@ -1,4 +1,4 @@
-"""Giving ids rows on a GPU: `zch_assign_`, `zch_assign_each_`. `tilerec/ops/hash/triton/backend.py` says how.
+"""Assignment of rows to ids on a GPU: `zch_assign_`, `zch_assign_each_`. `backend.py` explains the algorithm.
 
 Nouns as there and in `definition.py`.
 """
@@ -45,12 +45,12 @@ def _event(
     ADMITS: tl.constexpr, COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One entry's turn: rules 1 to 6 of `zch_assign_`.
+    """Process one event: rules 1 to 6 of `zch_assign_`.
 
-    Returns the id, the row that somebody was evicted from (-2: nobody was), the row that the id has now (-1: none), and
-    how many slots a search for it looks at from now on.
+    Returns the id, the row from which an id was evicted (-2: none was), the row that the id has now (-1: none), and the
+    number of slots that a search for it probes from now on.
 
-    First everything is read and decided, then written: a lane that is ahead must not write what another still reads.
+    All reads and decisions come before all writes: a faster lane must not overwrite a value that another still reads.
     """
     id_ = tl.load(ids_N + n)
     mixed = mixed_bits(id_.to(tl.uint64, bitcast=True))
@@ -76,10 +76,10 @@ def _event(
         seen = tl.minimum(tl.minimum(of_one, of_other) + each, LIMIT)
         admitted = enters & (seen >= threshold)
     place = end
-    if EVICT:  # known when the kernel is compiled, so this is not one condition  # noqa: SIM102
+    if EVICT:  # a compile-time constant, so the two conditions stay separate  # noqa: SIM102
         if admitted & (end == FAR):
             reach = window
-            if STEPS:  # found out here, and not once for all, so that no register is kept for it
+            if STEPS:  # computed here, not once per kernel, so that it occupies no register
                 reach = tl.where(step % every.to(tl.int64) == 0, window, 0)
             place = victim(
                 last_E, hits_E, expires_E, base, start, slots, reach, step, now, POLICY, EXPONENT, WIDTH
@@ -118,9 +118,9 @@ def walk_kernel(
     COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr, NOWS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's entries in their order: the events take their turns. See the top of the file for an example.
+    """Process one bucket's entries in their order: mark hits, run events. `backend.py` has an example.
 
-    The cost is that of the events, two or three trips to memory each, and of a look at every CHUNK entries.
+    The cost is two or three dependent memory accesses per event, and one check per CHUNK entries.
     """
     first, held, slots, window = (
         first.to(tl.int64),
@@ -145,7 +145,7 @@ def walk_kernel(
         if refused | (tl.load(needs_B + bucket) == 0):
             end = at
         while at < end:
-            tl.debug_barrier()  # rows that earlier chunks gave away
+            tl.debug_barrier()  # earlier chunks may have reassigned rows
             inside = at + lane < end
             n = tl.load(order_N + at + lane, mask=inside, other=0)
             id_ = tl.load(ids_N + n, mask=inside, other=0)
@@ -155,7 +155,7 @@ def walk_kernel(
             done = tl.min(lane * 0, axis=0)
             next_ = tl.min(tl.where(event, lane, CHUNK), axis=0)
             while next_ < CHUNK:
-                # Hits before the event: their rows are touched.
+                # Hits before the event: mark their rows as touched.
                 tl.store(
                     last_E + row, step + lane * 0, mask=had & (event == 0) & (lane >= done) & (lane < next_)
                 )
@@ -166,8 +166,8 @@ def walk_kernel(
                     slots, window, step, now, ttl, threshold, every, rows_N, probes_N, outcomes_N, evicted_ids_N,
                     POLICY, EXPONENT, EVICT, EXPIRING, ADMITS, COUNTS, INSERTS, TTLS, STEPS, WIDTH,
                 )  # fmt: skip
-                event = event | (had & (row == given))  # who was evicted comes later in the batch
-                # The same id again, as hot ones come: hits, all at once. No entry can take the row from them.
+                event = event | (had & (row == given))  # a later entry of the evicted id
+                # Further entries of the same id, common for hot ids: all are hits, as no event can evict a touched row.
                 again = event & (lane > next_) & (id_ == turned) & (lane * 0 + taken >= 0)
                 tl.store(rows_N + n, lane * 0 + (first_row + taken), mask=again)
                 tl.store(outcomes_N + n, (lane * 0 + HIT).to(tl.uint8), mask=again)
@@ -186,7 +186,7 @@ def hit_kernel(
     count, first, slots, step, now, ttl, COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr,
     STEPS: tl.constexpr, NOWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every hit counts itself: sums and maxima of integers, the same in any order. hits 3, two hits -> 5."""
+    """Add each hit's count: sums and maxima of integers, equal in any order. hits 3, two hits -> 5."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = n < tl.where(tl.load(report) == 0, count, 0)
     hit = inside & (tl.load(outcomes_N + n, mask=inside, other=MISSING) == HIT)
@@ -209,7 +209,7 @@ def hit_kernel(
 
 
 def key_type(held: int) -> torch.dtype:
-    """The narrowest that numbers all buckets: the fewer the bits, the fewer the passes of the sort."""
+    """Return the narrowest dtype that numbers all buckets: the fewer the bits, the fewer the passes of the sort."""
     return torch.int16 if held <= 2**15 else torch.int32
 
 
@@ -239,7 +239,7 @@ def zch_assign_each_(
     step_there: Tensor | None = None,
     now_there: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Entries that do not fit change nothing, and are told at a later op."""
+    """See `tilerec/ops/hash/assign.py`. A bad entry changes nothing, and a later op raises its error."""
     ids_N = ids_N.contiguous()
     counts_N = None if counts_N is None else counts_N.contiguous()
     ttl_N = None if ttl_N is None else ttl_N.contiguous()
@@ -251,7 +251,7 @@ def zch_assign_each_(
     if count == 0:
         return rows_N, outcomes_N, probes_N, evicted_ids_N
 
-    if step_there is None:  # then it is known here whether anybody is evicted, and no kernel has to find out
+    if step_there is None:  # the host knows whether this step evicts, so no kernel has to compute it
         evict = int(evict > 0 and step % evict == 0)
     given = {"COUNTS": counts_N is not None, "TTLS": ttl_N is not None}
     clocks = {"STEPS": step_there is not None, "NOWS": now_there is not None}
@@ -261,11 +261,11 @@ def zch_assign_each_(
         ids_N if ttl_N is None else ttl_N,
     )  # fmt: skip
     used_bytes_E, expiring = used_E.view(torch.uint8), expires_E.shape[0] > 0
-    # All zeros: which buckets need a walk, and where their runs begin and end.
+    # Initially zero: flags of the buckets that need a walk, and the begin and end of each bucket's run.
     needs_B, begin_B, end_B = torch.zeros(3, held, dtype=torch.int64, device=ids_N.device)
-    report = new_report(ids_N.device)  # so a graph's is zeros before the first replay, too
+    report = new_report(ids_N.device)  # a graph's report is zero before the first replay, too
     if capturing():
-        report.zero_()  # what one replay refused is not refused by the next
+        report.zero_()  # an error of one replay must not make the next one skip its entries
     key_N = torch.empty_like(ids_N, dtype=key_type(held))
 
     grid, entries = blocks(count, ids_N, ENTRIES)
@@ -295,7 +295,7 @@ def zch_assign_each_(
 
 
 def zch_assign_(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so entries that do not fit are told here."""
+    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so this call raises the error of a bad entry."""
     rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(ids_N, *rest)
     at_M = (outcomes_N == Outcome.EVICTED).nonzero().squeeze(1)
     raise_due(ids_N.device)
