@@ -148,10 +148,10 @@ def _padding(value: float, dtype: torch.dtype, word: torch.dtype) -> int:
 
 
 def tiles(width: int, size: int) -> tuple[int, int, int]:
-    """Return the items of a tile and of a group, and the columns per load, for items of `width` numbers of `size` bytes.
+    """Return the items of a tile and of a group, and the columns per load, for items of `width` numbers.
 
-    One warp reads rows 16 bytes a lane, 4 KB at a time: 128 numbers of 4 bytes -> groups of 8 rows, tiles of 64. If rows
-    are no multiple of 16 bytes, a lane reads 16 numbers at a time.
+    One warp reads rows 16 bytes a lane, 4 KB at a time: 128 numbers of `size` = 4 bytes -> groups of 8 rows, tiles of
+    64. If rows are no multiple of 16 bytes, a lane reads 16 numbers at a time.
     """
     if width == 1:
         return ITEMS, ITEMS, 1

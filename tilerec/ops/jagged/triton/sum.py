@@ -81,8 +81,8 @@ def sum_copies(
 ):  # fmt: skip
     """Write one tile of the transpose of a selection: for each of `items` input items, the sum over its copies.
 
-    Segment s was selected at the places `copies[first_copy[s] : first_copy[s + 1]]`, ascending. So the kernel adds copies
-    in output order, without atomics. Order [2, 0, 2]: first_copy [0, 1, 1, 3], copies [1, 0, 2].
+    Segment s was selected at the places `copies[first_copy[s] : first_copy[s + 1]]`, ascending. So the kernel adds
+    copies in output order, without atomics. Order [2, 0, 2]: first_copy [0, 1, 1, 3], copies [1, 0, 2].
     """
     program = tl.program_id(0).to(tl.int64)
     check_offsets(out_offsets, selected, total, program, report, True)
