@@ -43,7 +43,10 @@ def values_kernel(
     tile, rows_N, count, row_offset, held, width, column_offset, k0, k1, low, high,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the initial values of rows. Columns begin at a multiple of 4 of the whole table, as groups of four words do."""
+    """Store the initial values of rows.
+
+    Columns begin at a multiple of 4 of the whole table, as groups of four words do.
+    """
     row_offset, held, width = row_offset.to(tl.int64), held.to(tl.int64), width.to(tl.int64)
     column_offset = column_offset.to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * ENTRIES
