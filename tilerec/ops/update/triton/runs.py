@@ -146,13 +146,13 @@ def nothing(COLUMNS: tl.constexpr):
 def fold_rows(
     sums, first, count, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
 ):
-    """Return `sums` [1, C] plus, one after the other, the gradient rows of `count` sorted occurrences from `first` on."""
+    """Return `sums` [1, C] plus, one after the other, gradient rows of `count` sorted occurrences from `first` on."""
     for at in range(tl.zeros((), tl.int64), count, _AHEAD):
         for k in tl.static_range(_AHEAD):
             take = count - at > k
             i = first + at + k
             place = tl.multiple_of(tl.load(places + i, mask=take, other=0).to(tl.int64), VEC)
-            own = inside & (columns * 0 + (count - at) > k)  # equals `take`, a scalar that the interpreter cannot broadcast
+            own = inside & (columns * 0 + (count - at) > k)  # `take`, which the interpreter cannot broadcast
             g = tl.load(grad + (place + columns), mask=own, other=0.0).to(tl.float32)
             if SCALED:
                 g = g * tl.load(scales + i, mask=take, other=0.0)
@@ -202,9 +202,10 @@ def sum_chunks(
     STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, VEC_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the chunk that begins in block b, if one does, into `partials[b]` (fp32 [COLUMNS]); b is the program's number.
+    """Sum the chunk that begins in block b, if one does, into `partials[b]` (fp32 [COLUMNS]).
 
-    Then sum the chunk's super-chunk into `supers[…]`, if there is one and all of its other chunks are summed.
+    b is the program's number. Then sum the chunk's super-chunk into `supers[…]`, if there is one and all of its other
+    chunks are summed.
 
     chunks: 0 to skip super-chunks, so that `supers` and the counters in `status` stay untouched; else CHUNKS. It is a
     runtime number, because the compiler would unroll a constant loop that few programs enter.

@@ -52,9 +52,10 @@ def store_rows(
     weights, values, start_R, take_R, columns, inside, numbers, name_R, count,
     ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Round and write rows. ROUND 0: to nearest; 1: stochastic, tiles begin at multiples of 4 columns; 2: stochastic.
+    """Round and write rows.
 
-    numbers: the table's; name_R: the rows' numbers for the random words.
+    ROUND 0: to nearest; 1: stochastic, tiles begin at multiples of 4 columns; 2: stochastic, at any column. numbers:
+    the table's; name_R: the rows' numbers for the random words.
     """
     TYPE: tl.constexpr = weights.dtype.element_ty
     if ROUND:

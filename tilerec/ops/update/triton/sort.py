@@ -127,7 +127,8 @@ def sort_occurrences(
     tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: computed before, or None.
     """
     device, total = record.ids.device, record.total
-    pitch = next_power_of_two(max(4, *dims))  # the narrowest tile of `apply_runs.py`, which reads all columns of a partial
+    # A tile of `apply_runs.py` has at least 4 columns, and reads as many of a partial.
+    pitch = next_power_of_two(max(4, *dims))
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
     super_chunks = chunks // CHUNKS if chunks >= 2 * CHUNKS else 0
     if order is None:

@@ -187,7 +187,7 @@ class Seen:
     def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
         tensors = (*weights, *slots)
         if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
-            # A parameter's `.data` may have been replaced by a tensor of another dtype that has the same address by chance.
+            # A parameter's `.data` may now be a tensor of another dtype, with the same address by chance.
             return (
                 [w.shape for w in weights] == self.shapes
                 and [w.dtype for w in weights] == self.dtypes
