@@ -96,9 +96,8 @@ def runs_kernel(key_N, begin_B, end_B, count, held, BLOCK: tl.constexpr):
     tl.store(end_B + key, n + 1, mask=inside & (key < held) & (key != after))
 
 
-_WALKERS = (
-    132 * 64
-)  # most programs: as many warps as an H100 or H200 holds; with more buckets each program walks several
+# Most programs: as many warps as an H100 or H200 holds. With more buckets each program walks several.
+_WALKERS = 132 * 64
 
 
 def blocks(count: int, values: Tensor, block: int) -> tuple[tuple[int], int]:

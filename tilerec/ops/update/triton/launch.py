@@ -50,7 +50,7 @@ def launch_update(
     nothing = ordered.keys  # unread pointer arguments must be valid, and of one dtype for all batches
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
-    assert span <= CHUNK, "a run has at most one chunk in a span, so its sum there is a fold of rows (runs.py)"
+    assert span <= CHUNK, "a run has at most a chunk in a span, whose sum is a fold of rows (runs.py)"
     scale = made.rule.h["grad_scale"]
     launch(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,

@@ -230,9 +230,8 @@ def apply_to_parts(
             has = take & (row * 0 + tl.load(numbers + 13) != 0)
             name = tl.load(names + (tl.load(numbers + 12) + row), mask=has, other=0)
             name = tl.where(has, name, row)
-        if (
-            COLUMNS > 512
-        ):  # several warps have read the row's slots, and one of them writes the new values
+        if COLUMNS > 512:
+            # Several warps have read the row's slots, and one of them writes the new values.
             tl.debug_barrier()
         store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, 1)
         store_slot(slot0, s0, at0, row, width, take, columns, inside, KIND0, 1)
@@ -254,7 +253,8 @@ class _Parts:
         self.rows = [rows[t].to(torch.int64).contiguous() for t in own]
         self.grads = [grads[t].contiguous() for t in own]
         self.scalars = []
-        for t in own:  # sums may have any stride (those of several tables are neighbours), a sum's rows must be dense
+        # Sums may have any stride (those of several tables are neighbours); a sum's rows must be dense.
+        for t in own:
             s = scalars[t].to(torch.float32)
             self.scalars.append(s if s.shape[1] <= 1 or s.stride(1) == 1 else s.contiguous())
         self.names = [names[t] for t in own] if names else []

@@ -349,10 +349,8 @@ class Bundle:
     paces: Callable[[Numbers, int], tuple[float, float]] = lambda h, t: (0.0, 0.0)
     keeps: bool = True  # skip rows whose gradient is not finite
     of_rate: Callable[[Numbers], float] = lambda h: 0.0  # h7
-    on_device: Any = (
-        no_paces  # jitted: `paces` and `of_rate` from counts and a learning rate on the device
-    )
-    constants: Callable[[Numbers], list[float]] = lambda h: []  # up to three constants of `on_device`, in float64
+    on_device: Any = no_paces  # jitted: `paces` and `of_rate` from counts and a learning rate on the device
+    constants: Callable[[Numbers], list[float]] = lambda h: []  # of `on_device`: up to three, in float64
 
 
 @dataclass(frozen=True)

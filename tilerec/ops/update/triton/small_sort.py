@@ -32,9 +32,8 @@ from tilerec.ops.update.triton.occurrences import bag_of, scale_of
 from tilerec.ops.update.triton.report import begin_told
 
 BLOCK, WARPS = 2048, 16
-MOST = (
-    0 if triton.knobs.runtime.interpret else 65_536
-)  # the interpreter takes a second per block, so only tests of this file set it there
+# The interpreter takes a second per block, so there only the tests of this file set MOST.
+MOST = 0 if triton.knobs.runtime.interpret else 65_536
 MOST_FEATURES = 1024
 _RANKED, _AT_ONCE = 128, 8  # of a program of `rank_blocks`: occurrences, and blocks that it searches at once
 
