@@ -32,7 +32,7 @@ from tilerec.ops.runtime.triton.addresses import base, kept, upload
 
 # Rows of `tables`, int64 [15, T].
 T_LINE_OF, T_FLIGHTS, T_COUNTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-T_ROW_IN, T_NAMED, T_TOLD = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+T_ROW_IN, T_NAMED, T_TOTALS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 T_DIRTY = tl.constexpr(6)
 T_ROWS = tl.constexpr(7)
 T_SETS = tl.constexpr(8)  # at least 1

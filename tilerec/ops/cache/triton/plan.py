@@ -65,7 +65,7 @@ def wanting_in_all(header, table_count, TABLES: tl.constexpr):
 
 
 @triton.jit
-def _asked(ids, segments, order, item, here, segment_count):
+def _table_and_row(ids, segments, order, item, here, segment_count):
     """Return the table and the row of sorted entries."""
     occurrence = tl.load(order + item, mask=here, other=0)
     s = segments_of(segments + S_START * segment_count, occurrence, 0, segment_count - 1)
@@ -92,7 +92,7 @@ def give_kernel(
     while first < wanting:
         item = first + tl.arange(0, ENTRIES)
         here = item < wanting
-        table, row = _asked(ids, segments, order, item, here, segment_count)
+        table, row = _table_and_row(ids, segments, order, item, here, segment_count)
         own = tables + table
         set_ = row % tl.load(own + T_SETS * table_count)
         set_key = tl.load(own + T_FIRST_KEY * table_count) + set_ * tl.load(own + T_OF_SET * table_count)
@@ -178,7 +178,7 @@ def plan_kernel(
     while first < wanting:
         item = first + tl.arange(0, TILE)
         here = item < wanting
-        table, row = _asked(ids, segments, order, item, here, segment_count)
+        table, row = _table_and_row(ids, segments, order, item, here, segment_count)
         own = tables + table
         had = tl.load(ints + tl.load(own + T_LINE_OF * table_count) + row, mask=here, other=0).to(tl.int64)
         line = tl.load(given + item, mask=here, other=-1).to(tl.int64)

@@ -109,13 +109,13 @@ def ask_kernel(
     key = tl.where(wanting, key, last_key.to(tl.int64))
     start = tl.load(s + S_START * segment_count)
     tl.store(unsorted + start + at, key.to(unsorted.dtype.element_ty), mask=here)
-    told = header + table * 8
+    totals = header + table * 8
     spoke = tl.sum(speaks.to(tl.int64), 0)
     missed = tl.sum(claimed.to(tl.int64), 0)
     wants = tl.sum(wanting.to(tl.int64), 0)
-    tl.atomic_add(told + H_ROWS, spoke, mask=spoke > 0, sem="relaxed")
-    tl.atomic_add(told + H_MISSES, missed, mask=missed > 0, sem="relaxed")
-    tl.atomic_add(told + H_WANTING, wants, mask=wants > 0, sem="relaxed")
+    tl.atomic_add(totals + H_ROWS, spoke, mask=spoke > 0, sem="relaxed")
+    tl.atomic_add(totals + H_MISSES, missed, mask=missed > 0, sem="relaxed")
+    tl.atomic_add(totals + H_WANTING, wants, mask=wants > 0, sem="relaxed")
 
 
 def cache_ask_(

@@ -20,7 +20,7 @@ from tilerec.ops.cache.triton.books import (
     T_LINE_OF,
     T_NAMED,
     T_ROW_IN,
-    T_TOLD,
+    T_TOTALS,
     read_books,
     tile_of,
 )
@@ -88,10 +88,10 @@ def seat_kernel(
         some = tl.arange(0, TABLES)
         listed = some < table_count
         due = listed & (tl.load(header + some * 8 + _SEATED, mask=listed, other=1) == 0)
-        told = longs + tl.load(tables + T_TOLD * table_count + some, mask=listed, other=0)
+        totals = longs + tl.load(tables + T_TOTALS * table_count + some, mask=listed, other=0)
         for column in tl.static_range(7):
-            seen = tl.load(told + column, mask=due, other=0)
-            tl.store(told + column, seen + tl.load(header + some * 8 + column, mask=due, other=0), mask=due)
+            seen = tl.load(totals + column, mask=due, other=0)
+            tl.store(totals + column, seen + tl.load(header + some * 8 + column, mask=due, other=0), mask=due)
         tl.debug_barrier()
         tl.store(header + some * 8 + _SEATED, (some * 0 + 1).to(tl.int64), mask=due)
 

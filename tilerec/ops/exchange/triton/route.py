@@ -15,7 +15,7 @@ In 10 launches, with about 90 bytes of memory traffic per id:
   number   the numbers of the present bags: a tile's first is the sum of the tiles before it
 
 The host never waits. Results have the largest possible length (V). Their actual lengths, and the fault if there is one,
-are in `told`, which the caller copies to the host together with its other numbers (`sharding/route.py`).
+are in `summary`, which the caller copies to the host together with its other numbers (`sharding/route.py`).
 
 Legend: N ids, V items, K parts that travel, P present bags.
 """
@@ -63,7 +63,7 @@ _ROUTE = tl.constexpr(5)
 
 @triton.jit(do_not_specialize=["count", "bags", "width", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_items(
-    places_V, bags_V, told, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
+    places_V, bags_V, summary, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
     EACH_ID: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the places of a tile of ids in one layer, and the number of each id's bag within its key.
@@ -89,7 +89,7 @@ def deal_items(
         code = (route << _ROUTE_BITS) + bag + 1
         bad = owned & ((there < here) | (there < 0) | (there > count))
         if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
     if (program == 0) & (layer == 0):
         # Every id must be in a bag: offsets begin at 0 and end at `count`. The code is that of a route behind the last,
         # so a route's own fault takes precedence over this one.
@@ -97,7 +97,7 @@ def deal_items(
         code = ((edge * 0 + width) << _ROUTE_BITS) + edge * bags
         bad = tl.load(offsets + edge * bags) != edge * count
         if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
     if program == 0:
         for begin in range(first_entry, last_entry + 1, TILE):
             entry = begin + tl.arange(0, TILE)
@@ -107,7 +107,7 @@ def deal_items(
             code = (tl.load(entries + _ROUTE * width + entry, mask=known, other=0) << _ROUTE_BITS) + bag
             bad = (start < 0) | (start > count)
             if tl.sum(bad.to(tl.int32), 0) > 0:
-                tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+                tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
 
     if program * TILE < count:
         last = tl.minimum(program * TILE + TILE, count) - 1
@@ -132,7 +132,7 @@ def deal_items(
         if tl.sum(bad.to(tl.int32), 0) > 0:
             route = tl.load(entries + _ROUTE * width + entry)
             code = (route << _ROUTE_BITS) + _ID_BIT + position
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
         part = position * 0
         for step in tl.static_range(STEPS):
             tried = part + (1 << (STEPS - 1 - step))
@@ -176,13 +176,13 @@ def order_items(
 
 
 @triton.jit(do_not_specialize=["items", "parts"])
-def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, parts, TILE: tl.constexpr):
+def number_bags(lengths_P, slots_P, summary, places_V, numbers_V, begun_T, items, parts, TILE: tl.constexpr):
     """Number the present bags of a tile, and count ids per bag, and bags and ids per part.
 
     A count is (end - begin). The first item adds -begin and the last item adds end, in integers, to the count of its
     bag or part. A bag or part without items keeps 0.
 
-    told: [1 + 2 K], the counts from 1 on.
+    summary: [1 + 2 K], the counts from 1 on.
     """
     program = tl.program_id(0).to(tl.int64)
     earlier = tl.full((), 0, tl.int64)
@@ -205,7 +205,7 @@ def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, p
     tl.store(slots_P + bag, number, mask=begins)
     tl.atomic_add(lengths_P + bag, (-item).to(tl.int32), mask=begins, sem="relaxed")
     tl.atomic_add(lengths_P + bag, (item + 1).to(tl.int32), mask=ends, sem="relaxed")
-    counts = told + 1 + 2 * place
+    counts = summary + 1 + 2 * place
     tl.atomic_add(counts, -bag, mask=starts, sem="relaxed")
     tl.atomic_add(counts, bag + 1, mask=stops, sem="relaxed")
     tl.atomic_add(counts + 1, -item, mask=starts, sem="relaxed")
@@ -291,12 +291,12 @@ def route_ids(
     ]
     # With one batch size for all keys, the next batch most likely has its bags at the same positions: cache the upload.
     sent = constants(tuple(entries), device) if len(batches) == 1 else upload(entries, device)
-    told = torch.zeros(1 + 2 * parts, dtype=torch.int64, device=device)
+    summary = torch.zeros(1 + 2 * parts, dtype=torch.int64, device=device)
     places_V = torch.empty(items, dtype=key_type(parts + 1), device=device)
     bags_V = torch.empty(items, dtype=torch.int32, device=device)
     programs = max(-(-max(count, offsets.numel() - 1) // _TILE), 1)
     launch(deal_items, (programs, layers),
-        places_V, bags_V, told, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
+        places_V, bags_V, summary, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
         constants(tuple(wire), device), count, offsets.numel() - 1, len(keys), parts,
         EACH_ID=each_id, STEPS=layout.steps, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -317,7 +317,7 @@ def route_ids(
             (tiles,),
             lengths_P,
             slots_P,
-            told,
+            summary,
             places_V,
             numbers_V,
             begun_T,
@@ -327,4 +327,4 @@ def route_ids(
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return told, lengths_P, local_V, slots_P, positions_V
+    return summary, lengths_P, local_V, slots_P, positions_V

@@ -126,7 +126,7 @@ def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor
 
 
 @dataclass(slots=True)
-class _Told:
+class _RaiseReport:
     """Function that raises the error of a taken report."""
 
     names: str
@@ -219,7 +219,7 @@ def pooled_lookup(
     for family in layout.families:
         last = offsets.shape[0] - 1 if family is layout.families[-1] else -1
         _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
-    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
+    post(report, _RaiseReport(names, layout.tables, layout.rows, batch.id_count))
     return out, new_ticket()
 
 
@@ -290,12 +290,14 @@ def sample_weight_grad(
         _multiply_family(family, weights[family.table], out, batch, grad, report)
     names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
     # On a GPU the lookup of the same batch reports bad ids, with names; here only interpreted kernels raise.
-    told = _Told(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _told_already
-    post(report, told)
+    raise_report = (
+        _RaiseReport(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _ignore_report
+    )
+    post(report, raise_report)
     return out
 
 
-def _told_already(*_: int) -> None: ...
+def _ignore_report(*_: int) -> None: ...
 
 
 def _multiply_family(
@@ -397,9 +399,9 @@ def sequence_lookup(
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
         return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
-    told = _Told(names, own, layout.rows, ids.shape[0], pooled=False)
+    raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
-    starts = _known_starts(starts, told, device) if known else _flat(starts, (torch.int64,))
+    starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
     count = ids.shape[0]
     out = torch.empty((count, layout.dim), dtype=dtype, device=device)
     ids = _flat(ids)
@@ -412,11 +414,11 @@ def sequence_lookup(
             TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, CHECK=number == 0 and not known, num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip
-    post(report, told)
+    post(report, raise_report)
     return out, new_ticket()
 
 
-def _known_starts(starts: Tensor, told: _Told, device: torch.device) -> Tensor:
+def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.device) -> Tensor:
     """Check starts that the host has and upload them; raise an `InputError` for wrong ones."""
     if starts.device.type != "cpu":
         raise InputError(
@@ -426,11 +428,11 @@ def _known_starts(starts: Tensor, told: _Told, device: torch.device) -> Tensor:
     for i, bound in enumerate(bounds):
         before = bounds[i - 1] if i else 0
         if (
-            not before <= bound <= told.ids
+            not before <= bound <= raise_report.ids
             or (i == 0 and bound)
-            or (i == len(bounds) - 1 and bound != told.ids)
+            or (i == len(bounds) - 1 and bound != raise_report.ids)
         ):
-            told(max(i - 1, 0) * 2 + OFFSET.value, i, bound)
+            raise_report(max(i - 1, 0) * 2 + OFFSET.value, i, bound)
     return upload(bounds, device)
 
 

@@ -182,13 +182,13 @@ _type_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 def check_tables(
-    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, somewhere: bool = True
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, no_memory: bool = True
 ) -> None:
     """Raise an `InputError` for tables that are on another device than the ids, or not contiguous.
 
-    somewhere: some tables have no memory, so a device number alone does not identify their device.
+    no_memory: some tables have no memory, so a device number alone does not identify their device.
     """
-    if somewhere or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
+    if no_memory or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
         check_devices(weights, ids, tables, names)
     check_contiguous(weights)
 

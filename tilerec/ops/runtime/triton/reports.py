@@ -91,7 +91,7 @@ def post(report: Tensor, raise_: Raise) -> None:
     again = report.data_ptr() in state.own and not torch.cuda.is_current_stream_capturing()
     free = state.free[current_stream()] if again else None
 
-    def tell(numbers: list[int]) -> None:
+    def deliver(numbers: list[int]) -> None:
         taken, a, b, c = numbers
         if taken == 1:
             clear(report)
@@ -99,7 +99,7 @@ def post(report: Tensor, raise_: Raise) -> None:
         elif free is not None:
             free.append(report)
 
-    _REPORTS.when_arrived(report, tell)
+    _REPORTS.when_arrived(report, deliver)
 
 
 def raise_due(device: torch.device) -> None:

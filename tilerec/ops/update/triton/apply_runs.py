@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.update.triton.counts import read_pace
-from tilerec.ops.update.triton.report import tell_not_finite
+from tilerec.ops.update.triton.report import record_not_finite
 from tilerec.ops.update.triton.runs import (
     begin_of_run,
     fold_tile,
@@ -44,7 +44,7 @@ from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
     ]
 )  # fmt: skip
 def update_runs(
-    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
+    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, status,
     runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
     e0, e1,
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
@@ -151,7 +151,7 @@ def update_runs(
                     skips = tl.sum(bad.to(tl.int64), axis=0)
                     if skips > 0:
                         code = tl.where(bad, (tl.load(numbers + 10) << 40) | name, 0x7FFFFFFFFFFFFFFF)
-                        tell_not_finite(told, skips, tl.min(code, axis=0))
+                        record_not_finite(status, skips, tl.min(code, axis=0))
                     take = take & (bad == 0)
                     sums = tl.where(take[:, None], sums, 0.0)
                 if GRAD_SCALED:

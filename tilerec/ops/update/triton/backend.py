@@ -30,7 +30,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device
 from tilerec.ops.update.triton.launch import device_of, given, launch_update
 from tilerec.ops.update.triton.order import made_before, order_rows
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import NOTHING_TOLD
+from tilerec.ops.update.triton.report import EMPTY_STATUS
 from tilerec.ops.update.triton.rules import Ready, ready
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.tables import GRADIENT_TYPES, Group, Seen, Tables, served, tables_of
@@ -98,7 +98,7 @@ def update_rows_(
         if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
             paces = paces_on_device(op, made, counts, lr, device, True)
         if by_key is None:
-            return constants(NOTHING_TOLD[:3], device).clone()
+            return constants(EMPTY_STATUS[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
         if counts is None and min(steps) == max(steps):
             by_value, step = made.paces(steps[0]), steps[0]
@@ -106,7 +106,7 @@ def update_rows_(
             paces = pace_table(made, steps, device)
         for group in layout.groups:
             _update_group(group, layout, record, by_key, made, weights, slots, names, step, by_value, paces)
-    return by_key.told[:3]
+    return by_key.status[:3]
 
 
 def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:

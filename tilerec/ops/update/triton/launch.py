@@ -54,7 +54,7 @@ def launch_update(
     scale = made.rule.h["grad_scale"]
     launch(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
-        ordered.partials, ordered.supers, numbers, paces, names, ordered.told,
+        ordered.partials, ordered.supers, numbers, paces, names, ordered.status,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
         group.first_key, group.end_key, step, scale, *made.numbers, *by_value,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.report import begin_told
+from tilerec.ops.update.triton.report import begin_status
 
 PER_FEATURE = 8
 """Numbers per feature in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
@@ -67,12 +67,12 @@ def scale_of(
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "told_count"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "status_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def occurrence_keys(
-    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
-    programs,
+    ids, offsets, sample_weights, meta, keys, places, scales, status, features, ids_count, total, sentinel,
+    status_count, programs,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write keys, places and scales of feature f's occurrences c * BLOCK …, with a stride of programs * BLOCK.
@@ -83,7 +83,7 @@ def occurrence_keys(
     before it: F numbers, read from cache. Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_told(told, told_count, BLOCK)
+        begin_status(status, status_count, BLOCK)
     f = tl.program_id(0) // programs
     before = tl.zeros((), tl.int64)
     for first in range(0, f, FEATURES):

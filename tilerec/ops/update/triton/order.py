@@ -18,7 +18,7 @@ from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_of
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import TOLD
+from tilerec.ops.update.triton.report import STATUS_SIZE
 from tilerec.ops.update.triton.sort import Order, Record, order_occurrences
 from tilerec.ops.update.triton.tables import Tables, tables_of
 
@@ -67,7 +67,7 @@ def order_rows(
         keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
         return [keys, places, no_scales, first_keys]
     with device_of(ids):
-        told = torch.empty(TOLD, dtype=torch.int64, device=device)  # not used here
-        made = order_occurrences(record, layout.sentinel, least, told)
+        status = torch.empty(STATUS_SIZE, dtype=torch.int64, device=device)  # not used here
+        made = order_occurrences(record, layout.sentinel, least, status)
     scales = no_scales if made.scales is None else made.scales
     return [made.keys, made.places, scales, first_keys]

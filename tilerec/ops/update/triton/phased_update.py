@@ -391,7 +391,7 @@ def rule_partials_of_tables(
                     add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
                     FINITE=finite, BLOCK=128, num_warps=4,
                 )  # fmt: skip
-        post(report, _teller(op, weights))
+        post(report, _row_error(op, weights))
     return added
 
 
@@ -407,11 +407,11 @@ def _paces(
     return pace_table(made, steps, weights[0].device)
 
 
-def _teller(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
-    return functools.partial(_tell_bad_row, op, tuple([w.shape[0] for w in weights]))
+def _row_error(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
+    return functools.partial(_raise_bad_row, op, tuple([w.shape[0] for w in weights]))
 
 
-def _tell_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
+def _raise_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
     raise_bad_row(op, row, part, place, rows[part], part)
 
 
@@ -456,7 +456,7 @@ def rule_apply_to_tables_(
                 SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
-        post(report, _teller(op, weights))
+        post(report, _row_error(op, weights))
 
 
 def sum_row_gradients_of_tables(

@@ -49,14 +49,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.report import TOLD
+from tilerec.ops.update.triton.report import STATUS_SIZE
 
 CHUNK, CHUNKS = 128, 64
 
 _WAYS = tl.constexpr(128)
 """Probes of a search per iteration."""
 _AHEAD = tl.constexpr(8)
-_COUNTERS = tl.constexpr(TOLD)
+_COUNTERS = tl.constexpr(STATUS_SIZE)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def fold_tile(g, repeats_R, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total", "sentinel", "tables", "chunks"])
 def sum_chunks(
-    keys, places, scales, grad, partials, supers, told, meta, total, sentinel, tables, chunks,
+    keys, places, scales, grad, partials, supers, status, meta, total, sentinel, tables, chunks,
     STEPS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, VEC_D: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ def sum_chunks(
             if tl.load(keys + (begin + (size - 1)), mask=begin + (size - 1) < total, other=-1) == key:
                 number = begin // size
                 tl.debug_barrier()  # all lanes' stores come before the count
-                if tl.atomic_add(told + (_COUNTERS + number), 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+                if tl.atomic_add(status + (_COUNTERS + number), 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
                     tl.debug_barrier()  # the count comes before all lanes' loads
                     sums = fold_sums(nothing(COLUMNS), partials, begin // CHUNK, chunks, columns, COLUMNS)
                     tl.store(supers + (number * COLUMNS + columns), sums)

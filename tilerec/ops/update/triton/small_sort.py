@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.occurrences import bag_of, scale_of
-from tilerec.ops.update.triton.report import begin_told
+from tilerec.ops.update.triton.report import begin_status
 
 BLOCK, WARPS = 2048, 16
 # The interpreter takes a second per block, so there only the tests of this file set MOST.
@@ -39,11 +39,12 @@ _RANKED, _AT_ONCE = 128, 8  # of a program of `rank_blocks`: occurrences, and bl
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel", "told_count"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "status_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def sort_blocks(
-    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
+    ids, offsets, sample_weights, meta, keys, places, scales, status, features, ids_count, total, sentinel,
+    status_count,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, WIDE: tl.constexpr, FEATURES: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ def sort_blocks(
     Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_told(told, told_count, BLOCK)
+        begin_status(status, status_count, BLOCK)
     f_F = tl.arange(0, FEATURES)
     some_F = f_F < features
     bag0_F = tl.load(meta + f_F * 8 + 2, mask=some_F, other=0)
@@ -138,7 +139,7 @@ def is_small(total: int, features: int, bits: int) -> bool:
 
 def sort_small(
     ids: Tensor, offsets: Tensor, sample_weights: Tensor, meta: Tensor, keys: Tensor, places: Tensor, scales: Tensor,
-    told: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
+    status: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return keys ascending, and the place and scale of each; initialize `status`.
 
@@ -148,8 +149,8 @@ def sort_small(
     ranked = min(_RANKED, BLOCK)
     halvings = max(5, (features - 1).bit_length())
     launch(
-        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, places, scales, told, features,
-        ids.numel(), total, sentinel, told.numel(),
+        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, places, scales, status, features,
+        ids.numel(), total, sentinel, status.numel(),
         JAGGED=jagged, WEIGHTED=weighted, MEANS=means, WIDE=sentinel.bit_length() + bits > 31, FEATURES=1 << halvings,
         HALVINGS=halvings, BLOCK=BLOCK, BITS=bits, num_warps=WARPS,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from torch import Tensor
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
-from tilerec.ops.update.triton.report import TOLD, begun
+from tilerec.ops.update.triton.report import STATUS_SIZE, begun
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS, sum_chunks
 from tilerec.ops.update.triton.small_sort import is_small, sort_small
 
@@ -81,10 +81,10 @@ class Sorted:
     supers: Tensor
     levels: int  # of chunks that are summed
     pitch: int  # columns of a partial
-    told: Tensor  # status of the update, initialized (`report.py`)
+    status: Tensor  # status of the update, initialized (`report.py`)
 
 
-def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -> Order:
+def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor) -> Order:
     """Compute keys, sort them, and initialize `status`.
 
     sentinel: the sum of the tables' rows; reach: number of elements of the gradient, or a lower bound; status: see
@@ -100,7 +100,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -
     arguments = (
         record.ids, nothing if record.offsets is None else record.offsets,
         nothing if record.sample_weights is None else record.sample_weights, record.features, keys, places,
-        nothing if scales is None else scales, told, record.count,
+        nothing if scales is None else scales, status, record.count,
     )  # fmt: skip
     given = record.offsets is not None, record.sample_weights is not None, record.means
     if is_small(total, record.count, bits):
@@ -109,7 +109,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -
     programs = programs_of(total, record.count)
     launch(
         occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
-        told.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
+        status.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
         FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
     )  # fmt: skip
     ordered, occurrences = sort_keys(keys, bits)
@@ -132,10 +132,10 @@ def sort_occurrences(
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
     super_chunks = chunks // CHUNKS if chunks >= 2 * CHUNKS else 0
     if order is None:
-        told = torch.empty(TOLD + super_chunks, dtype=torch.int64, device=device)
-        order = order_occurrences(record, sentinel, record.grad.numel(), told)
+        status = torch.empty(STATUS_SIZE + super_chunks, dtype=torch.int64, device=device)
+        order = order_occurrences(record, sentinel, record.grad.numel(), status)
     else:
-        told = begun(super_chunks, device)
+        status = begun(super_chunks, device)
     ordered, places, scales = order.keys, order.places, order.scales
     nothing, scaled = ordered, scales is not None
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
@@ -147,12 +147,12 @@ def sort_occurrences(
         levels = 2 if super_chunks else 1
         launch(
             sum_chunks, (chunks,), ordered, places, nothing if scales is None else scales, record.grad,
-            partials, supers, told, tables, total, sentinel, table_count,
+            partials, supers, status, tables, total, sentinel, table_count,
             CHUNKS if super_chunks else 0, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, CHUNKS=CHUNKS,
             COLUMNS=pitch, VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps_of(pitch),
             enable_fp_fusion=False, **(REGISTERS if pitch <= 256 else {}),
         )  # fmt: skip
-    return Sorted(ordered, places, scales, partials, supers, levels, pitch, told)
+    return Sorted(ordered, places, scales, partials, supers, levels, pitch, status)
 
 
 def programs_of(total: int, features: int) -> int:
