@@ -43,7 +43,7 @@ class TritonStatus:
 
 @functools.lru_cache(maxsize=1)
 def status() -> TritonStatus:
-    """Return whether the kernels can be used in this process; the first call imports Triton."""
+    """Return the status of the kernels in this process; the first call imports Triton."""
     found = _find()
     LOG.info("%s", found)
     return found

@@ -29,7 +29,8 @@ def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record
         return None
     if len(ordered) != ORDER_TENSORS:
         raise InputError(
-            f"update_rows_: ordered has {len(ordered)} tensors, wanted {ORDER_TENSORS}; pass what order_rows gave."
+            f"update_rows_: ordered has {len(ordered)} tensors, expected {ORDER_TENSORS}; "
+            "pass the result of order_rows."
         )
     keys, places, scales, first_keys = ordered
     scaled = record.means or record.sample_weights is not None

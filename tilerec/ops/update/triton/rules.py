@@ -75,25 +75,28 @@ def no_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
 
 @triton.jit
 def adagrad_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: lr_decay."""
+    """Return e0, e1, h7 of Adagrad: the decayed learning rate, 0, 0. c0: lr_decay."""
     return lr / (1.0 + (t - 1).to(tl.float64) * c0), lr * 0.0, lr * 0.0
 
 
 @triton.jit
 def decayed_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: weight decay."""
+    """Return e0, e1, h7 of rules with weight decay: 0, 0, 1 - lr * weight decay. c0: weight decay."""
     return lr * 0.0, lr * 0.0, 1.0 - lr * c0
 
 
 @triton.jit
 def scaled_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: trust."""
+    """Return e0, e1, h7 of LARS: 0, 0, lr * trust. c0: trust."""
     return lr * 0.0, lr * 0.0, lr * c0
 
 
 @triton.jit
 def corrected_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c: weight decay, beta1, beta2."""
+    """Return e0, e1, h7 of rules with bias correction. c0, c1, c2: weight decay, beta1, beta2.
+
+    With ROW_STEP e0 and e1 are the rounding errors of beta1 and beta2 in fp32.
+    """
     if ROW_STEP:
         return (
             c1 - c1.to(tl.float32).to(tl.float64),
@@ -106,7 +109,7 @@ def corrected_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
 
 @triton.jit
 def adam_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c: weight decay, beta1, beta2."""
+    """Return e0, e1, h7 of Adam. c0, c1, c2: weight decay, beta1, beta2."""
     e0, e1, h7 = corrected_paces(t, lr, c0, c1, c2, ROW_STEP)
     if ROW_STEP:
         return e0, e1, h7
@@ -136,7 +139,7 @@ def sgd_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
+    """Apply SGD. h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
     if WD:
         g = g + h1 * w
     if MODE == 0:
@@ -154,7 +157,7 @@ def adagrad_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: -, weight decay, eps; e0: the decayed lr."""
+    """Apply Adagrad. h: -, weight decay, eps; e0: the decayed lr."""
     if WD:
         g = g + h1 * w
     s = s0 + g * g
@@ -192,7 +195,7 @@ def row_wise_adagrad_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
+    """Apply row-wise Adagrad. h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
     moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     return moved, s, s1, s2
 
@@ -202,7 +205,7 @@ def row_wise_adagrad_bounded_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """As above, with h3: the largest norm of a row."""
+    """Apply row-wise Adagrad, then scale rows longer than h3 to that norm. Other numbers as above."""
     moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     norm = tl.sqrt_rn(z1)
     long = norm > h3
@@ -215,10 +218,10 @@ def adam_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay.
+    """Apply Adam.
 
-    e: lr / (1 - beta1^t), sqrt(1 - beta2^t); with ROW_STEP the rounding errors of beta1 and beta2 in fp32. MODE 1:
-    AdamW's decay.
+    h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay. e: lr / (1 - beta1^t), sqrt(1 -
+    beta2^t); with ROW_STEP the rounding errors of beta1 and beta2 in fp32. MODE 1: AdamW's decay.
     """
     if WD:
         if MODE == 0:
@@ -273,7 +276,7 @@ def partial_row_wise_adam_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
+    """Apply partially row-wise Adam. h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
     u, m, v, count = _update_of_moments(
         g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, True, WD, ROW_STEP
     )
@@ -285,7 +288,7 @@ def lamb_terms(
     PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """MODE 0: w^2 and u^2. MODE 1 (one second moment per row): g^2 in phase 0, then w^2 and u^2."""
+    """Return the terms of LAMB. MODE 0: w^2 and u^2. MODE 1 (one second moment per row): g^2, then w^2 and u^2."""
     if MODE == 1 and PHASE == 0:
         return g * g, 0.0
     else:
@@ -325,7 +328,7 @@ def lars_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, momentum; h7: lr * trust."""
+    """Apply LARS. h: lr, weight decay, momentum; h7: lr * trust."""
     w_norm = tl.sqrt_rn(z0)
     g_norm = tl.sqrt_rn(z1)
     both = (w_norm > 0) & (g_norm > 0)

@@ -43,8 +43,8 @@ class Group:
     count: int
     first_key: int
     end_key: int
-    weight: int  # number in the call of the table from which distances count, as in
-    slots: tuple[int, ...]
+    weight: int  # number in the call of the table from whose rows distances count
+    slots: tuple[int, ...]  # the same for each slot
     dtype: torch.dtype
     columns: int
     vec: int
