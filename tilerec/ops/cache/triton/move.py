@@ -71,33 +71,33 @@ def carry_kernel(
         if COMES:
             row = tl.load(plan + P_ROW * width + item, mask=here, other=-1)
             from_ = tl.load(plan + P_FROM * width + item, mask=here, other=-1)
-            goes = here & (table >= 0) & (line >= 0) & (row >= 0)
+            copied = here & (table >= 0) & (line >= 0) & (row >= 0)
         else:
             row = tl.load(plan + P_LEAVES * width + item, mask=here, other=-1)
             from_ = row * 0 - 1
             dirty = tl.load(plan + P_DIRTY * width + item, mask=here, other=0)
-            goes = here & (table >= 0) & (line >= 0) & (row >= 0) & ((dirty & 1) != 0)
-        mover = tl.load(firsts + table, mask=goes, other=0)
-        end = tl.load(firsts + table + 1, mask=goes, other=0)
+            copied = here & (table >= 0) & (line >= 0) & (row >= 0) & ((dirty & 1) != 0)
+        mover = tl.load(firsts + table, mask=copied, other=0)
+        end = tl.load(firsts + table + 1, mask=copied, other=0)
         for _ in range(most):
-            moves = goes & (mover < end)
-            lines = tl.load(movers + M_LINES * mover_count + mover, mask=moves, other=0)
-            host = tl.load(movers + M_HOST * mover_count + mover, mask=moves, other=0)
-            count = tl.load(movers + M_WIDTH * mover_count + mover, mask=moves, other=0)
-            home = host + row * count
-            here_ = lines + line * count
-            source = home
-            target = here_
+            active = copied & (mover < end)
+            lines = tl.load(movers + M_LINES * mover_count + mover, mask=active, other=0)
+            host = tl.load(movers + M_HOST * mover_count + mover, mask=active, other=0)
+            count = tl.load(movers + M_WIDTH * mover_count + mover, mask=active, other=0)
+            host_start = host + row * count
+            line_start = lines + line * count
+            source = host_start
+            target = line_start
             if COMES:
-                source = tl.where(from_ >= 0, lines + from_ * count, home)
+                source = tl.where(from_ >= 0, lines + from_ * count, host_start)
             else:
-                source = here_
-                target = home
+                source = line_start
+                target = host_start
             widest = tl.max(count, 0)
             column = widest * 0
             while column < widest:
                 columns = column + tl.arange(0, COLUMNS)[None, :]
-                inside = moves[:, None] & (columns < count[:, None])
+                inside = active[:, None] & (columns < count[:, None])
                 values = tl.load(units + (source[:, None] + columns), mask=inside, other=0)
                 tl.store(units + (target[:, None] + columns), values, mask=inside)
                 column += COLUMNS

@@ -102,35 +102,39 @@ def give_kernel(
         exists = here & (tl.load(own + T_FIRST_SPARE * table_count) > 0)
         line = set_[:, None] * WAYS + way[None, :]
         inside = exists[:, None] & (line >= 0)
-        there = tl.load(
+        resident = tl.load(
             longs + (tl.load(own + T_ROW_IN * table_count)[:, None] + line), mask=inside, other=-1
         )
         age = tl.load(longs + (tl.load(own + T_NAMED * table_count)[:, None] + line), mask=inside, other=0)
         bits = tl.load(ints + (tl.load(own + T_FLIGHTS * table_count)[:, None] + line), mask=inside, other=0)
         alive = tl.load(clock + C_ALIVE * table_count + table).to(tl.int32)
-        empty = there < 0
+        empty = resident < 0
         held = inside & (empty == 0) & ((bits & alive[:, None]) != 0)
         lfu = exists & (tl.load(own + T_LFU * table_count) != 0)
         counts = ints + tl.load(own + T_COUNTS * table_count)
-        liked = tl.load(counts[:, None] + there, mask=lfu[:, None] & (empty == 0), other=0).to(tl.int64)
-        liked = tl.where(empty, -1, tl.where(held, _HELD, liked))
+        frequency = tl.load(counts[:, None] + resident, mask=lfu[:, None] & (empty == 0), other=0).to(
+            tl.int64
+        )
+        frequency = tl.where(empty, -1, tl.where(held, _HELD, frequency))
         age = tl.where(empty, -1, tl.where(held, _HELD, age))
-        goes_before = (liked[:, None, :] < liked[:, :, None]) | (
-            (liked[:, None, :] == liked[:, :, None])
+        goes_before = (frequency[:, None, :] < frequency[:, :, None]) | (
+            (frequency[:, None, :] == frequency[:, :, None])
             & (
                 (age[:, None, :] < age[:, :, None])
                 | ((age[:, None, :] == age[:, :, None]) & (way[None, None, :] < way[None, :, None]))
             )
         )
         turn = tl.sum(goes_before.to(tl.int32), 2)
-        its = inside & (turn == rank[:, None]) & (held == 0)
-        gets = tl.sum(its.to(tl.int32), 1) > 0
-        their = tl.sum(tl.where(its, liked, 0), 1)
-        mine = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
-        gets = gets & ((lfu == 0) | (mine >= their))
-        tl.store(given + item, tl.where(gets, tl.sum(tl.where(its, line, 0), 1), -1).to(tl.int32), mask=here)
+        chosen = inside & (turn == rank[:, None]) & (held == 0)
+        assigned = tl.sum(chosen.to(tl.int32), 1) > 0
+        evicted_frequency = tl.sum(tl.where(chosen, frequency, 0), 1)
+        row_frequency = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
+        assigned = assigned & ((lfu == 0) | (row_frequency >= evicted_frequency))
+        tl.store(
+            given + item, tl.where(assigned, tl.sum(tl.where(chosen, line, 0), 1), -1).to(tl.int32), mask=here
+        )
         had = tl.load(ints + tl.load(own + T_LINE_OF * table_count) + row, mask=here, other=0)
-        needs = here & (gets == 0) & (had < 0)
+        needs = here & (assigned == 0) & (had < 0)
         tl.store(flags + item, needs.to(tl.int32), mask=here)
         tl.atomic_add(header + table * 8 + H_SPARE, needs.to(tl.int64), mask=needs, sem="relaxed")
         first += programs * ENTRIES
@@ -140,10 +144,10 @@ def give_kernel(
         here = item < spares
         table, line = spare_line(tables, item, table_count)
         own = tables + table
-        there = tl.load(longs + tl.load(own + T_ROW_IN * table_count) + line, mask=here, other=-1)
+        resident = tl.load(longs + tl.load(own + T_ROW_IN * table_count) + line, mask=here, other=-1)
         bits = tl.load(ints + tl.load(own + T_FLIGHTS * table_count) + line, mask=here, other=0)
         alive = tl.load(clock + C_ALIVE * table_count + table).to(tl.int32)
-        free = here & ((there < 0) | ((bits & alive) == 0))
+        free = here & ((resident < 0) | ((bits & alive) == 0))
         tl.store(flags + total + item, free.to(tl.int32), mask=here)
         tl.atomic_add(header + table * 8 + H_FREE, free.to(tl.int64), mask=free, sem="relaxed")
         first += programs * TILE

@@ -92,14 +92,14 @@ def ask_kernel(
     before = tl.atomic_or(flights + line, bit + tl.zeros_like(line), mask=has, sem="relaxed")
     hit = has & ((before & bit) == 0)
     tl.store(longs + tl.load(own + T_NAMED * table_count) + line, serial + tl.zeros_like(at), mask=hit)
-    speaks = claimed | hit
+    represents = claimed | hit
     wanting = claimed | (hit & (line >= tl.load(own + T_FIRST_SPARE * table_count)))
     count = tl.zeros_like(line)
     lfu = tl.load(own + T_LFU * table_count) != 0
     if lfu:
         counts = ints + tl.load(own + T_COUNTS * table_count) + row
-        count = tl.load(counts, mask=speaks, other=0)
-        tl.store(counts, tl.minimum(count.to(tl.int64) + 1, _MOST).to(tl.int32), mask=speaks)
+        count = tl.load(counts, mask=represents, other=0)
+        tl.store(counts, tl.minimum(count.to(tl.int64) + 1, _MOST).to(tl.int32), mask=represents)
     sets = tl.load(own + T_SETS * table_count)
     each = tl.load(own + T_EACH * table_count)
     key = tl.load(own + T_FIRST_KEY * table_count) + row // sets
@@ -110,12 +110,12 @@ def ask_kernel(
     start = tl.load(s + S_START * segment_count)
     tl.store(unsorted + start + at, key.to(unsorted.dtype.element_ty), mask=here)
     totals = header + table * 8
-    spoke = tl.sum(speaks.to(tl.int64), 0)
-    missed = tl.sum(claimed.to(tl.int64), 0)
-    wants = tl.sum(wanting.to(tl.int64), 0)
-    tl.atomic_add(totals + H_ROWS, spoke, mask=spoke > 0, sem="relaxed")
-    tl.atomic_add(totals + H_MISSES, missed, mask=missed > 0, sem="relaxed")
-    tl.atomic_add(totals + H_WANTING, wants, mask=wants > 0, sem="relaxed")
+    row_count = tl.sum(represents.to(tl.int64), 0)
+    miss_count = tl.sum(claimed.to(tl.int64), 0)
+    wanting_count = tl.sum(wanting.to(tl.int64), 0)
+    tl.atomic_add(totals + H_ROWS, row_count, mask=row_count > 0, sem="relaxed")
+    tl.atomic_add(totals + H_MISSES, miss_count, mask=miss_count > 0, sem="relaxed")
+    tl.atomic_add(totals + H_WANTING, wanting_count, mask=wanting_count > 0, sem="relaxed")
 
 
 def cache_ask_(

@@ -71,28 +71,28 @@ def move_rows(
     if own_slots >= 0:
         slot = tl.load(slots + own_slots + row, mask=here, other=0).to(tl.int64)
     element = place + slot * stride
-    good = here & (slot >= 0) & (element >= 0) & (element + width <= elements)
-    if tl.sum((here & ~good).to(tl.int32), 0) > 0:
+    fits = here & (slot >= 0) & (element >= 0) & (element + width <= elements)
+    if tl.sum((here & ~fits).to(tl.int32), 0) > 0:
         lowest = tl.min(tl.where(here, slot, 0), 0)
         tell(report, tl.load(s + _NUMBER * segments), lowest, 0)
-    mine = rows + (start + row * width)[:, None]
-    theirs = flat + element[:, None]
+    row_pointers = rows + (start + row * width)[:, None]
+    place_pointers = flat + element[:, None]
     for column in range(0, width, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)[None, :]
-        inside = good[:, None] & (columns < width)
+        inside = fits[:, None] & (columns < width)
         if PICK:
             # Rows outside `flat` are zeros; the report has been taken above.
-            taken = tl.load(theirs + columns, mask=inside, other=0)
-            tl.store(mine + columns, taken, mask=here[:, None] & (columns < width))
+            taken = tl.load(place_pointers + columns, mask=inside, other=0)
+            tl.store(row_pointers + columns, taken, mask=here[:, None] & (columns < width))
         else:
-            moved = tl.load(mine + columns, mask=inside, other=0)
+            moved = tl.load(row_pointers + columns, mask=inside, other=0)
             if ADDS and tl.load(s + _ADDS * segments) != 0:
-                old = tl.load(theirs + columns, mask=inside, other=0)
+                old = tl.load(place_pointers + columns, mask=inside, other=0)
                 if HALF:
                     moved = (old.to(tl.float32) + moved.to(tl.float32)).to(flat.dtype.element_ty)
                 else:
                     moved += old
-            tl.store(theirs + columns, moved, mask=inside)
+            tl.store(place_pointers + columns, moved, mask=inside)
 
 
 @dataclass(frozen=True)

@@ -160,16 +160,16 @@ def walk_kernel(
                     last_E + row, step + lane * 0, mask=had & (event == 0) & (lane >= done) & (lane < next_)
                 )
                 tl.debug_barrier()
-                turned, given, taken, probes = _event(
+                event_id, evicted_row, event_row, probes = _event(
                     tl.load(order_N + at + next_), ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E,
                     last_E, hits_E, expires_E, counters_BC + bucket * counters_each, base, first_row, counters_each,
                     slots, window, step, now, ttl, threshold, every, rows_N, probes_N, outcomes_N, evicted_ids_N,
                     POLICY, EXPONENT, EVICT, EXPIRING, ADMITS, COUNTS, INSERTS, TTLS, STEPS, WIDTH,
                 )  # fmt: skip
-                event = event | (had & (row == given))  # a later entry of the evicted id
+                event = event | (had & (row == evicted_row))  # a later entry of the evicted id
                 # Further entries of the same id, common for hot ids: all are hits, as no event can evict a touched row.
-                again = event & (lane > next_) & (id_ == turned) & (lane * 0 + taken >= 0)
-                tl.store(rows_N + n, lane * 0 + (first_row + taken), mask=again)
+                again = event & (lane > next_) & (id_ == event_id) & (lane * 0 + event_row >= 0)
+                tl.store(rows_N + n, lane * 0 + (first_row + event_row), mask=again)
                 tl.store(outcomes_N + n, (lane * 0 + HIT).to(tl.uint8), mask=again)
                 tl.store(probes_N + n, lane * 0 + probes.to(tl.int32), mask=again)
                 event = event & (again == 0)

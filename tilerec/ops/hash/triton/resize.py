@@ -181,7 +181,7 @@ def place_kernel(
         base = bucket * slots
         begin = tl.load(begin_B + bucket)
         end = tl.load(end_B + bucket)
-        homeless = begin * 0
+        unplaced = begin * 0
         at = begin
         while at < end:
             r = tl.load(order_E + at)
@@ -196,9 +196,9 @@ def place_kernel(
                 done += WIDTH
             tl.debug_barrier()
             tl.store(owner_E + base + wrapped(start + place, slots), r, mask=place < FAR)
-            homeless += (place == FAR).to(tl.int64)
+            unplaced += (place == FAR).to(tl.int64)
             at += 1
-        if (homeless > 0) & (end - begin <= slots):
+        if (unplaced > 0) & (end - begin <= slots):
             tl.debug_barrier()
             _place_in_turn(order_E, start_E, owner_E, tally_E, begin, end, base, slots, window, WIDTH, CHUNK)
         bucket += tl.num_programs(0)
