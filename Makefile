@@ -12,6 +12,7 @@
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
+#   make check-torch  the tests that lean on torch most, under the oldest and the newest supported release
 #   make native     build the native library into the working tree (the targets above do, when a source changed)
 #   make clean      remove what the targets above made
 #
@@ -20,6 +21,7 @@
 # Variables
 #   PYTHON       the Python that .venv is made with                         PYTHON=python3.12
 #   TORCH_INDEX  a further index to find torch in, for CPU builds            TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TORCHES      releases that `make check-torch` tests                       TORCHES="2.11.0 2.13.0"
 #   WORKERS      processes that the tests are spread over (0: all in one)   WORKERS=0
 #   ARGS         passed on to the program a target runs                     make train ARGS="--set train.max_steps=50"
 
@@ -171,6 +173,18 @@ wheel: $(VENV)/.installed
 check-wheel: wheel
 	$(call say,the wheel in fresh environments)
 	$(BIN)/python scripts/check_wheel.py dist/*.whl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ARGS)
+
+# What uses private names of torch, and what they serve: tiles as DTensors, DDP, checkpoints, sharded steps.
+TORCHES ?= 2.11.0 2.12.1 2.13.0
+CROSS_SECTION := tests/test_torch_private.py tests/sharding/test_tiled_tensor.py tests/sharding/test_embedding.py \
+	tests/parallel/test_model_parallel.py tests/parallel/test_checkpoint.py tests/parallel/test_replicate.py \
+	tests/optim tests/golden tests/ops/test_gradient.py tests/ops/test_opcheck.py
+
+.PHONY: check-torch
+check-torch: wheel
+	$(call say,the tests that lean on torch$(comma) under torch $(TORCHES))
+	$(BIN)/python scripts/check_wheel.py dist/*.whl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) \
+		$(foreach version,$(TORCHES),--env $(PYTHON)=$(version)) --tests $(CROSS_SECTION)
 
 .PHONY: clean
 clean:

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -61,7 +60,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.optimizer import RowWiseAdagrad  # noqa: E402
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig  # noqa: E402
 
-BACKEND = "tilerec.ops.triton"
+OPS = "tilerec.ops"
 SHARES = ("launch", "reports", "layout", "checks", "op", "backward", "rest", "torch")
 
 
@@ -152,23 +151,42 @@ class Stream:
 
 
 WATCHED = {
-    "launch": ("launch:launch",),
-    "reports": ("reports:new_report", "reports:post", "reports:raise_due"),
+    "launch": ("runtime.triton.launch:launch",),
+    "reports": (
+        "runtime.triton.reports:new_report",
+        "runtime.triton.reports:post",
+        "runtime.triton.reports:raise_due",
+    ),
     "layout": (
-        "lookup_layout:layout_of", "lookup:_sequence_layout", "lookup:_batch_of", "update_tables:tables_of",
-        "update_record:read_record", "exchange_rows:_plan",
-        "exchange_rows:_kept_plan", "exchange_route:_layout",
+        "lookup.triton.layout:layout_of",
+        "lookup.triton.backend:_sequence_layout",
+        "lookup.triton.backend:_batch_of",
+        "update.triton.tables:tables_of",
+        "update.triton.record:read_record",
+        "exchange.triton.rows:_plan",
+        "exchange.triton.rows:_kept_plan",
+        "exchange.triton.route:_layout",
     ),
     "checks": (
-        "lookup:check_batch", "lookup:_shape_of",
-        "lookup_layout:check_tables", "lookup:_check_same_device", "lookup:check_starts", "update:check_tables",
-        "update_record:same_device", "update_tables:served", "lookup:_serves",
+        "lookup.triton.backend:check_batch",
+        "lookup.triton.backend:_shape_of",
+        "lookup.triton.layout:check_tables",
+        "lookup.triton.backend:_check_same_device",
+        "lookup.triton.backend:check_starts",
+        "update.triton.backend:check_tables",
+        "update.triton.record:same_device",
+        "update.triton.tables:served",
+        "lookup.triton.backend:_serves",
     ),
     "op": (
-        "lookup:pooled_lookup", "lookup:sequence_lookup", "lookup:sample_weight_grad", "update:update_rows_",
-        "exchange_rows:place_rows_", "exchange_rows:pick_rows",
+        "lookup.triton.backend:pooled_lookup",
+        "lookup.triton.backend:sequence_lookup",
+        "lookup.triton.backend:sample_weight_grad",
+        "update.triton.backend:update_rows_",
+        "exchange.triton.rows:place_rows_",
+        "exchange.triton.rows:pick_rows",
     ),
-}  # fmt: skip
+}
 TORCH = ("empty", "zeros", "sort", "empty_like", "zeros_like", "searchsorted", "cat")
 
 
@@ -194,15 +212,14 @@ def install(clock: Clock) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
 
     backends = [
-        importlib.import_module(f"{BACKEND}.{name}") for name in ("lookup", "update", "exchange", "jagged")
+        importlib.import_module(f"{OPS}.{name}.triton.backend")
+        for name in ("lookup", "update", "exchange", "jagged")
     ]
     watched: list[Any] = []
     for share, places in WATCHED.items():
         for place in places:
             name, _, function = place.partition(":")
-            if importlib.util.find_spec(f"{BACKEND}.{name}") is None:
-                continue
-            found = vars(importlib.import_module(f"{BACKEND}.{name}")).get(function)
+            found = vars(importlib.import_module(f"{OPS}.{name}")).get(function)
             if found is not None and found not in watched:
                 watched.append(clock.watch(share, found))
                 replace_everywhere(found, watched[-1])

@@ -44,6 +44,43 @@ def test_an_init_file_is_a_list_of_names() -> None:
     assert not broken, f"more than imports and __all__ in {broken}; move it to a file with a noun for a name"
 
 
+def _private_names_of_torch(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield names with a leading underscore that are reached from torch or triton, or from a torch object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
+            private = any(part.startswith("_") for part in (node.module or "").split("."))
+            if private or any(alias.name.startswith("_") for alias in node.names):
+                yield node
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            from_torch = isinstance(root, ast.Name) and root.id in ("torch", "triton", "_aten", "aten")
+            if from_torch or node.attr in PRIVATE_OF_OBJECTS:
+                yield node
+
+
+PRIVATE_OF_OBJECTS = {
+    # torch's own names on modules, optimizers, wrappers, tensors and process groups.
+    "_modules", "_buffers", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_active_ddp_module",
+    "_module_parameters", "_set_params_and_buffers_to_ignore_for_model", "_get_backend", "_local_tensor", "_is_view",
+    "_version_counter", "_scale", "_grad_fn", "_optimizer_state_dict_pre_hooks", "_is_full_backward_hook",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_forward_hooks", "_backward_hooks",
+    "_optimizer_load_state_dict_post_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_dtensor__new__", "_schema",
+    "_execution_engine",
+}  # fmt: skip
+
+
+def test_one_file_alone_uses_private_names_of_torch() -> None:
+    broken = [
+        _where(path, node)
+        for path in ROOMS
+        if path.name != "torch_private.py"
+        for node in _private_names_of_torch(ast.parse(path.read_text()))
+    ]
+    assert not broken, f"private names of torch in {broken}; give them a function in tilerec/torch_private.py"
+
+
 def test_inside_the_library_the_defining_file_is_imported() -> None:
     """`from tilerec.sparse import KeyedJaggedTensor` in the library ties a room to the whole floor."""
     broken = []

@@ -32,6 +32,7 @@ from tilerec.comms.deadlock import Call, Watch
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.torch_private import timeout_of
 
 # How long a wait goes on before it looks whether a peer has given up.
 _GLANCE = timedelta(seconds=0.25)
@@ -344,8 +345,7 @@ class ProcessGroupComms(Group):
 
     def _timeout(self) -> timedelta | None:
         """The process group's own time-out, for the channels opened from it."""
-        backend = self._process_group._get_backend(self.device)
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        return timeout_of(self._process_group, self.device)
 
 
 @final

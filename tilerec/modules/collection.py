@@ -35,6 +35,7 @@ from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat import flat_memory, lay_flat
 from tilerec.storage.made_ahead import MadeAhead, Sources
 from tilerec.storage.table_rows import stats_of
+from tilerec.torch_private import functorch_is_active, is_functorch_wrapped, submodules
 
 OnBadId = Literal["error", "clamp"]
 
@@ -171,7 +172,8 @@ class TableCollection(nn.Module):
 
     @property
     def _tables(self) -> dict[str, Table]:
-        return cast("dict[str, Table]", self._modules[self._holder]._modules)  # type: ignore[union-attr]
+        holder = cast(nn.Module, submodules(self)[self._holder])
+        return cast("dict[str, Table]", submodules(holder))
 
     @property
     def device(self) -> torch.device:
@@ -385,7 +387,7 @@ class TableCollection(nn.Module):
                 f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor; make one with "
                 "KeyedJaggedTensor.from_lengths_sync(keys, values, lengths), or from_jt_dict(dict of JaggedTensors)."
             )
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling() and functorch_is_active():
             self._refuse_transforms(features)
         ids = features.values()
         if ids.dtype not in (torch.int32, torch.int64):
@@ -421,9 +423,7 @@ class TableCollection(nn.Module):
             features.weights_or_none(),
         ]
         for tensor in tensors:
-            if tensor is not None and (
-                tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            ):
+            if tensor is not None and (tensor.requires_grad or is_functorch_wrapped(tensor)):
                 raise RuntimeError(
                     f"{type(self).__name__}: called inside a torch.func transform (grad, vjp, jvp, vmap, ...), which "
                     "lookups have no rule for; use torch.autograd.grad over torch.func.functional_call, or freeze the "

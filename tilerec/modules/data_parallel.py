@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.storage.table_rows import TableRows
+from tilerec.torch_private import active_ddp, ddp_parameters
 
 _REDUCED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
 """The parameters (by id) that each wrapper of several ranks reduces; it keeps them alive."""
@@ -26,13 +27,13 @@ def refuse_data_parallel(rows: Sequence[TableRows], attached: Sequence[bool]) ->
         rows: of a collection's tables.
         attached: per table, whether this forward's gradients bypass `.grad`.
     """
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = active_ddp()
     if wrapper is None:
         return
     reduced = _REDUCED.get(wrapper)
     if reduced is None:
         several = wrapper.process_group.size() > 1
-        reduced = frozenset(map(id, wrapper._module_parameters) if several else ())
+        reduced = frozenset(map(id, ddp_parameters(wrapper)) if several else ())
         _REDUCED[wrapper] = reduced
     for own, is_attached in zip(rows, attached, strict=True):
         if is_attached and id(own.leaf) in reduced:

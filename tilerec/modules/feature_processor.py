@@ -24,6 +24,7 @@ from tilerec.ops.jagged.definition import repeat_segments
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.torch_private import assert_async
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
 
@@ -36,7 +37,7 @@ def _precise_errors(lengths: Tensor) -> bool:
 def _assert_on_device(fits: Tensor, message: str) -> None:
     """Raises where `fits` lives, without the host waiting for it; a meta tensor has nothing to check."""
     if fits.device.type != "meta":
-        torch._assert_async(fits, message)
+        assert_async(fits, message)
 
 
 def _count_from(first_B: Tensor, offsets_B1: Tensor, total: int) -> Tensor:

@@ -55,6 +55,7 @@ from tilerec.ops.hash.definition import (
 from tilerec.ops.hash.state import Assigned, AssignedEach
 from tilerec.ops.runtime.upload import capturing, constants, upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
+from tilerec.torch_private import buffers
 
 ANY_ID = 2**63 - 1
 
@@ -180,7 +181,7 @@ class ManagedCollisionModule(nn.Module):
 
     @property
     def _state(self) -> HashState:
-        own = self._buffers
+        own = buffers(self)
         return HashState(*(own[name] for name in HASH_NAMES))  # type: ignore[arg-type]
 
     @property
@@ -622,7 +623,7 @@ class ManagedCollisionModule(nn.Module):
     def parts(self) -> dict[str, tuple[Tensor, int]]:
         """Everything that is kept bucket by bucket, by name, with entries of the first dimension per bucket."""
         held = self._buckets.held
-        own = {name: cast(Tensor, self._buffers[name]) for name in (*HASH_NAMES, "counts")}
+        own = {name: cast(Tensor, buffers(self)[name]) for name in (*HASH_NAMES, "counts")}
         return {name: (tensor, tensor.shape[0] // held) for name, tensor in own.items()}
 
     def become(self, buckets: Buckets, parts: Mapping[str, Tensor], view: StateView | None = None) -> None:

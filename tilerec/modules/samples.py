@@ -19,6 +19,7 @@ from tilerec.errors import InputError
 from tilerec.ops.runtime.readback import use_arrived, when_arrived
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.torch_private import dispatch_mode_count
 
 
 def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) -> None:
@@ -41,7 +42,7 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
             f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}; "
             "give indices for every feature that the tables read."
         )
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    traced = torch.compiler.is_compiling() or dispatch_mode_count()
     if traced or index_FB.is_meta or not index_FB.numel():
         return
     bags = _bags(features, keys)

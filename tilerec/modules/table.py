@@ -13,6 +13,7 @@ from tilerec.modules.initial import fill_initial
 from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.table_rows import Place, TableRows, rows_of
+from tilerec.torch_private import submodules
 
 
 class Table(nn.Module):
@@ -184,28 +185,28 @@ class Tables(nn.Module):
             self[name] = table
 
     def __getitem__(self, name: str) -> Table:
-        return cast(Table, self._modules[name])
+        return cast(Table, submodules(self)[name])
 
     def __setitem__(self, name: str, table: Table) -> None:
-        self._modules[name] = table
+        submodules(self)[name] = table
 
     def __contains__(self, name: object) -> bool:
-        return name in self._modules
+        return name in submodules(self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter(submodules(self))
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(submodules(self))
 
     def keys(self) -> KeysView[str]:
         """The tables' names."""
-        return self._modules.keys()
+        return submodules(self).keys()
 
     def values(self) -> ValuesView[Table]:
         """The tables."""
-        return cast("ValuesView[Table]", self._modules.values())
+        return cast("ValuesView[Table]", submodules(self).values())
 
     def items(self) -> ItemsView[str, Table]:
         """Names and tables."""
-        return cast("ItemsView[str, Table]", self._modules.items())
+        return cast("ItemsView[str, Table]", submodules(self).items())

@@ -16,6 +16,7 @@ from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
 from tilerec.storage.hyper_group import HyperGroup
 from tilerec.storage.table_rows import TableRows, rows_of
+from tilerec.torch_private import apply_in_backward
 
 
 def apply_optimizer_in_backward(
@@ -83,9 +84,7 @@ def apply_optimizer_in_backward(
             rows.attach(spec, group)
         watch_optimizers()
     if dense:
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        _apply_optimizer_in_backward(optimizer_class, dense, kwargs, register_hook)
+        apply_in_backward(optimizer_class, dense, kwargs, register_hook)
 
 
 def _refuse_attached(tables: Iterable[TableRows], spec: OptimizerSpec) -> None:

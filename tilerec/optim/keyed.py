@@ -39,6 +39,7 @@ from tilerec.optim.tiled import (
     tables_by_name,
     waits_for_step,
 )
+from tilerec.torch_private import optimizer_hooks
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -128,10 +129,10 @@ class KeyedOptimizer(Optimizer):
         Raises:
             ConfigError: state of a sharded table that its tiles cannot be put together to (see `docs/optimizers.md`).
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        for pre_hook in optimizer_hooks(self, "state_dict_pre").values():
             pre_hook(self)
         out = self._state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in optimizer_hooks(self, "state_dict_post").values():
             changed = post_hook(self, out)
             out = out if changed is None else changed
         return out
@@ -147,7 +148,7 @@ class KeyedOptimizer(Optimizer):
             ConfigError: names, state names, shapes or groups differ. Nothing has been written then.
         """
         given = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for pre_hook in optimizer_hooks(self, "load_state_dict_pre").values():
             changed = pre_hook(self, given)
             given = given if changed is None else changed
         plan: list[Callable[[], None]] = []
@@ -156,7 +157,7 @@ class KeyedOptimizer(Optimizer):
             for write in plan:
                 write()
         self.post_load_state_dict()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in optimizer_hooks(self, "load_state_dict_post").values():
             post_hook(self)
 
     def post_load_state_dict(self) -> None:

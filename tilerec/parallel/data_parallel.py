@@ -15,6 +15,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.parallel.broadcast_init import send_from_rank_0
 from tilerec.parallel.env import ShardingEnv
+from tilerec.torch_private import ignore_in_ddp
 
 
 class Wrappable(Protocol):
@@ -118,7 +119,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             return
         if self._keeps_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))
+        ignore_in_ddp(module, sorted(ignored))
         wrapped = DistributedDataParallel(
             module,
             device_ids=[device] if device.type == "cuda" else None,

@@ -11,6 +11,7 @@ from tilerec.comms.group import Group
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.sharding.buckets_view import BucketsView, full_state_of
 from tilerec.sharding.table import ShardedTable
+from tilerec.torch_private import state_dict_pre_hooks
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     if hasattr(module, "_dmp_wrapped_module"):  # names are the model's, not the wrapper's
         module = module.module  # type: ignore[assignment]
-    for before in module._state_dict_pre_hooks.values():
+    for before in state_dict_pre_hooks(module).values():
         before(module, "", False)
     for group in _groups(module):
         group.begin("full_state_dict")

@@ -13,6 +13,7 @@ from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.planner.helpers import Cut
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling
+from tilerec.torch_private import submodules
 
 
 def with_table_paths(plan: Any, module: nn.Module) -> Any:
@@ -39,7 +40,7 @@ def with_table_paths(plan: Any, module: nn.Module) -> Any:
         and plan
         and all(isinstance(item, ParameterSharding | Tiling | Cut) for item in plan.values())
     ):
-        own = module._modules["_embedding_module"]
+        own = submodules(module)["_embedding_module"]
         names = set(getattr(own, "_tables", ()))
         if set(plan) <= names:
             return {"_embedding_module": plan}

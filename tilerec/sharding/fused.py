@@ -19,6 +19,7 @@ from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
 from tilerec.storage.hyper_group import HyperGroup
+from tilerec.torch_private import optimizer_hooks
 
 
 @final
@@ -87,7 +88,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """`state_dict()` with whole plain tensors, on every rank; all ranks call it."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in optimizer_hooks(self, "state_dict_pre").values():
             before(self)
         whole: dict[str, Any] = {"state": {}}
         for name, leaf in self.params.items():

@@ -19,6 +19,7 @@ from tilerec.ops.gradient.definition import submit
 from tilerec.ops.lookup.saved_rows import let_go
 from tilerec.sharding.combine import Combiner, Looked, Place
 from tilerec.storage.placed import Holder
+from tilerec.torch_private import graph_task_id, will_execute
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
     asked for must not be updated.
     """
     reached = [True] * len(gradients.trained)
-    if torch._C._current_graph_task_id() == -1:
+    if graph_task_id() == -1:
         return reached
     asked = [False] * len(reached)
     nodes = ctx.next_functions[
@@ -207,7 +208,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
         if not gradients.attached[t] or node is None:
             continue
         try:
-            asked[t] |= torch._C._will_engine_execute_node(node)
+            asked[t] |= will_execute(node)
         except (
             RuntimeError
         ) as error:  # how torch says that the pass returns this leaf's gradient to its caller

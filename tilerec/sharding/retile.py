@@ -25,6 +25,7 @@ from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.table_rows import Place
+from tilerec.torch_private import is_ddp_ignored
 
 
 class RowState(ABC):
@@ -90,7 +91,7 @@ def take_tiles(
             replace_memory(leaf, memory[i])
         else:
             leaf = nn.Parameter(memory[i].data, requires_grad=first.requires_grad)
-            if getattr(first, "_ddp_ignored", False):
+            if is_ddp_ignored(first):
                 cast(Any, leaf)._ddp_ignored = True
         leaf.grad = grads[i]
         made.append(_like(old[min(i, len(old) - 1)], leaf, place, peers[i], state[i], fresh=i >= len(old)))

@@ -31,6 +31,7 @@ from tilerec.sharding.update import Peers, TileRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.table_rows import Place, TableRows, rows_of
+from tilerec.torch_private import load_state_dict_pre_hooks
 
 
 class ShardedTable(Table, TiledTable):
@@ -239,7 +240,7 @@ class ShardedTable(Table, TiledTable):
     ) -> None:  # fmt: skip
         """One key of logical shape, in whatever form: whole, a DTensor, tiles of another cut. Values are copied in,
         with `assign=True`, too."""
-        for hook in self._load_state_dict_pre_hooks.values():
+        for hook in load_state_dict_pre_hooks(self).values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         key = f"{prefix}weight"
         if strict:

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from tilerec.comms.group import Group
@@ -32,6 +31,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.sharding.logical import Cover, Logical, Piece
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
+from tilerec.torch_private import LOCAL_SCALAR_DENSE, TO_COPY, local_tensor, new_dtensor
 
 
 class Tiled(Placement):
@@ -64,9 +64,7 @@ class TiledTensor(DTensor):
     def __new__(cls, logical: Logical, mesh: DeviceMesh) -> TiledTensor:
         shape = logical.cover.shape
         local = _local(logical)
-        meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
-        spec = DTensorSpec(mesh, (Tiled(),), tensor_meta=meta)
-        made = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
+        made = new_dtensor(cls, local, mesh, (Tiled(),), torch.Size(shape), _strides(shape))
         made.logical = logical
         return made
 
@@ -97,7 +95,7 @@ class TiledTensor(DTensor):
                 f"{self!r}: this rank holds {len(self.logical.pieces)} rectangles, which are not one tensor; use "
                 ".pieces(), or .full_tensor()."
             )
-        return self._local_tensor
+        return local_tensor(self)
 
     def redistribute(
         self,
@@ -194,7 +192,7 @@ class TiledTensor(DTensor):
         if own is not None and func is torch.ops.aten.copy_.default:
             load(own.logical, args[1])
             return own
-        if own is not None and func is torch.ops.aten._local_scalar_dense.default and own.logical.pieces:
+        if own is not None and func is LOCAL_SCALAR_DENSE and own.logical.pieces:
             return func(own.logical.pieces[0].memory)
         return _refuse(func, own if own is not None else next(a for a in args if isinstance(a, TiledTensor)))
 
@@ -216,7 +214,7 @@ def _refuse(func: Any, tensor: TiledTensor) -> NoReturn:
 
 _aten = torch.ops.aten
 _PIECE_BY_PIECE = (
-    _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.zeros_like.default,
+    _aten.detach.default, _aten.alias.default, _aten.clone.default, TO_COPY, _aten.zeros_like.default,
     _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default,
 )  # fmt: skip
 _IN_PLACE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)

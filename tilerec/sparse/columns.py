@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, final
 
-import torch.utils._pytree as pytree
-
 from tilerec.errors import InputError
 from tilerec.sparse.keys import Keys
+from tilerec.torch_private import pytree
 
 
 @final

@@ -18,13 +18,13 @@ from operator import sub
 from typing import Any, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import jagged_to_padded, padded_to_jagged
 from tilerec.sparse.items import SHOWN, allocate_like, check_items, shown_in_full
 from tilerec.sparse.segments import Segments, checked_segments
+from tilerec.torch_private import pytree
 
 
 @final

@@ -32,7 +32,6 @@ from itertools import accumulate
 from typing import Any, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tilerec.errors import InputError
@@ -53,6 +52,7 @@ from tilerec.sparse.parts import Parts
 from tilerec.sparse.segments import Segments
 from tilerec.sparse.select import permute, permute_waits, split
 from tilerec.sparse.slices import key_lengths, slice_all, slice_one
+from tilerec.torch_private import pytree
 
 
 @final

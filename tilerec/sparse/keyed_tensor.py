@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tilerec.errors import InputError
@@ -19,6 +18,7 @@ from tilerec.sparse.columns import Columns
 from tilerec.sparse.items import check_tensor, shown_in_full
 from tilerec.sparse.keys import shorten
 from tilerec.sparse.regroup import RegroupPlan
+from tilerec.torch_private import pytree
 
 
 @final

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
 import torch
-import torch.utils._pytree as pytree
 
 from tilerec.errors import InputError
+from tilerec.torch_private import pytree
 
 _REMEMBERED = 64
 """How many permutations and splits one `Keys` remembers before it starts afresh."""

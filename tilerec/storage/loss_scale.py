@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from tilerec.errors import ConfigError
 from tilerec.storage.hyper_group import HyperGroup
+from tilerec.torch_private import scale_of
 
 
 def check_scale(table: str, group: HyperGroup) -> None:
@@ -35,7 +36,7 @@ def check_scale(table: str, group: HyperGroup) -> None:
 
 def _other_scale(group: HyperGroup) -> float | None:
     for scaler in _scalers():
-        if scaler.is_enabled() and scaler._scale is not None and scaler.get_scale() != group["grad_scale"]:
+        if scaler.is_enabled() and scale_of(scaler) is not None and scaler.get_scale() != group["grad_scale"]:
             return float(scaler.get_scale())
     return None
 

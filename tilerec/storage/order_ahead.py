@@ -23,6 +23,7 @@ from torch import Tensor
 from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.made_ahead import MadeAhead, Sources
+from tilerec.torch_private import is_view
 
 
 @final
@@ -58,7 +59,7 @@ class OrdersAhead:
 
 def _stepped(weights: Tensor | None) -> bool:
     """Whether an optimizer may write to sample weights: with `fused=True` it does so uncounted."""
-    return weights is not None and weights.requires_grad and (weights.is_leaf or weights._is_view())
+    return weights is not None and weights.requires_grad and (weights.is_leaf or is_view(weights))
 
 
 def _sources(record: GradientRecord, handles: Sequence[int]) -> Sources | None:

@@ -29,6 +29,7 @@ from tilerec.parallel.shard import shard
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.spec.plan import ShardingPlan
+from tilerec.torch_private import ignore_in_ddp
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.evaluate import predict
 from tilerec.train.optimizers import attach, tables_of
@@ -78,7 +79,7 @@ class World:
         tables = table_parameters(model)
         if not any(p.requires_grad for name, p in model.named_parameters() if name not in tables):
             return model
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(tables))
+        ignore_in_ddp(model, sorted(tables))
         return DistributedDataParallel(
             model, process_group=self._group.process_group, gradient_as_bucket_view=True
         )

@@ -383,7 +383,7 @@ _BYTES = ("used", "may_insert", "outcomes", "new_used")
 
 def gate(name: str, place: str, constants: dict[str, Any], warps: int) -> Gate:
     module, _, function = place.partition(":")
-    names = _arguments(f"tilerec.ops.triton.{module}", function)
+    names = _arguments(f"tilerec.ops.hash.triton.{module}", function)
     types = {}
     for argument in names:
         if argument in constants:
@@ -395,7 +395,7 @@ def gate(name: str, place: str, constants: dict[str, Any], warps: int) -> Gate:
         else:
             types[argument] = "*i64" if argument[-2:] in ("_N", "_E", "_B") else "i32"
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    return Gate(name, f"tilerec.ops.triton.{module}:{function}", types, constants, options=options)
+    return Gate(name, f"tilerec.ops.hash.triton.{module}:{function}", types, constants, options=options)
 
 
 def _arguments(module: str, function: str) -> list[str]:
@@ -406,12 +406,12 @@ def walk(name: str, policy: Policy, exponent: int = 0, extras: bool = True) -> G
     constants = {"POLICY": int(policy), "EXPONENT": exponent, "EVICT": True, "EXPIRING": extras, "ADMITS": extras,
                  "COUNTS": extras, "INSERTS": extras, "TTLS": extras, "STEPS": extras, "NOWS": extras, "WIDTH": 128,
                  "CHUNK": 128}  # fmt: skip
-    return gate(name, "hash_assign:walk_kernel", constants, 1)
+    return gate(name, "assign:walk_kernel", constants, 1)
 
 
 def find(name: str, assigns: bool) -> Gate:
     constants = {"ASSIGNS": assigns, "COUNTS": assigns, "INSERTS": assigns, "TTLS": assigns}
-    return gate(name, "hash_find:find_kernel", {**constants, "ENTRIES": 16, "PROBES": 8}, 1)
+    return gate(name, "find:find_kernel", {**constants, "ENTRIES": 16, "PROBES": 8}, 1)
 
 
 def renew(name: str, dtype: str, columns: int) -> Gate:
@@ -442,13 +442,13 @@ GATES = [
     walk("walk, TTL", Policy.TTL),
     gate(
         "hit",
-        "hash_assign:hit_kernel",
+        "assign:hit_kernel",
         {"COUNTS": True, "TTLS": True, "EXPIRING": True, "STEPS": True, "NOWS": True, "BLOCK": 128},
         4,
     ),
-    gate("live", "hash_resize:live_kernel", {"POLICY": 2, "EXPONENT": 256, "BLOCK": 128}, 4),
-    gate("place", "hash_resize:place_kernel", {"WIDTH": 128, "CHUNK": 128}, 1),
-    gate("carry", "hash_resize:carry_kernel", {"EXPIRING": True, "BLOCK": 128}, 4),
+    gate("live", "resize:live_kernel", {"POLICY": 2, "EXPONENT": 256, "BLOCK": 128}, 4),
+    gate("place", "resize:place_kernel", {"WIDTH": 128, "CHUNK": 128}, 1),
+    gate("carry", "resize:carry_kernel", {"EXPIRING": True, "BLOCK": 128}, 4),
     renew("values", "*fp32", 128),
     renew("values", "*bf16", 256),
     renew("number", "*fp32", 1),

@@ -59,8 +59,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
     stand_in = Triton()
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: stand_in.run(self, *args, **kwargs))
     monkeypatch.setattr(launching, "_KNOWN", {})
-    monkeypatch.setattr(launching, "_current_device", lambda: 3)
-    monkeypatch.setattr(launching, "_current_stream", lambda device: 40 + device)
+    monkeypatch.setattr(launching, "current_device", lambda: 3)
+    monkeypatch.setattr(launching, "current_raw_stream", lambda device: 40 + device)
     return stand_in
 
 

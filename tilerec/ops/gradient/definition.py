@@ -34,6 +34,7 @@ from tilerec.errors import CommsError, InputError, TilerecError
 from tilerec.ops.gradient.joined import joined
 from tilerec.ops.lookup.saved_rows import Reader
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _tell_readers(optimizer: Optimizer) -> None:
                 sink.about_to_write()
 
 
-_tell_readers_eagerly = torch._disable_dynamo(_tell_readers)
+_tell_readers_eagerly = disable_dynamo(_tell_readers)
 
 
 def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
@@ -208,14 +209,14 @@ _PASSES: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDict
 
 def _collect(record: GradientRecord) -> None:
     """Keep the record until the running backward pass ends (passes nest, and run in several threads)."""
-    task = torch._C._current_graph_task_id()
+    task = graph_task_id()
     if task == -1:  # called outside autograd's engine: there is no later moment to wait for
         deliver([record])
         return
     running = _PASSES.get(task)
     if running is None:
         running = _PASSES[task] = _BackwardPass()
-        torch.autograd.Variable._execution_engine.queue_callback(running.finish)
+        after_backward(running.finish)
     running.records.append(record)
 
 
@@ -369,7 +370,7 @@ def sum_rows_of_tables(
 def _spend(ticket: Tensor) -> int:
     """Mark the ticket as used by the running pass; returns its serial number."""
     serial, spent_by = ticket.tolist()
-    task = torch._C._current_graph_task_id()
+    task = graph_task_id()
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
             "A lookup's backward ran a second time (retain_graph=True), but its tables took their gradients in the "

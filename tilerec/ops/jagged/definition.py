@@ -32,6 +32,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.jagged.checks import checked
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.torch_private import BelowAutograd
 
 _OPS = torch.ops.tilerec
 
@@ -378,7 +379,7 @@ class _RepeatSegments(torch.autograd.Function):
 
 def _below(op: Callable[..., Any], *args: Any) -> Any:
     """Call `op` past the Autograd key, where the formula already stands."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return op(*args)
 
 

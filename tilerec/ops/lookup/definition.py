@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import InputError
@@ -43,6 +41,7 @@ from tilerec.ops.lookup.checks import check_covered
 from tilerec.ops.lookup.saved_rows import Reader, copied, id_segments, let_go, places_in_copies
 from tilerec.ops.runtime.dispatch import unwatched
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.torch_private import BelowAutograd, FakeTensor, FunctionalTensor, graph_task_id, will_execute
 
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
 LIBRARY.define(
@@ -225,7 +224,7 @@ def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
     not asked for must not be updated.
     """
     nowhere = [False] * len(wanted)
-    if torch._C._current_graph_task_id() == -1 or isinstance(grad, (FakeTensor, FunctionalTensor)):
+    if graph_task_id() == -1 or isinstance(grad, (FakeTensor, FunctionalTensor)):
         return _Reach(sinks, True, nowhere)  # a compiled graph is asked for all of its leaves or none
     nodes = ctx.next_functions[-len(wanted) :]
     reached, captured = list(wanted), nowhere
@@ -233,7 +232,7 @@ def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
         if not want:
             continue
         try:
-            reached[t] = torch._C._will_engine_execute_node(nodes[t][0])
+            reached[t] = will_execute(nodes[t][0])
         except RuntimeError:  # how torch says that the pass returns this leaf's gradient to its caller
             reached[t], captured[t] = False, True
     if reached == wanted:
@@ -310,7 +309,7 @@ class _PooledLookup(torch.autograd.Function):
         ctx: Any, call: tuple[Any, ...], ids: Tensor, offsets: Tensor, sample_weights: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         sinks, layout, dtype, names = call
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             out, ticket = torch.ops.tilerec.pooled_lookup.default(
                 weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
             )
@@ -357,7 +356,7 @@ class _SequenceLookup(torch.autograd.Function):
         ctx: Any, call: tuple[Any, ...], ids: Tensor, starts: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         sinks, tables, dtype, names = call
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             out, ticket = torch.ops.tilerec.sequence_lookup.default(
                 weights, sinks, ids, starts, tables, dtype, names
             )
@@ -412,7 +411,7 @@ def _pooled_lookup_autograd(
 ) -> Any:  # fmt: skip
     layout = (tables, keys, means, batches)
     if not _differentiates(weights, sample_weights):
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return torch.ops.tilerec.pooled_lookup.default(
                 weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
             )
@@ -424,7 +423,7 @@ def _sequence_lookup_autograd(
     names: str,
 ) -> Any:  # fmt: skip
     if not _differentiates(weights, None):
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return torch.ops.tilerec.sequence_lookup.default(
                 weights, sinks, ids, starts, tables, dtype, names
             )

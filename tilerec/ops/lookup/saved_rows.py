@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.torch_private import keeps_graph
 
 
 @final
@@ -91,7 +92,7 @@ class Reader:
 
 def let_go(reader: Reader | None) -> Reader | None:
     """What a backward that has read keeps: the reader if it may come again (`retain_graph=True`), else nothing."""
-    return reader if torch._C._autograd._get_current_graph_task_keep_graph() else None
+    return reader if keeps_graph() else None
 
 
 def copied(weight: Tensor, ids_n: Tensor) -> Tensor:

@@ -9,12 +9,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-
-_device_of = torch._C.TensorBase.device.__get__
+from tilerec.torch_private import device_of
 
 ANYWHERE = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
 """Tensor arguments that may be on another device: numbers that the host reads, and rows that a cache reads from host
@@ -65,7 +63,7 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
         for at in lists:
             if at < count and args[at]:
                 found += args[at][:-1] if at in host_last else args[at]
-        if len(set(map(_device_of, found))) > 1:
+        if len(set(map(device_of, found))) > 1:
             given = {names[at]: args[at] for at in sorted((*single, *lists)) if at < count}
             given |= {names[at]: args[at][:-1] for at in host_last if given.get(names[at])}
             raise_other_device(op, given, dict(zip(names, args, strict=False)))

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tilerec.torch_private import dispatch_mode_count, function_mode_count, functorch_is_active
+
 _OWN = frozenset((Tensor, nn.Parameter))
 
 
@@ -20,8 +22,8 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
     transform is active."""
     return not (
         torch.compiler.is_compiling()  # the rest is not asked while a graph is traced
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
+        or dispatch_mode_count()
+        or function_mode_count()
+        or torch.jit.is_tracing()
+        or functorch_is_active()
     ) and _OWN.issuperset(map(type, tensors))

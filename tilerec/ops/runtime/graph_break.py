@@ -13,6 +13,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from tilerec.torch_private import disable_dynamo
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -22,7 +24,7 @@ def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     Code that compiles imports the compiler; this module does not.
     """
-    disabled = torch._disable_dynamo(function)
+    disabled = disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from tilerec.ops.runtime.devices import on_one_device
+from tilerec.torch_private import schema_of
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -40,8 +41,7 @@ class OpLibrary(torch.library.Library):
         return register
 
     def _checked(self, op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        schema = getattr(getattr(torch.ops, self.ns), op).default._schema
-        return on_one_device(op, kernel, schema)
+        return on_one_device(op, kernel, schema_of(self.ns, op))
 
 
 LIBRARY = OpLibrary("tilerec", "DEF")

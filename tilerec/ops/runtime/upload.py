@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilerec.torch_private import current_device, current_raw_stream, dispatch_mode_count
+
 
 def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """int64 [len(numbers)] on the device."""
@@ -91,13 +93,13 @@ def current_stream() -> int:
     """The current device's current stream, 0 without GPUs."""
     if not torch.cuda.is_initialized():
         return 0
-    return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+    return int(current_raw_stream(current_device()))
 
 
 def constants(numbers: Sequence[int], device: torch.device) -> Tensor:
     """The same, made once for the numbers of a layout (`kept`); never write to it."""
     # A tracer's tensors are of its program only.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or dispatch_mode_count():
         return upload(numbers, device)
     return _kept(tuple(numbers), device)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.torch_private import foreach_add_
 
 
 def check_counts(
@@ -75,4 +76,4 @@ def advance(counts: Sequence[Tensor] | None) -> None:
         for number in map(ctypes.c_int64.from_address, map(Tensor.data_ptr, counts)):
             number.value += 1
     else:
-        torch._foreach_add_(list(counts), 1)
+        foreach_add_(list(counts), 1)

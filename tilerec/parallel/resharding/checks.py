@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,6 +29,7 @@ from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+from tilerec.torch_private import graph_task_id
 
 _PLAN = "the plan to reshard to"
 
@@ -92,7 +92,7 @@ def check_moment() -> None:
     Raises:
         ConfigError: a backward pass is running.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         raise ConfigError(
             "reshard: called inside a backward pass (from a hook of a tensor), whose gradients belong to the tiles as "
             "they are; call it between two steps."

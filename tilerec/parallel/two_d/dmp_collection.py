@@ -32,6 +32,7 @@ from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.spec.plan import to_enum
 from tilerec.spec.topology import Topology
 from tilerec.spec.without_effect import warn_without_effect
+from tilerec.torch_private import state_dict_pre_hooks
 
 
 class ShardingStrategy(Enum):
@@ -277,7 +278,7 @@ class _EqualFirst:
 
 
 def _equal_before_saved(module: nn.Module, two_d: TwoD) -> None:
-    hooks = module._state_dict_pre_hooks
+    hooks = state_dict_pre_hooks(module)
     for key in [key for key, hook in hooks.items() if isinstance(hook, _EqualFirst)]:
         del hooks[key]
     module.register_state_dict_pre_hook(_EqualFirst(two_d))

@@ -25,6 +25,7 @@ from tilerec.ops.runtime.devices import check_devices
 from tilerec.ops.runtime.triton.addresses import constants, kept
 from tilerec.ops.runtime.triton.launch import GRID_Y
 from tilerec.ops.runtime.triton.rows import group_rows, tile_width
+from tilerec.torch_private import dtype_of
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,7 @@ def layout_of(
 
 def types_of(weights: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     """Return the dtype of each tensor."""
-    return tuple(map(_type_of, weights))
-
-
-# Mapped in C, at half the cost of a Python loop over the tables; runs in every call.
-_type_of = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+    return tuple(map(dtype_of, weights))
 
 
 def check_tables(

@@ -37,6 +37,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from tilerec.torch_private import current_device, current_raw_stream
+
 
 class _Known(NamedTuple):
     """Data shared by all launches of one kind."""
@@ -57,16 +59,13 @@ _INT32, _INT64 = 1 << 31, 1 << 63
 _HIP = torch.version.hip is not None
 _RUNTIME = knobs.runtime
 
-_current_device = getattr(torch._C, "_cuda_getDevice", int)  # a build for CPUs has none: 0
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", abs)
-
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel[grid](*arguments, **constants)`: constants and options by name, everything else by position."""
     if kernel.__class__ is not JITFunction or _HIP:
         kernel[grid](*arguments, **constants)
         return
-    device = _current_device()
+    device = current_device()
     # All faces in one expression: this is half of a launch's cost, and a function call per face would double it.
     # (`isinstance` takes three times as long for an argument that is not a tensor.)
     kind = (
@@ -91,7 +90,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         return
     compiled = known.compiled
     compiled.run(
-        grid[0], grid[1] if len(grid) > 1 else 1, 1, _current_stream(device), compiled.function,
+        grid[0], grid[1] if len(grid) > 1 else 1, 1, current_raw_stream(device), compiled.function,
         compiled.packed_metadata, None, None, None, *arguments, *known.tail,
     )  # fmt: skip
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilerec.torch_private import current_device
+
 _HOST = -1
-_current_device = getattr(torch._C, "_cuda_getDevice", int)  # a build for CPUs has none: 0
 
 LOG = logging.getLogger("tilerec.triton")
 
@@ -74,7 +75,7 @@ def on_own_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(first: Tensor | list[Tensor], *rest: Any, **named: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first[0] if first else None
-        if tensor is None or tensor.get_device() in (_HOST, _current_device()) or not tensor.is_cuda:
+        if tensor is None or tensor.get_device() in (_HOST, current_device()) or not tensor.is_cuda:
             return kernel(first, *rest, **named)
         with torch.cuda.device(tensor.device):
             return kernel(first, *rest, **named)

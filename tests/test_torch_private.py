@@ -1,0 +1,315 @@
+"""Each private name of torch that the library uses still does what the library needs it for."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilerec import torch_private as private
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, which keeps what a check finds out in its backward."""
+
+    @staticmethod
+    def forward(ctx, check, found, *tensors):  # type: ignore[no-untyped-def]
+        ctx.check, ctx.found = check, found
+        return sum(tensors)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.found.append(ctx.check(ctx))
+        return None, None, *[grad] * len(ctx.next_functions)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):  # type: ignore[no-untyped-def]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_backward_pass_has_a_number_and_none_runs_outside() -> None:
+    found: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        _Watch.apply(lambda _: private.graph_task_id(), found, x).backward()
+    assert private.graph_task_id() == -1
+    assert found[0] != found[1]
+    assert min(found) >= 0
+
+
+def test_a_pass_knows_which_leaves_it_accumulates_into() -> None:
+    def reached(ctx) -> list[bool | str]:  # type: ignore[no-untyped-def]
+        out: list[bool | str] = []
+        for node, _ in ctx.next_functions:
+            try:
+                out.append(private.will_execute(node))
+            except RuntimeError:
+                out.append("returned")
+        return out
+
+    found: list[list[bool | str]] = []
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    _Watch.apply(reached, found, x, y).backward()
+    _Watch.apply(reached, found, x, y).backward(inputs=[y])
+    torch.autograd.grad(_Watch.apply(reached, found, x, y), [x])
+    assert found == [[True, True], [False, True], ["returned", False]]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_pass_knows_whether_it_keeps_its_graph(kept: bool) -> None:
+    found: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    _Watch.apply(lambda _: private.keeps_graph(), found, x).backward(retain_graph=kept)
+    assert found == [kept]
+
+
+def test_a_callback_runs_after_all_nodes_of_a_pass() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("leaf"))
+    _Watch.apply(lambda _: private.after_backward(lambda: order.append("end")), [], x).backward()
+    assert order == ["leaf", "end"]
+
+
+def test_below_autograd_nothing_is_recorded() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with private.BelowAutograd():
+        y = x * 2
+    assert not y.requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_active_modes_are_counted() -> None:
+    assert (private.dispatch_mode_count(), private.function_mode_count()) == (0, 0)
+    with TorchDispatchMode():
+        assert private.dispatch_mode_count() == 1
+    with TorchFunctionMode():
+        assert private.function_mode_count() == 1
+
+
+def test_a_functorch_transform_and_its_tensors_are_noticed() -> None:
+    found = []
+
+    def f(x: Tensor) -> Tensor:
+        found.append((private.functorch_is_active(), private.is_functorch_wrapped(x)))
+        return x * x
+
+    torch.func.grad(f)(torch.tensor(3.0))
+    assert found == [(True, True)]
+    assert not private.functorch_is_active()
+    assert not private.is_functorch_wrapped(torch.ones(1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_device_of_a_tensor_is_its_own(device: str) -> None:
+    assert private.device_of(torch.empty(1, device=device)) == torch.device(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_type_of_a_tensor_is_its_own(dtype: torch.dtype) -> None:
+    assert private.dtype_of(torch.empty(1, dtype=dtype)) == dtype
+
+
+def test_a_disabled_function_breaks_the_graph() -> None:
+    seen: list[bool] = []
+
+    @private.disable_dynamo
+    def outside(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: outside(x * 2) * 3, backend="eager")
+    assert compiled(torch.ones(1)).item() == 9.0
+    assert seen == [False]
+
+
+def test_an_op_has_a_schema_with_named_arguments() -> None:
+    assert [argument.name for argument in private.schema_of("aten", "relu").arguments] == ["self"]
+
+
+def test_an_assertion_on_the_cpu_raises_with_its_message() -> None:
+    private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        private.assert_async(torch.tensor(False), "not fine")
+
+
+def test_a_list_is_added_to_in_place() -> None:
+    numbers = [torch.tensor(1), torch.tensor(5)]
+    private.foreach_add_(numbers, 1)
+    assert numbers == [torch.tensor(2), torch.tensor(6)]
+
+
+def test_item_and_to_arrive_at_a_dispatch_mode_as_these_ops() -> None:
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1).to(torch.float64).item()
+    assert private.TO_COPY in seen
+    assert private.LOCAL_SCALAR_DENSE in seen
+
+
+def test_a_view_differs_from_a_tensor_of_its_own() -> None:
+    x = torch.ones(4)
+    assert private.is_view(x[1:])
+    assert not private.is_view(x)
+
+
+def test_a_build_without_gpus_has_device_0_and_stream_0() -> None:
+    if torch.version.cuda is None and torch.version.hip is None:
+        assert private.current_device() == 0
+        assert private.current_raw_stream(0) == 0
+    elif torch.cuda.is_available():
+        assert private.current_device() == torch.cuda.current_device()
+        assert private.current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_submodules_and_buffers_are_the_modules_own() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    inner = private.submodules(module)["0"]
+    assert inner is module[0]
+    private.buffers(inner)["running_mean"] = torch.ones(5)
+    assert module[0].running_mean.shape == (5,)
+
+
+def test_hooks_around_a_modules_state_are_listed() -> None:
+    module, ran = nn.Linear(1, 1), []
+    before = module.register_state_dict_pre_hook(lambda *_: ran.append("save"))
+    module.register_load_state_dict_pre_hook(lambda *_: ran.append("load"))
+    assert list(private.state_dict_pre_hooks(module)) == [before.id]
+    assert len(private.load_state_dict_pre_hooks(module)) == 1
+    for hook in private.state_dict_pre_hooks(module).values():
+        hook(module, "", False)
+    assert ran == ["save"]
+
+
+@pytest.mark.parametrize(
+    "when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+)
+def test_hooks_around_an_optimizers_state_are_listed(when: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not private.optimizer_hooks(optimizer, when)
+    what, _, side = when.rpartition("_")
+    handle = getattr(optimizer, f"register_{what}_{side}_hook")(lambda *_: None)
+    assert list(private.optimizer_hooks(optimizer, when)) == [handle.id]
+
+
+def test_the_scale_of_a_scaler_is_a_tensor_once_it_scaled() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert private.scale_of(scaler) is None
+    scaler.scale(torch.ones(1))
+    assert private.scale_of(scaler).item() == 8.0
+
+
+def test_a_forward_knows_the_ddp_around_it(one_rank: None) -> None:
+    found = []
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(private.active_ddp())
+            return super().forward(x)
+
+    model = Model(2, 2)
+    private.ignore_in_ddp(model, ["bias"])
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(1, 2))
+    assert found == [wrapped]
+    assert private.active_ddp() is None
+    assert [id(p) for p in private.ddp_parameters(wrapped)] == [id(model.weight)]
+    assert private.is_ddp_ignored(model.bias)
+    assert not private.is_ddp_ignored(model.weight)
+
+
+def test_dense_parameters_step_in_their_backward() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    private.apply_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5}, True)
+    (parameter * 1.0).sum().backward()
+    assert parameter.item() == 0.5
+
+
+def test_a_process_group_has_the_time_out_that_it_was_given(one_rank: None) -> None:
+    found = private.timeout_of(dist.group.WORLD, torch.device("cpu"))
+    assert found in (timedelta(seconds=77), None)
+
+
+def test_a_dtensor_of_a_subclass_has_its_local_part(one_rank: None) -> None:
+    class Own(DTensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func
+
+    local, mesh = torch.ones(2, 3), init_device_mesh("cpu", (1,))
+    made = private.new_dtensor(Own, local, mesh, (Replicate(),), torch.Size((2, 3)), (3, 1))
+    assert isinstance(made, Own)
+    assert made.shape == (2, 3)
+    assert made.placements == (Replicate(),)
+    assert private.local_tensor(made) is local
+
+
+def test_pytree_takes_a_class_apart_and_puts_it_together() -> None:
+    class Pair:
+        def __init__(self, a: int, b: int) -> None:
+            self.a, self.b = a, b
+
+    private.pytree.register_pytree_node(Pair, lambda p: ([p.a, p.b], None), lambda parts, _: Pair(*parts))
+    leaves, spec = private.pytree.tree_flatten(Pair(1, 2))
+    assert leaves == [1, 2]
+    assert private.pytree.tree_unflatten(leaves, spec).b == 2
+
+
+def test_tensors_of_a_compiled_backward_are_fake_or_functional() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.ones(1), private.FakeTensor)
+    assert issubclass(private.FunctionalTensor, Tensor)
+
+
+def test_every_name_of_the_file_has_a_test() -> None:
+    tree = ast.parse(Path(private.__file__).read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    annotated = (node.target for node in tree.body if isinstance(node, ast.AnnAssign))
+    names |= {target.id for target in annotated if isinstance(target, ast.Name)}
+    names |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id not in ("__all__", "P", "T")
+    }
+    assert len(names) > 25
+    text = Path(__file__).read_text()
+    assert not {name for name in names | set(private.__all__) if f"private.{name}" not in text}
+
+
+def test_threads_have_passes_of_their_own() -> None:
+    found: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def inside(_: object) -> int:
+        thread = threading.Thread(target=lambda: found.append(private.graph_task_id()))
+        thread.start()
+        thread.join()
+        return 0
+
+    _Watch.apply(inside, [], x).backward()
+    assert found == [-1]

@@ -1,0 +1,224 @@
+"""Every private name of PyTorch that the library uses, each with its reason and its public substitute.
+
+No other file of the library uses a name of torch or triton that begins with an underscore; a test enforces it. When a
+release of PyTorch moves a name, mend it here: `tests/test_torch_private.py` fails for the one that moved. `make
+check-torch` runs these tests under the oldest and the newest supported release.
+
+Functions that run in every call of an op are plain references to torch's own, so that they cost nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["FakeTensor", "FunctionalTensor", "pytree"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# ---------------------------------------------------------------------------------------------- the autograd engine
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that runs in this thread, -1 outside of one. No public substitute."""
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the running backward pass accumulates into a leaf's `AccumulateGrad` node.
+
+Raises RuntimeError for a leaf whose gradient the pass returns (`torch.autograd.grad`). Substitute: none; without it, a
+table that `backward(inputs=...)` leaves out would be updated.
+"""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Return whether the running backward pass keeps its graph (`retain_graph=True`). No public substitute."""
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends.
+
+    Substitute: none that runs after all of a pass's nodes; FSDP and DDP use this one, too.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# ------------------------------------------------------------------------- the dispatcher, its modes and its tracers
+
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which ops skip their autograd kernels.
+
+`torch.library.register_autograd` does the same and costs 100 us more a call (docs/design.md).
+"""
+
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of active `TorchDispatchMode`s. No public substitute."""
+
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+"""Return the number of active `TorchFunctionMode`s. No public substitute."""
+
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return whether a transform of `torch.func` is active. No public substitute."""
+
+is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Return whether a tensor is a transform's wrapper. No public substitute."""
+
+device_of: Callable[[Tensor], torch.device] = torch._C.TensorBase.device.__get__
+"""Return a tensor's device; `tensor.device` for tensors that have no `__torch_function__`, in half the time."""
+
+dtype_of: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+"""Return a tensor's data type: mapped in C over the tables of a call, half of what a loop costs."""
+
+
+def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function behind a graph break.
+
+    `torch.compiler.disable` does the same and imports the compiler (seconds) where it decorates.
+    """
+    return torch._disable_dynamo(function)
+
+
+def schema_of(namespace: str, op: str) -> Any:
+    """Return an op's `torch.FunctionSchema`. Substitute: parse `str(op)`."""
+    return getattr(getattr(torch.ops, namespace), op).default._schema
+
+
+assert_async = torch._assert_async
+"""Raise on the host, or trap in the kernel on a GPU, if a 0-d tensor is false; the host does not wait."""
+
+foreach_add_ = torch._foreach_add_
+"""Add to every tensor of a list, in one launch. The name has no public form; `torch.optim` uses it."""
+
+LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
+"""The op behind `Tensor.item()`, as `__torch_dispatch__` sees it."""
+
+TO_COPY = torch.ops.aten._to_copy.default
+"""The op behind `Tensor.to()`, as `__torch_dispatch__` sees it."""
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd takes a tensor for a view. Substitute: none that excludes detached views."""
+    return tensor._is_view()
+
+
+# ------------------------------------------------------------------------------------------------------------ CUDA
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+"""Return the current GPU's number; 0 in a build without CUDA.
+
+`torch.cuda.current_device` does the same, behind an initialization check: ten times the time, once a launch.
+"""
+
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", abs)
+"""Return the address of a GPU's current stream. Substitute: `torch.cuda.current_stream(d).cuda_stream`, 1 us more."""
+
+
+# --------------------------------------------------------------------------------------- modules, optimizers, DDP
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own dict of submodules, read in a tenth of the time that `module.name` takes."""
+    return module._modules
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own dict of buffers, to replace one by a tensor of another size."""
+    return module._buffers
+
+
+def state_dict_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a module's hooks that run before `state_dict`. Substitute: none that lists or finds them."""
+    return module._state_dict_pre_hooks
+
+
+def load_state_dict_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a module's hooks that run before `load_state_dict`. Substitute: none that lists or finds them."""
+    return module._load_state_dict_pre_hooks
+
+
+def optimizer_hooks(optimizer: Optimizer, when: str) -> dict[int, Any]:
+    """Return an optimizer's hooks around its state dict, for an optimizer that overrides `state_dict`.
+
+    Args:
+        when: "state_dict_pre", "state_dict_post", "load_state_dict_pre" or "load_state_dict_post".
+    """
+    return getattr(optimizer, f"_optimizer_{when}_hooks")
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """Return the scale of a `torch.amp.GradScaler` on its device. `get_scale` waits for the device."""
+    return scaler._scale
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` whose forward runs. No public substitute."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def ddp_parameters(wrapper: DistributedDataParallel) -> Iterable[nn.Parameter]:
+    """Return the parameters whose gradients a `DistributedDataParallel` reduces. No public substitute."""
+    return wrapper._module_parameters
+
+
+def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Have `DistributedDataParallel` leave parameters and buffers of a module alone.
+
+    torch's documentation names this function, in spite of its underscore.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+
+
+def is_ddp_ignored(parameter: Tensor) -> bool:
+    """Return whether `DistributedDataParallel` leaves a parameter alone. No public substitute."""
+    return getattr(parameter, "_ddp_ignored", False)
+
+
+def apply_in_backward(
+    optimizer_class: Any, parameters: Iterable[nn.Parameter], options: dict[str, Any], hooks: bool
+) -> None:
+    """Step dense parameters in their backward pass. torch's documentation names this function, and TorchRec's users
+    call it."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(optimizer_class, parameters, options, hooks)
+
+
+def timeout_of(process_group: Any, device: torch.device) -> timedelta | None:
+    """Return a process group's own time-out; None where its backend has none to show. No public substitute."""
+    backend = process_group._get_backend(device)
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+# ---------------------------------------------------------------------------------------------------------- DTensor
+
+
+def new_dtensor(
+    cls: type[DTensor], local: Tensor, mesh: Any, placements: tuple[Placement, ...], shape: torch.Size,
+    strides: tuple[int, ...],
+) -> Any:  # fmt: skip
+    """Return an object of a subclass of `DTensor`, with placements of its own.
+
+    `DTensor.from_local` makes plain DTensors only, and communicates.
+    """
+    from torch.distributed.tensor._dtensor_spec import (
+        DTensorSpec,
+        TensorMeta,
+    )  # what a tensor in tiles alone needs
+
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, local.dtype))
+    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return a DTensor's local part itself. `to_local` returns it through autograd, as another object."""
+    return tensor._local_tensor
