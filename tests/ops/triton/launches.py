@@ -37,7 +37,7 @@ from tilerec.ops.runtime import upload as sending
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import reports
 from tilerec.ops.update.triton import small_sort
-from tilerec.ops.update.triton.report import NOTHING_TOLD
+from tilerec.ops.update.triton.report import EMPTY_STATUS
 
 _ALLOCATIONS = (
     "empty",
@@ -154,12 +154,12 @@ def hosts() -> dict[str, Callable[..., Any]]:
 
 
 def _begin(kernel: Any, args: Sequence[Any]) -> None:
-    """What an update tells (`report.py`), as the kernel begins it that makes keys: nothing was left alone."""
+    """Initialize an update's status (`report.py`) in place of the kernel that makes keys: no rows skipped."""
     if kernel.fn.__name__ in ("occurrence_keys", "sort_blocks", "begin_update"):
-        told = args[kernel.arg_names.index("told")]
+        status = args[kernel.arg_names.index("status")]
         with _disable_current_modes():
-            told.zero_()
-            told[: len(NOTHING_TOLD)] = torch.tensor(NOTHING_TOLD)
+            status.zero_()
+            status[: len(EMPTY_STATUS)] = torch.tensor(EMPTY_STATUS)
 
 
 @contextlib.contextmanager

@@ -449,7 +449,7 @@ def move_gate(name: str, number: str, width: int, pick: bool = False, adds: bool
 
 
 def route_gates() -> list[Gate]:
-    deal = dict.fromkeys(["told", "ids", "offsets", "entries", "layers", "cuts", "wire"], "*i64")
+    deal = dict.fromkeys(["summary", "ids", "offsets", "entries", "layers", "cuts", "wire"], "*i64")
     order = dict.fromkeys(["positions_V", "ids", "order_V", "lower"], "*i64")
     order |= dict.fromkeys(["local_V", "numbers_V", "begun_T", "bags_V"], "*i32")
     number = dict.fromkeys(["lengths_P", "slots_P", "numbers_V", "begun_T"], "*i32")
@@ -459,7 +459,7 @@ def route_gates() -> list[Gate]:
         Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
             ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),
         Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes, tile),
-        Gate("number", f"{module}:number_bags", number | places | {"told": "*i64"} | sizes, tile),
+        Gate("number", f"{module}:number_bags", number | places | {"summary": "*i64"} | sizes, tile),
     ]  # fmt: skip
 
 

@@ -376,12 +376,12 @@ def test_sequences_without_ids_or_features() -> None:
 
 
 def test_starts_that_the_host_knows_are_checked_there() -> None:
-    told = lookup._Told("f@t,g@u", (0, 1), (5, 5), 6, pooled=False)
+    raise_report = lookup._RaiseReport("f@t,g@u", (0, 1), (5, 5), 6, pooled=False)
     cpu = torch.device("cpu")
-    assert lookup._known_starts(torch.tensor([0, 2, 6]), told, cpu).tolist() == [0, 2, 6]
+    assert lookup._known_starts(torch.tensor([0, 2, 6]), raise_report, cpu).tolist() == [0, 2, 6]
     for starts, message in WRONG_STARTS.items():
         with pytest.raises(InputError, match=message):
-            lookup._known_starts(torch.tensor(starts), told, cpu)
+            lookup._known_starts(torch.tensor(starts), raise_report, cpu)
 
 
 WRONG_STARTS = {

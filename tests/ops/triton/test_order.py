@@ -115,7 +115,7 @@ def test_an_order_of_tables_that_lie_otherwise_now_is_not_read() -> None:
 
 def test_what_is_no_order_is_refused() -> None:
     record = single(torch.tensor([1]), torch.ones(1, 2))
-    with pytest.raises(InputError, match="ordered has 1 tensors, wanted 4; pass what order_rows gave"):
+    with pytest.raises(InputError, match="ordered has 1 tensors, expected 4; pass the result of order_rows"):
         update_rows_(
             [torch.ones(3, 2)], [], *record, "store", [], [0], [0, 0], [0], [0], None, None, None, [record[1]]
         )

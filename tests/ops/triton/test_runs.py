@@ -212,7 +212,7 @@ def test_every_whole_chunk_is_summed_and_nothing_else() -> None:
 def gates() -> list[Gate]:
     signature = {
         "keys": "*i32", "places": "*i32", "scales": "*fp32", "grad": "*fp32",
-        "partials": "*fp32", "supers": "*fp32", "told": "*i64", "meta": "*i64",
+        "partials": "*fp32", "supers": "*fp32", "status": "*i64", "meta": "*i64",
         **dict.fromkeys(["total", "sentinel", "tables", "chunks"], "i32"),
     }  # fmt: skip
     constants = {"STEPS": 5, "CHUNK": 128, "CHUNKS": 64, "COLUMNS": 128, "VEC": 4, "VEC_D": 16}

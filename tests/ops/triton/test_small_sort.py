@@ -156,8 +156,8 @@ def test_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def gate(name: str, wide: bool, **other: Any) -> Gate:
     signature = {
         "ids": "*i64", "offsets": "*i64", "sample_weights": "*fp32", "meta": "*i64", "keys": "*i32",
-        "places": "*i32", "scales": "*fp32", "told": "*i64",
-        **dict.fromkeys(["features", "ids_count", "total", "sentinel", "told_count"], "i32"),
+        "places": "*i32", "scales": "*fp32", "status": "*i64",
+        **dict.fromkeys(["features", "ids_count", "total", "sentinel", "status_count"], "i32"),
     }  # fmt: skip
     constants = {
         "JAGGED": True, "WEIGHTED": True, "MEANS": True, "WIDE": wide, "FEATURES": 32, "HALVINGS": 5,

@@ -452,7 +452,7 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     signature = {
         "keys": "*i32", "places": "*i32", "scales": "*fp32", "grad": f"*{dtype}",
         "weights": f"*{dtype}", "slot0": "*fp32", "slot1": "*fp32", "slot2": "*fp32", "partials": "*fp32",
-        "supers": "*fp32", "meta": "*i64", "paces": "*i64", "names": "*i64", "told": "*i64", "runs": "*i64",
+        "supers": "*fp32", "meta": "*i64", "paces": "*i64", "names": "*i64", "status": "*i64", "runs": "*i64",
         "rows_out": "*i64", **dict.fromkeys(["grad_scale", "e0", "e1", *[f"h{i}" for i in range(8)]], "fp32"),
         **dict.fromkeys(["total", "span", "levels", "tables", "first_key", "end_key", "step"], "i32"),
     }  # fmt: skip

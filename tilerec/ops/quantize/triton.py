@@ -1,18 +1,18 @@
 """Packing and unpacking of rows on GPUs: `pack_segments` and `unpack_segments`, one launch each.
 
-`definition.py` says what a packed row is; its bytes are those of the reference, on every GPU: quotients are
-rounded correctly (`div_rn`; `/` is not), and numbers become bytes and bytes numbers by whole-number arithmetic, so that
-e4m3 needs no instruction that only new GPUs have.
+`definition.py` defines a packed row. Its bytes are those of the reference, on every GPU: quotients are rounded
+correctly (`div_rn`; `/` is not). Conversions between numbers and bytes are integer arithmetic, so e4m3 needs no
+instruction that only new GPUs have.
 
 Nouns
-  tile   `ROWS` neighbouring rows of one segment, read by one program of one warp, 4 KB under way
-  whole  a row fits a tile's columns: it is read once. Longer ones are read twice, the second time out of the cache
+  tile   `ROWS` neighbouring rows of one segment, read by one program of one warp, 4 KB in flight
+  whole  a row fits a tile's columns: the kernel reads it once. It reads longer rows twice, the second time from cache
 
-Bytes over memory per row of w fp32 numbers: 5 w + 4 either way, which is the least. The reference: about 30 w, in some
-12 launches.
+Memory traffic per row of w fp32 numbers: 5 w + 4 bytes in either direction, the least possible. The reference: about
+30 w, in some 12 launches.
 
-Numbers are read 16 bytes a lane where all widths are multiples of 4. A packed row begins at a multiple of 4 then,
-hardly ever of 16 (w + 4), so its bytes are written 4 at a time; a warp's writes still fill whole sectors.
+Each lane reads 16 bytes of numbers if all widths are multiples of 4. Then a packed row begins at a multiple of 4 bytes,
+hardly ever of 16 (w + 4), so the kernel writes its bytes 4 at a time; a warp's writes still fill whole sectors.
 
 Legend: R rows of a tile, C columns at a time.
 """
@@ -50,27 +50,27 @@ _SCALE = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(SMALLEST)
 _INFINITE = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
-# x + this is a whole number for |x| < 2**22, rounded to nearest, ties to even.
+# x + _WHOLE is an integer for |x| < 2**22, rounded to nearest, ties to even.
 _WHOLE = tl.constexpr(12582912.0)
 
-# Numbers of a segment.
+# Rows of `table`, int64 [5, S].
 _TILES = tl.constexpr(0)  # its first tile
 _COUNT = tl.constexpr(1)
-_NUMBERS = tl.constexpr(2)  # where its numbers begin
-_BYTES = tl.constexpr(3)  # where its packed rows begin
+_NUMBERS = tl.constexpr(2)  # index of its first number
+_BYTES = tl.constexpr(3)  # index of its first packed byte
 _WIDTH = tl.constexpr(4)
 
 
 @triton.jit
 def _segment(table, segments, ROWS: tl.constexpr, VEC: tl.constexpr, BYTES_VEC: tl.constexpr):
-    """This program's rows: where their numbers and bytes begin, which are there, and the width."""
+    """Return this program's rows: the starts of their numbers and bytes, a mask of existing rows, and the width."""
     program = tl.program_id(0).to(tl.int64)
     s = table + segment_at(table, segments, program)
     width = tl.multiple_of(tl.load(s + _WIDTH * segments), VEC)
     row = (program - tl.load(s + _TILES * segments)) * ROWS + tl.arange(0, ROWS)
     here = row < tl.load(s + _COUNT * segments)
     numbers = tl.multiple_of(tl.load(s + _NUMBERS * segments), VEC) + row * width
-    # width + 4 is a multiple of BYTES_VEC as width is.
+    # width is a multiple of BYTES_VEC, so width + 4 is, too.
     pitch = tl.multiple_of(width + _SCALE, BYTES_VEC)
     bytes_ = tl.multiple_of(tl.load(s + _BYTES * segments), BYTES_VEC) + row * pitch
     return numbers, bytes_, here, width
@@ -78,7 +78,7 @@ def _segment(table, segments, ROWS: tl.constexpr, VEC: tl.constexpr, BYTES_VEC: 
 
 @triton.jit
 def _e4m3_codes(x):
-    """The bytes (as int32) of the e4m3fn numbers nearest to x, ties to even; |x| < 464.
+    """Return the bytes (as int32) of the e4m3fn numbers nearest to x, ties to even; |x| < 464.
 
     1.1 = 2**0 * 1.1: 3 bits after the point -> 1.125: exponent 0 + 7, fraction 001: 0b0_0111_001.
     """
@@ -86,14 +86,14 @@ def _e4m3_codes(x):
     size = bits & 0x7FFFFFFF
     # Normal numbers: keep 3 of the 23 bits of the fraction, move the exponent's bias from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 they are multiples of 2**-9; the eighth is the first normal one.
+    # Numbers below 2**-6 are multiples of 2**-9; the eighth multiple is the first normal number.
     small = (tl.abs(x) * 512.0 + _WHOLE - _WHOLE).to(tl.int32)
     return tl.where(size < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def _e4m3_numbers(codes):
-    """The numbers of e4m3fn bytes (as int32); the two bytes of NaN are not among packed ones."""
+    """Return the numbers of e4m3fn bytes (as int32); packed rows do not contain the two bytes of NaN."""
     size = codes & 0x7F
     normal = ((size + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -102,11 +102,11 @@ def _e4m3_numbers(codes):
 
 @triton.jit
 def _codes(x, scale, FP8: tl.constexpr):
-    """The codes of numbers, as bytes; 0 where the row's scale is no number to divide by."""
+    """Return the codes of numbers, as bytes; 0 if the row's scale is zero or not finite."""
     bits = x.to(tl.int32, bitcast=True)
     good = (scale > 0) & (scale.to(tl.int32, bitcast=True) < _INFINITE)
     finite = (bits & 0x7FFFFFFF) < _INFINITE
-    # A zero keeps its sign, as a number divided by infinity does.
+    # A zero keeps the number's sign, like a number divided by infinity.
     zero = tl.where(finite, bits & _SIGN, 0).to(tl.float32, bitcast=True)
     share = tl.div_rn(tl.where(good, x, zero), tl.where(good, scale, 1.0))
     if FP8:
@@ -121,12 +121,12 @@ def pack(
     packed, flat, table, segments, largest, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr, VEC: tl.constexpr, BYTES_VEC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed rows; `largest`: the largest code."""
+    """Write one tile of packed rows; `largest`: the largest code."""
     numbers, bytes_, here, width = _segment(table, segments, ROWS, VEC, BYTES_VEC)
     source = flat + numbers[:, None]
     target = packed + bytes_[:, None]
     x = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Sizes as whole numbers have the order of the numbers, and NaNs above all.
+    # The bits of absolute values, as integers, have the order of the values; NaNs are the largest.
     most = tl.zeros((ROWS, COLUMNS), tl.int32)
     for column in range(0, width, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)[None, :]
@@ -150,7 +150,7 @@ def unpack(
     flat, packed, table, segments, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, BYTES_VEC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows out of packed ones."""
+    """Write one tile of rows unpacked from their bytes."""
     numbers, bytes_, here, width = _segment(table, segments, ROWS, VEC, BYTES_VEC)
     source = packed + bytes_[:, None]
     place = tl.arange(0, _SCALE)[None, :]
@@ -174,14 +174,14 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def shapes(widest: int) -> tuple[int, int]:
-    """Rows and columns of a tile: 1,024 numbers, of rows of up to 512 columns at a time."""
+    """Return the rows and columns of a tile: 1,024 numbers, of rows of up to 512 columns at a time."""
     columns = min(max(1 << max(widest - 1, 0).bit_length(), 1), 512)
     return max(1024 // columns, 1), columns
 
 
 @functools.lru_cache(maxsize=256)
 def _unit(widths: tuple[int, ...]) -> int:
-    """The largest power of two, up to 4, of which all widths are multiples."""
+    """Return the largest power of two, up to 4, that divides all widths."""
     return math.gcd(4, *widths)
 
 
@@ -235,11 +235,11 @@ def unpack_segments(
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name."""
     return {"pack_segments": pack_segments, "unpack_segments": unpack_segments}
 
 
 def register(key: str = "CUDA") -> None:
-    """Let these kernels serve the ops on tensors of a dispatch key."""
+    """Register these kernels for the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
         LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

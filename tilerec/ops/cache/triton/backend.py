@@ -1,11 +1,11 @@
-"""The ops of cached tables by Triton: `cache_ask_`, `cache_plan`, `cache_move_`, `cache_seat_`, `cache_lines_` on GPUs.
+"""Triton kernels of the cache ops: `cache_ask_`, `cache_plan`, `cache_move_`, `cache_seat_`, `cache_lines_` on GPUs.
 
-`definition.py` says what they mean, and has the nouns; the kernels are in files of the ops' names, what they
-share in `books.py`. The plans are those of the reference, number by number.
+`definition.py` defines the ops and the nouns. Each op's kernels are in the file of its name, their shared code in
+`books.py`. Plans equal those of the reference, number by number.
 
-A request of all cached tables of a batch is: zeros, `ask_kernel`, `torch.sort` of N keys (4 bytes each; 8 with LFU),
-zeros, `give_kernel`, `torch.cumsum` of flags, `plan_kernel`, `carry_kernel` out, `carry_kernel` in, `seat_kernel`: 9
-launches and the sort, however many tables there are. No kernel returns a number to the host.
+One request for all cached tables of a batch takes 9 launches and a sort, however many tables there are: zeros,
+`ask_kernel`, `torch.sort` of N keys (4 bytes each; 8 with LFU), zeros, `give_kernel`, `torch.cumsum` of flags,
+`plan_kernel`, `carry_kernel` out, `carry_kernel` in, `seat_kernel`. No kernel returns a number to the host.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register(key: str = "CUDA") -> None:
-    """Let these kernels serve the ops on devices of this dispatch key."""
+    """Register these kernels for the ops on devices of this dispatch key."""
     for name, kernel in KERNELS.items():
         LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

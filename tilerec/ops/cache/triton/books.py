@@ -1,8 +1,8 @@
-"""How kernels reach the books of all cached tables at once, and the segments of a batch.
+"""Kernel access to the books of all cached tables at once, and to the segments of a batch.
 
-Nouns as in `definition.py`. All books of a type are reached from one of them by distances (`addresses.py`):
-`ints` (line_of, flights, counts), `longs` (row_in, named, told), `bytes` (dirty). What is known of a table or a segment
-is a column of a small tensor; its rows have the numbers below.
+Nouns as in `definition.py`. One base tensor per type reaches all books of that type by distances (`addresses.py`):
+`ints` (line_of, flights, counts), `longs` (row_in, named, told), `bytes` (dirty). The numbers of a table or a segment
+are a column of a small tensor; the constants below name its rows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tilerec.ops.cache.definition import (
 )
 from tilerec.ops.runtime.triton.addresses import base, kept, upload
 
-# Numbers of a table.
+# Rows of `tables`, int64 [15, T].
 T_LINE_OF, T_FLIGHTS, T_COUNTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-T_ROW_IN, T_NAMED, T_TOLD = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+T_ROW_IN, T_NAMED, T_TOTALS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 T_DIRTY = tl.constexpr(6)
 T_ROWS = tl.constexpr(7)
 T_SETS = tl.constexpr(8)  # at least 1
 T_FIRST_SPARE = tl.constexpr(9)
 T_FIRST_KEY, T_OF_SET, T_EACH = tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
 T_LFU = tl.constexpr(13)
-T_SPARE = tl.constexpr(14)  # its first spare line among all tables'
+T_SPARE = tl.constexpr(14)  # its first spare line, numbered over the spare lines of all tables
 
-# Numbers of a segment.
+# Rows of `segments`, int64 [5, S].
 S_TILE = tl.constexpr(0)  # its first tile
 S_START = tl.constexpr(1)  # its first occurrence
 S_BEGIN = tl.constexpr(2)  # its first id
@@ -53,13 +53,13 @@ C_SERIAL, C_BIT, C_ALIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 def tile_of(values: Tensor) -> int:
-    """Numbers that a program takes at a time: more where programs are interpreted one after the other."""
+    """Return the items of a program's tile: more in the interpreter, which runs programs one after the other."""
     return 128 if values.is_cuda and not triton.knobs.runtime.interpret else 1024
 
 
 @dataclass(frozen=True)
 class Books:
-    """The books of a call's tables."""
+    """Books of the tables of a call, as kernel arguments."""
 
     ints: Tensor
     longs: Tensor
@@ -80,7 +80,7 @@ class _Layout:
 
 
 def read_books(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> Books:
-    """As kernels take them."""
+    """Return the books as kernel arguments."""
     groups = [[own for k in which for own in books[k::BOOKS]] for which in _GROUPS]
     bases = [base(group) for group in groups]
     layout = _layout(
@@ -99,7 +99,7 @@ _SIZES = {LINE_OF: 4, FLIGHTS: 4, COUNTS: 4, ROW_IN: 8, NAMED: 8, TOLD: 8, DIRTY
 
 
 class _Shaped:
-    """Stands for a tensor where sizes alone are asked for."""
+    """Stand-in for a tensor of which only the size is used."""
 
     def __init__(self, count: int) -> None:
         self.shape = (count,)
@@ -136,7 +136,7 @@ def _layout(
 def segments_sent(
     begins: tuple[int, ...], ends: tuple[int, ...], tables: tuple[int, ...], tile: int, device: torch.device
 ) -> tuple[Tensor, int, int]:
-    """int64 [5, S] on the device; how many tiles and occurrences there are."""
+    """Return `segments`, int64 [5, S] on the device, and the number of tiles and of occurrences."""
     counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
     starts = list(itertools.accumulate(counts, initial=0))
     tiles = list(itertools.accumulate([-(-count // tile) for count in counts], initial=0))

@@ -1,6 +1,6 @@
-"""`cache_lines_` on GPUs: ids become line numbers, for all tables of a batch in one launch.
+"""`cache_lines_` on GPUs: convert ids to line numbers, for all tables of a batch in one launch.
 
-Nouns as in `definition.py`, where the example is.
+Nouns as in `definition.py`, which also has an example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilerec.ops.runtime.triton.addresses import base, constants, distances
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.search import segment_at
 
-# Numbers of a table.
+# Rows of `tables`.
 _LINE_OF, _DIRTY, _ROWS, _STRANGER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -38,7 +38,7 @@ def lines_kernel(
     WRITES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of a segment's ids. Lines that are going to be updated are marked: all who mark one write 1."""
+    """Convert a tile of a segment's ids. With WRITES, mark their lines as dirty; equal stores of 1 may collide."""
     program = tl.program_id(0).to(tl.int64)
     s = segments + segment_at(segments + S_TILE * segment_count, segment_count, program)
     at = (program - tl.load(s + S_TILE * segment_count)) * TILE + tl.arange(0, TILE)

@@ -1,11 +1,12 @@
-"""`cache_move_` on GPUs: rows and their state between host memory and lines, in one launch each way.
+"""`cache_move_` on GPUs: copy rows and their state between host memory and lines, one launch per direction.
 
 Nouns as in `definition.py`, and
-  mover   one tensor of a table and its lines: rows or a slot, as so many units of 4 bytes (2 or 1 where rows are odd)
+  mover   one tensor of a table with its lines: rows or an optimizer slot, in units of 4 bytes (2 or 1 if rows do not
+          divide by 4)
 
-Host rows are read and written by the device itself, over the host link, at addresses that say they are the device's
-(`storage/host_rows.py`). A warp asks for 128 neighbouring bytes at a time, which is what the link carries best, and has
-several rows on their way; a link of 55 GB/s and 1.5 us wants 80 KB of them, which 40 programs have.
+The device itself reads and writes host rows over the host link, at device addresses of that memory
+(`storage/host_rows.py`). A warp requests 128 neighbouring bytes at a time, the best size for the link, and keeps
+several rows in flight. A link of 55 GB/s and 1.5 us needs 80 KB in flight, which 40 programs have.
 
     mover 0 of table 0: rows of 64 fp32, 64 units; mover 1: a row-wise slot, 1 unit. A row that comes in: 65 units.
 """
@@ -36,7 +37,7 @@ from tilerec.ops.runtime.triton.launch import launch
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
-# Numbers of a mover, after the first mover of each table.
+# Rows of `movers`, int64 [3, M]; the movers of a table are neighbours.
 M_LINES, M_HOST, M_WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -48,16 +49,17 @@ def carry_kernel(
     plan, header, units, firsts, movers, total, spares, table_count, mover_count, most, COMES: tl.constexpr,
     TABLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Carry a few rows at a time. See the top of the file.
+    """Copy the rows of ROWS plan entries at a time. See the top of the file.
 
-    firsts: per table its first mover, and their number at the end; most: movers of one table.
+    COMES: 1 copies rows into lines, 0 copies dirty rows that leave back to the host.
+    firsts: per table its first mover, and the number of movers at the end; most: largest number of movers of a table.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     wanting = wanting_in_all(header, table_count, TABLES)
     width = total.to(tl.int64) + spares
     entries = wanting
-    if COMES == 0:  # spare lines that are given up are entries, too
+    if COMES == 0:  # the entries of released spare lines follow
         entries += spares
     first = program * ROWS
     while first < entries:
@@ -69,33 +71,33 @@ def carry_kernel(
         if COMES:
             row = tl.load(plan + P_ROW * width + item, mask=here, other=-1)
             from_ = tl.load(plan + P_FROM * width + item, mask=here, other=-1)
-            goes = here & (table >= 0) & (line >= 0) & (row >= 0)
+            copied = here & (table >= 0) & (line >= 0) & (row >= 0)
         else:
             row = tl.load(plan + P_LEAVES * width + item, mask=here, other=-1)
             from_ = row * 0 - 1
             dirty = tl.load(plan + P_DIRTY * width + item, mask=here, other=0)
-            goes = here & (table >= 0) & (line >= 0) & (row >= 0) & ((dirty & 1) != 0)
-        mover = tl.load(firsts + table, mask=goes, other=0)
-        end = tl.load(firsts + table + 1, mask=goes, other=0)
+            copied = here & (table >= 0) & (line >= 0) & (row >= 0) & ((dirty & 1) != 0)
+        mover = tl.load(firsts + table, mask=copied, other=0)
+        end = tl.load(firsts + table + 1, mask=copied, other=0)
         for _ in range(most):
-            moves = goes & (mover < end)
-            lines = tl.load(movers + M_LINES * mover_count + mover, mask=moves, other=0)
-            host = tl.load(movers + M_HOST * mover_count + mover, mask=moves, other=0)
-            count = tl.load(movers + M_WIDTH * mover_count + mover, mask=moves, other=0)
-            home = host + row * count
-            here_ = lines + line * count
-            source = home
-            target = here_
+            active = copied & (mover < end)
+            lines = tl.load(movers + M_LINES * mover_count + mover, mask=active, other=0)
+            host = tl.load(movers + M_HOST * mover_count + mover, mask=active, other=0)
+            count = tl.load(movers + M_WIDTH * mover_count + mover, mask=active, other=0)
+            host_start = host + row * count
+            line_start = lines + line * count
+            source = host_start
+            target = line_start
             if COMES:
-                source = tl.where(from_ >= 0, lines + from_ * count, home)
+                source = tl.where(from_ >= 0, lines + from_ * count, host_start)
             else:
-                source = here_
-                target = home
+                source = line_start
+                target = host_start
             widest = tl.max(count, 0)
             column = widest * 0
             while column < widest:
                 columns = column + tl.arange(0, COLUMNS)[None, :]
-                inside = moves[:, None] & (columns < count[:, None])
+                inside = active[:, None] & (columns < count[:, None])
                 values = tl.load(units + (source[:, None] + columns), mask=inside, other=0)
                 tl.store(units + (target[:, None] + columns), values, mask=inside)
                 column += COLUMNS
@@ -108,8 +110,10 @@ def _movers(
     addresses: tuple[int, ...], widths: tuple[int, ...], tables: tuple[int, ...], count: int, start: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
-    """First movers per table, `[3, M]` movers, the most that a table has, and the bytes of a unit: all rows are whole
-    numbers of it and begin at multiples."""
+    """Return the first mover of each table, `movers` [3, M], the most movers of a table, and the bytes of a unit.
+
+    All rows are whole numbers of units long and begin at multiples of a unit.
+    """
     unit = next(unit for unit in (4, 2, 1) if all(number % unit == 0 for number in (*addresses, *widths)))
     half = len(addresses) // 2
     order = sorted(range(half), key=lambda k: tables[k])

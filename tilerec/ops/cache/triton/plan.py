@@ -1,16 +1,16 @@
-"""`cache_plan` on GPUs: who gets which line, in two launches and a sum of flags between them.
+"""`cache_plan` on GPUs: assign lines to wanting rows, in two launches and a sum of flags between them.
 
 Nouns as in `definition.py`, and
-  rank    of a wanting row: how many of its set come before it by key
-  turn    of a way: how many ways of its set go before it
+  rank    of a wanting row: its position among the wanting rows of its set, by key
+  turn    of a way: its position in the eviction order of its set
 
   give_kernel   per wanting row: the way of its set whose turn is its rank, or a flag that it needs a spare line; per
                 spare line: a flag that it is free
   torch.cumsum  of the flags
-  plan_kernel   the k-th row with a flag takes the k-th free spare line of its table; all is written down
+  plan_kernel   gives the k-th row with a flag the k-th free spare line of its table, and writes the plan
 
 Example: a set of 4 ways, named at (7, 3, held, empty): turns (2, 1, 3, 0). Its first wanting row gets way 3, the second
-way 1, the third way 0; the fourth, whose way is held, needs a spare line.
+way 1, the third way 0. The way of the fourth is held, so that row needs a spare line.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ H_WANTING, H_SPARE, H_FREE, H_EVICTIONS, H_WRITES = (
 P_TABLE, P_ROW, P_LINE, P_LEAVES, P_FROM, P_DIRTY = (tl.constexpr(int(row)) for row in Plan)
 _HELD = tl.constexpr(1 << 62)
 PROGRAMS = 4096
-"""At most: they take turns, since how many wanting rows there are is known on the device only."""
+"""Most programs of a grid. Each loops over entries, since only the device has the number of wanting rows."""
 
 
 @triton.jit
 def wanting_in_all(header, table_count, TABLES: tl.constexpr):
-    """Wanting rows of all tables."""
+    """Return the number of wanting rows of all tables."""
     table = tl.arange(0, TABLES)
     return tl.sum(tl.load(header + table * 8 + H_WANTING, mask=table < table_count, other=0), 0)
 
 
 @triton.jit
-def _asked(ids, segments, order, item, here, segment_count):
-    """The table and the row of sorted entries."""
+def _table_and_row(ids, segments, order, item, here, segment_count):
+    """Return the table and the row of sorted entries."""
     occurrence = tl.load(order + item, mask=here, other=0)
     s = segments_of(segments + S_START * segment_count, occurrence, 0, segment_count - 1)
     start = tl.load(segments + S_START * segment_count + s)
@@ -83,7 +83,7 @@ def give_kernel(
     ids, segments, tables, clock, ints, longs, header, keys, order, given, flags, total, spares, segment_count,
     table_count, TABLES: tl.constexpr, ENTRIES: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lines of sets for wanting rows. See the top of the file."""
+    """Assign lines of sets to wanting rows. See the top of the file."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     wanting = wanting_in_all(header, table_count, TABLES)
@@ -92,7 +92,7 @@ def give_kernel(
     while first < wanting:
         item = first + tl.arange(0, ENTRIES)
         here = item < wanting
-        table, row = _asked(ids, segments, order, item, here, segment_count)
+        table, row = _table_and_row(ids, segments, order, item, here, segment_count)
         own = tables + table
         set_ = row % tl.load(own + T_SETS * table_count)
         set_key = tl.load(own + T_FIRST_KEY * table_count) + set_ * tl.load(own + T_OF_SET * table_count)
@@ -102,35 +102,39 @@ def give_kernel(
         exists = here & (tl.load(own + T_FIRST_SPARE * table_count) > 0)
         line = set_[:, None] * WAYS + way[None, :]
         inside = exists[:, None] & (line >= 0)
-        there = tl.load(
+        resident = tl.load(
             longs + (tl.load(own + T_ROW_IN * table_count)[:, None] + line), mask=inside, other=-1
         )
         age = tl.load(longs + (tl.load(own + T_NAMED * table_count)[:, None] + line), mask=inside, other=0)
         bits = tl.load(ints + (tl.load(own + T_FLIGHTS * table_count)[:, None] + line), mask=inside, other=0)
         alive = tl.load(clock + C_ALIVE * table_count + table).to(tl.int32)
-        empty = there < 0
+        empty = resident < 0
         held = inside & (empty == 0) & ((bits & alive[:, None]) != 0)
         lfu = exists & (tl.load(own + T_LFU * table_count) != 0)
         counts = ints + tl.load(own + T_COUNTS * table_count)
-        liked = tl.load(counts[:, None] + there, mask=lfu[:, None] & (empty == 0), other=0).to(tl.int64)
-        liked = tl.where(empty, -1, tl.where(held, _HELD, liked))
+        frequency = tl.load(counts[:, None] + resident, mask=lfu[:, None] & (empty == 0), other=0).to(
+            tl.int64
+        )
+        frequency = tl.where(empty, -1, tl.where(held, _HELD, frequency))
         age = tl.where(empty, -1, tl.where(held, _HELD, age))
-        goes_before = (liked[:, None, :] < liked[:, :, None]) | (
-            (liked[:, None, :] == liked[:, :, None])
+        goes_before = (frequency[:, None, :] < frequency[:, :, None]) | (
+            (frequency[:, None, :] == frequency[:, :, None])
             & (
                 (age[:, None, :] < age[:, :, None])
                 | ((age[:, None, :] == age[:, :, None]) & (way[None, None, :] < way[None, :, None]))
             )
         )
         turn = tl.sum(goes_before.to(tl.int32), 2)
-        its = inside & (turn == rank[:, None]) & (held == 0)
-        gets = tl.sum(its.to(tl.int32), 1) > 0
-        their = tl.sum(tl.where(its, liked, 0), 1)
-        mine = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
-        gets = gets & ((lfu == 0) | (mine >= their))
-        tl.store(given + item, tl.where(gets, tl.sum(tl.where(its, line, 0), 1), -1).to(tl.int32), mask=here)
+        chosen = inside & (turn == rank[:, None]) & (held == 0)
+        assigned = tl.sum(chosen.to(tl.int32), 1) > 0
+        evicted_frequency = tl.sum(tl.where(chosen, frequency, 0), 1)
+        row_frequency = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
+        assigned = assigned & ((lfu == 0) | (row_frequency >= evicted_frequency))
+        tl.store(
+            given + item, tl.where(assigned, tl.sum(tl.where(chosen, line, 0), 1), -1).to(tl.int32), mask=here
+        )
         had = tl.load(ints + tl.load(own + T_LINE_OF * table_count) + row, mask=here, other=0)
-        needs = here & (gets == 0) & (had < 0)
+        needs = here & (assigned == 0) & (had < 0)
         tl.store(flags + item, needs.to(tl.int32), mask=here)
         tl.atomic_add(header + table * 8 + H_SPARE, needs.to(tl.int64), mask=needs, sem="relaxed")
         first += programs * ENTRIES
@@ -140,10 +144,10 @@ def give_kernel(
         here = item < spares
         table, line = spare_line(tables, item, table_count)
         own = tables + table
-        there = tl.load(longs + tl.load(own + T_ROW_IN * table_count) + line, mask=here, other=-1)
+        resident = tl.load(longs + tl.load(own + T_ROW_IN * table_count) + line, mask=here, other=-1)
         bits = tl.load(ints + tl.load(own + T_FLIGHTS * table_count) + line, mask=here, other=0)
         alive = tl.load(clock + C_ALIVE * table_count + table).to(tl.int32)
-        free = here & ((there < 0) | ((bits & alive) == 0))
+        free = here & ((resident < 0) | ((bits & alive) == 0))
         tl.store(flags + total + item, free.to(tl.int32), mask=here)
         tl.atomic_add(header + table * 8 + H_FREE, free.to(tl.int64), mask=free, sem="relaxed")
         first += programs * TILE
@@ -151,7 +155,7 @@ def give_kernel(
 
 @triton.jit
 def spare_line(tables, item, table_count):
-    """The table and the line of spare lines that are numbered over all tables."""
+    """Return the table and the line of spare lines that are numbered over all tables."""
     table = segments_of(tables + T_SPARE * table_count, item, 0, table_count - 1)
     own = tables + table
     line = tl.load(own + T_FIRST_SPARE * table_count) + item - tl.load(own + T_SPARE * table_count)
@@ -166,7 +170,7 @@ def plan_kernel(
     ids, segments, tables, ints, longs, bytes, header, keys, order, given, flags, sums, plan, total, spares,
     segment_count, table_count, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What moves. See the top of the file.
+    """Assign spare lines and write the plan. See the top of the file.
 
     sums: inclusive sums of flags. STEPS: of the search for the k-th free spare line, 2^STEPS > spares.
     """
@@ -178,13 +182,13 @@ def plan_kernel(
     while first < wanting:
         item = first + tl.arange(0, TILE)
         here = item < wanting
-        table, row = _asked(ids, segments, order, item, here, segment_count)
+        table, row = _table_and_row(ids, segments, order, item, here, segment_count)
         own = tables + table
         had = tl.load(ints + tl.load(own + T_LINE_OF * table_count) + row, mask=here, other=0).to(tl.int64)
         line = tl.load(given + item, mask=here, other=-1).to(tl.int64)
         of_set = here & (line >= 0)
         needs = here & (tl.load(flags + item, mask=here, other=0) != 0)
-        # Rows before it that need a spare line, of its own table: those of other tables come before all of these.
+        # Rank among the rows of its table that need a spare line: subtract the rows of the tables before it.
         rank = tl.load(sums + item, mask=needs, other=1) - 1
         for other in range(table_count):
             rank -= tl.where(table > other, tl.load(header + other * 8 + H_SPARE), 0)
@@ -192,7 +196,7 @@ def plan_kernel(
         end = tl.load(own + T_SPARE * table_count + 1, mask=table + 1 < table_count, other=0)
         end = tl.where(table + 1 < table_count, end, spares)
         before = tl.load(sums + total + start - 1, mask=needs & (total + start > 0), other=0)
-        # The last spare line of the table up to which no more than `rank` are free; the next is the one.
+        # Search the last spare line up to which at most `rank` lines are free; the next line is the row's.
         passed = start - 1
         for step in tl.static_range(STEPS):
             tried = passed + (1 << (STEPS - 1 - step))
@@ -247,7 +251,7 @@ def plan_kernel(
 
 
 def programs_for(entries: int, each: int, values: Tensor) -> tuple[int]:
-    """A grid for so many entries at the most."""
+    """Return a grid for at most `entries` entries, `each` per step of a program."""
     most = PROGRAMS if tile_of(values) == 128 else 2
     return (max(1, min(-(-entries // each), most)),)
 
@@ -256,7 +260,7 @@ def cache_plan(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], books: Sequence[Tensor],
     sets: Sequence[int], ways: int, clock: Tensor, header: Tensor, keys: Tensor, order: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See `definition.py`. Waits for nothing: programs read from the header how many rows there are."""
+    """See `definition.py`. Never waits: programs read the number of wanting rows from the header."""
     ids = ids.contiguous()
     read: Books = read_books(books, sets, ways)
     tile = tile_of(ids)

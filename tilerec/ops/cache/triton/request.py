@@ -1,16 +1,16 @@
-"""`cache_ask_` on GPUs: what a batch asks of the caches of all its tables, in one launch and a sort.
+"""`cache_ask_` on GPUs: find the distinct rows that a batch requests from all caches, in one launch and a sort.
 
 Nouns as in `definition.py`.
 
-Distinct rows without sorting all ids: each occurrence raises `line_of` of its row to this request's claim, a negative
-number above those of earlier requests, atomically. A row that has a line keeps it, since lines are not negative; of
-one that has none exactly one occurrence sees an older number than its own claim, and that one speaks for the row. Of
-rows in lines, the occurrence speaks that sets the request's bit in `flights`. Which occurrence it is may differ from
-run to run, and nothing depends on it. Wanting rows are then sorted by keys that differ from row to row: the same order
-every run.
+The kernel finds distinct rows without sorting all ids. Each occurrence atomically raises `line_of` of its row to the
+claim of this request, a negative number above the claims of earlier requests. Lines are not negative, so a row that
+has a line keeps it. Of a row without a line, exactly one occurrence reads a number older than its own claim; this
+occurrence represents the row. Of a row with a line, the occurrence that sets the request's bit in `flights` represents
+it. Which occurrence that is may differ from run to run, and no result depends on it. Wanting rows are then sorted by
+keys that differ from row to row, so their order is the same in every run.
 
-Example: none = -2^31, serial 5; ids (8, 8), row 8 has none. The first to come reads -2^31 and leaves 5 - 2^31; the
-other reads that and is silent.
+Example: none = -2^31, serial 5; ids (8, 8), row 8 has none. The first occurrence reads -2^31 and leaves 5 - 2^31; the
+second reads that and does nothing more.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def ask_kernel(
     ids, segments, tables, clock, ints, longs, header, unsorted, report, segment_count, table_count, last_key,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a segment's ids: name, hold, claim, and write keys of wanting rows. See the top of the file."""
+    """Process a tile of a segment's ids: name, hold and claim rows, and write keys of wanting rows.
+
+    See the top of the file.
+    """
     program = tl.program_id(0).to(tl.int64)
     segment = segment_at(segments + S_TILE * segment_count, segment_count, program)
     s = segments + segment
@@ -89,14 +92,14 @@ def ask_kernel(
     before = tl.atomic_or(flights + line, bit + tl.zeros_like(line), mask=has, sem="relaxed")
     hit = has & ((before & bit) == 0)
     tl.store(longs + tl.load(own + T_NAMED * table_count) + line, serial + tl.zeros_like(at), mask=hit)
-    speaks = claimed | hit
+    represents = claimed | hit
     wanting = claimed | (hit & (line >= tl.load(own + T_FIRST_SPARE * table_count)))
     count = tl.zeros_like(line)
     lfu = tl.load(own + T_LFU * table_count) != 0
     if lfu:
         counts = ints + tl.load(own + T_COUNTS * table_count) + row
-        count = tl.load(counts, mask=speaks, other=0)
-        tl.store(counts, tl.minimum(count.to(tl.int64) + 1, _MOST).to(tl.int32), mask=speaks)
+        count = tl.load(counts, mask=represents, other=0)
+        tl.store(counts, tl.minimum(count.to(tl.int64) + 1, _MOST).to(tl.int32), mask=represents)
     sets = tl.load(own + T_SETS * table_count)
     each = tl.load(own + T_EACH * table_count)
     key = tl.load(own + T_FIRST_KEY * table_count) + row // sets
@@ -106,20 +109,20 @@ def ask_kernel(
     key = tl.where(wanting, key, last_key.to(tl.int64))
     start = tl.load(s + S_START * segment_count)
     tl.store(unsorted + start + at, key.to(unsorted.dtype.element_ty), mask=here)
-    told = header + table * 8
-    spoke = tl.sum(speaks.to(tl.int64), 0)
-    missed = tl.sum(claimed.to(tl.int64), 0)
-    wants = tl.sum(wanting.to(tl.int64), 0)
-    tl.atomic_add(told + H_ROWS, spoke, mask=spoke > 0, sem="relaxed")
-    tl.atomic_add(told + H_MISSES, missed, mask=missed > 0, sem="relaxed")
-    tl.atomic_add(told + H_WANTING, wants, mask=wants > 0, sem="relaxed")
+    totals = header + table * 8
+    row_count = tl.sum(represents.to(tl.int64), 0)
+    miss_count = tl.sum(claimed.to(tl.int64), 0)
+    wanting_count = tl.sum(wanting.to(tl.int64), 0)
+    tl.atomic_add(totals + H_ROWS, row_count, mask=row_count > 0, sem="relaxed")
+    tl.atomic_add(totals + H_MISSES, miss_count, mask=miss_count > 0, sem="relaxed")
+    tl.atomic_add(totals + H_WANTING, wanting_count, mask=wanting_count > 0, sem="relaxed")
 
 
 def cache_ask_(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], books: Sequence[Tensor],
     sets: Sequence[int], ways: int, clock: Tensor, names: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `definition.py`. Zeros, a launch and `torch.sort`."""
+    """See `definition.py`. Runs a fill with zeros, a launch and `torch.sort`."""
     raise_due(ids.device)
     ids = ids.contiguous()
     read = read_books(books, sets, ways)

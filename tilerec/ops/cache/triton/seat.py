@@ -1,6 +1,6 @@
-"""`cache_seat_` on GPUs: the books say what has moved, in one launch.
+"""`cache_seat_` on GPUs: write the moves of a plan to the books, in one launch.
 
-Nouns as in `definition.py`, where the example is.
+Nouns as in `definition.py`, which also has an example.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilerec.ops.cache.triton.books import (
     T_LINE_OF,
     T_NAMED,
     T_ROW_IN,
-    T_TOLD,
+    T_TOTALS,
     read_books,
     tile_of,
 )
@@ -48,7 +48,7 @@ def seat_kernel(
     plan, header, tables, clock, ints, longs, bytes, total, spares, table_count, TABLES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A plan's entries; the first program adds the header to what the tables were told, once."""
+    """Apply a plan's entries to the books. The first program adds the header to the tables' totals (`told`), once."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     wanting = wanting_in_all(header, table_count, TABLES)
@@ -79,7 +79,7 @@ def seat_kernel(
         tl.store(row_in + from_, row * 0 - 1, mask=moved)
         tl.store(dirties + from_, (row * 0).to(tl.uint8), mask=moved)
         tl.store(line_of + row, line.to(tl.int32), mask=takes)
-        tl.store(row_in + line, row, mask=sits)  # -1 where nobody comes
+        tl.store(row_in + line, row, mask=sits)  # -1 where no row comes
         tl.store(longs + tl.load(own + T_NAMED * table_count) + line, serial, mask=takes)
         tl.store(flights + line, bits, mask=takes)
         tl.store(dirties + line, (dirty >= 2).to(tl.uint8), mask=sits)
@@ -88,10 +88,10 @@ def seat_kernel(
         some = tl.arange(0, TABLES)
         listed = some < table_count
         due = listed & (tl.load(header + some * 8 + _SEATED, mask=listed, other=1) == 0)
-        told = longs + tl.load(tables + T_TOLD * table_count + some, mask=listed, other=0)
+        totals = longs + tl.load(tables + T_TOTALS * table_count + some, mask=listed, other=0)
         for column in tl.static_range(7):
-            seen = tl.load(told + column, mask=due, other=0)
-            tl.store(told + column, seen + tl.load(header + some * 8 + column, mask=due, other=0), mask=due)
+            seen = tl.load(totals + column, mask=due, other=0)
+            tl.store(totals + column, seen + tl.load(header + some * 8 + column, mask=due, other=0), mask=due)
         tl.debug_barrier()
         tl.store(header + some * 8 + _SEATED, (some * 0 + 1).to(tl.int64), mask=due)
 
@@ -101,7 +101,7 @@ def cache_seat_(plan: Tensor, header: Tensor, books: Sequence[Tensor], clock: Te
     count = header.shape[0]
     if not count:
         return
-    # How many sets a table has is nothing to this kernel: all of its lines are given as spare ones.
+    # This kernel does not use the number of sets: 0 sets declare all lines of a table as spare.
     read = read_books(books, (0,) * count, 1)
     tile = tile_of(plan)
     launch(

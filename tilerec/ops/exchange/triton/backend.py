@@ -1,6 +1,6 @@
-"""The exchange ops on GPUs; `definition.py` says what they mean, with examples.
+"""Triton kernels of the exchange ops on GPUs. `definition.py` defines the ops, with examples.
 
-`route.py` has `route_ids`, `rows.py` `place_rows_` and `pick_rows`.
+`route.py` has `route_ids`; `rows.py` has `place_rows_`, `pick_rows` and `pick_rows_`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilerec.ops.runtime.triton.library import on_own_device
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name."""
     return {
         "route_ids": route_ids,
         "place_rows_": place_rows_,
@@ -25,6 +25,6 @@ def kernels() -> dict[str, Callable[..., Any]]:
 
 
 def register(key: str = "CUDA") -> None:
-    """Let these kernels serve the ops on tensors of a dispatch key."""
+    """Register these kernels for the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
         LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

@@ -1,21 +1,21 @@
-"""`route_ids` on GPUs: ids dealt to parts, in wire order (`definition.py` says what they are).
+"""`route_ids` on GPUs: sort ids by part, in wire order. `definition.py` defines both.
 
 Nouns (beside those of that file)
   layer    routes that read different keys: the first route of every key, then the second of those that have one …
   entry    a route in its layer; entries stand in the order of their bags
   item     one id in one layer, number  layer * N + position;  V of them. Mostly there is one layer: items are ids
-  place    of an item: that of its part in wire order; K where it does not travel
+  place    of an item: the place of its part in wire order; K if the id does not travel
 
-In 10 launches, about 90 bytes per id over memory:
+In 10 launches, with about 90 bytes of memory traffic per id:
 
   deal     per item: its bag (searched in the offsets), its route, its part (searched in the cuts) -> place, 1 or 2
            bytes
   sort     items by place, stable, on keys that narrow (torch's radix sort: one pass, or two)
-  order    per item in wire order: local id, position, bag number; how many bags begin in each tile
-  number   the present bags' numbers: a tile's first is the sum of the tiles before it
+  order    per item in wire order: local id, position, bag number; per tile the number of bags that begin in it
+  number   the numbers of the present bags: a tile's first is the sum of the tiles before it
 
-Nothing waits: results are as long as they can become (V), and how much of them there is, and what was wrong, stands in
-`told`, which goes to the host with what else the step must know (`sharding/route.py`).
+The host never waits. Results have the largest possible length (V). Their actual lengths, and the fault if there is one,
+are in `summary`, which the caller copies to the host together with its other numbers (`sharding/route.py`).
 
 Legend: N ids, V items, K parts that travel, P present bags.
 """
@@ -52,24 +52,24 @@ _ROUTE_BITS = tl.constexpr(ROUTE_BITS)
 _ID_BIT = tl.constexpr(ID_BIT)
 _LAST = tl.constexpr(LAST_FAULT)
 
-# Numbers of an entry.
+# Rows of `entries`, int64 [6, width].
 _FIRST = tl.constexpr(0)  # its route's first bag
 _BAGS = tl.constexpr(1)
-_CUTS = tl.constexpr(2)  # where its cuts begin
+_CUTS = tl.constexpr(2)  # index of its first cut
 _RANGES = tl.constexpr(3)
-_PARTS = tl.constexpr(4)  # where its parts begin
+_PARTS = tl.constexpr(4)  # index of its first part
 _ROUTE = tl.constexpr(5)
 
 
 @triton.jit(do_not_specialize=["count", "bags", "width", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_items(
-    places_V, bags_V, told, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
+    places_V, bags_V, summary, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
     EACH_ID: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The places of a tile of ids in one layer, and the number of each one's bag within its key.
+    """Store the places of a tile of ids in one layer, and the number of each id's bag within its key.
 
-    entries: [6, width], `width` in all; layers: where each layer's begin, with the end of the last. STEPS: halvings of
-    the longest list of cuts.
+    entries: [6, width], one column per entry of all layers; layers: each layer's first entry, and the end of the last
+    layer. STEPS: halvings of the longest list of cuts.
     """
     program = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -77,7 +77,7 @@ def deal_items(
     last_entry = tl.load(layers + layer + 1) - 1
     firsts = entries + _FIRST * width
 
-    # This program's share of the offsets, bag by bag; the first program: each route's first offset, too.
+    # Check this program's share of the offsets, bag by bag. The first program also checks each route's first offset.
     if program * TILE < bags:
         bag = program * TILE + tl.arange(0, TILE)
         entry = segments_of(firsts, bag, first_entry, last_entry)
@@ -89,15 +89,15 @@ def deal_items(
         code = (route << _ROUTE_BITS) + bag + 1
         bad = owned & ((there < here) | (there < 0) | (there > count))
         if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
     if (program == 0) & (layer == 0):
-        # Every id is in a bag: offsets begin at 0 and end at `count`. The code is of a route behind the last, so that a
-        # route's own fault is reported before this one.
+        # Every id must be in a bag: offsets begin at 0 and end at `count`. The code is that of a route behind the last,
+        # so a route's own fault takes precedence over this one.
         edge = tl.arange(0, 2).to(tl.int64)
         code = ((edge * 0 + width) << _ROUTE_BITS) + edge * bags
         bad = tl.load(offsets + edge * bags) != edge * count
         if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
     if program == 0:
         for begin in range(first_entry, last_entry + 1, TILE):
             entry = begin + tl.arange(0, TILE)
@@ -107,7 +107,7 @@ def deal_items(
             code = (tl.load(entries + _ROUTE * width + entry, mask=known, other=0) << _ROUTE_BITS) + bag
             bad = (start < 0) | (start > count)
             if tl.sum(bad.to(tl.int32), 0) > 0:
-                tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+                tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
 
     if program * TILE < count:
         last = tl.minimum(program * TILE + TILE, count) - 1
@@ -132,7 +132,7 @@ def deal_items(
         if tl.sum(bad.to(tl.int32), 0) > 0:
             route = tl.load(entries + _ROUTE * width + entry)
             code = (route << _ROUTE_BITS) + _ID_BIT + position
-            tl.atomic_max(told, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
         part = position * 0
         for step in tl.static_range(STEPS):
             tried = part + (1 << (STEPS - 1 - step))
@@ -154,7 +154,7 @@ def order_items(
     local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V, lower, count, items, parts,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of items in wire order: local ids, positions, bag numbers; and how many bags begin in it."""
+    """Store local ids, positions and bag numbers of a tile of items in wire order, and the bags that begin in it."""
     program = tl.program_id(0).to(tl.int64)
     item = program * TILE + tl.arange(0, TILE)
     here = item < items
@@ -176,13 +176,13 @@ def order_items(
 
 
 @triton.jit(do_not_specialize=["items", "parts"])
-def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, parts, TILE: tl.constexpr):
-    """Number the present bags of a tile, and count.
+def number_bags(lengths_P, slots_P, summary, places_V, numbers_V, begun_T, items, parts, TILE: tl.constexpr):
+    """Number the present bags of a tile, and count ids per bag, and bags and ids per part.
 
-    A count is (end - begin), added up in integers by the item that begins and by the one that ends: of a bag, of the
-    bags and of the ids of a part. What nobody begins is 0.
+    A count is (end - begin). The first item adds -begin and the last item adds end, in integers, to the count of its
+    bag or part. A bag or part without items keeps 0.
 
-    told: [1 + 2 K], the counts from 1 on.
+    summary: [1 + 2 K], the counts from 1 on.
     """
     program = tl.program_id(0).to(tl.int64)
     earlier = tl.full((), 0, tl.int64)
@@ -205,7 +205,7 @@ def number_bags(lengths_P, slots_P, told, places_V, numbers_V, begun_T, items, p
     tl.store(slots_P + bag, number, mask=begins)
     tl.atomic_add(lengths_P + bag, (-item).to(tl.int32), mask=begins, sem="relaxed")
     tl.atomic_add(lengths_P + bag, (item + 1).to(tl.int32), mask=ends, sem="relaxed")
-    counts = told + 1 + 2 * place
+    counts = summary + 1 + 2 * place
     tl.atomic_add(counts, -bag, mask=starts, sem="relaxed")
     tl.atomic_add(counts, bag + 1, mask=stops, sem="relaxed")
     tl.atomic_add(counts + 1, -item, mask=starts, sem="relaxed")
@@ -217,7 +217,7 @@ _TILE = 256
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of routes before a batch: all but where their bags lie."""
+    """Constants of a list of routes, equal for all batches; the positions of bags are not among them."""
 
     order: tuple[int, ...]  # routes, layer after layer, each in the order of its keys
     layers: tuple[int, ...]
@@ -270,7 +270,7 @@ def route_ids(
     device = ids.device
     raise_due(device)
     layout = _layout(tuple(keys), tuple(cuts), tuple(ranges), tuple(wire))
-    if len(layout.layers) > GRID_Y:  # 65,535 routes read one key
+    if len(layout.layers) > GRID_Y:  # 65,535 or more routes read one key
         return _route_ids_reference(ids, offsets, keys, batches, cuts, ranges, wire, each_id, dtype, names)
     first_bags, bags = bag_starts(keys, batches)
     for r, (first, own) in enumerate(zip(first_bags, bags, strict=True)):
@@ -289,14 +289,14 @@ def route_ids(
         for column in (first_bags, bags, layout.cut_starts, ranges, layout.part_starts, range(len(keys)))
         for r in layout.order
     ]
-    # A batch of one size has its bags where the last one had them.
+    # With one batch size for all keys, the next batch most likely has its bags at the same positions: cache the upload.
     sent = constants(tuple(entries), device) if len(batches) == 1 else upload(entries, device)
-    told = torch.zeros(1 + 2 * parts, dtype=torch.int64, device=device)
+    summary = torch.zeros(1 + 2 * parts, dtype=torch.int64, device=device)
     places_V = torch.empty(items, dtype=key_type(parts + 1), device=device)
     bags_V = torch.empty(items, dtype=torch.int32, device=device)
     programs = max(-(-max(count, offsets.numel() - 1) // _TILE), 1)
     launch(deal_items, (programs, layers),
-        places_V, bags_V, told, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
+        places_V, bags_V, summary, ids, offsets, sent, constants(layout.layers, device), constants(tuple(cuts), device),
         constants(tuple(wire), device), count, offsets.numel() - 1, len(keys), parts,
         EACH_ID=each_id, STEPS=layout.steps, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -317,7 +317,7 @@ def route_ids(
             (tiles,),
             lengths_P,
             slots_P,
-            told,
+            summary,
             places_V,
             numbers_V,
             begun_T,
@@ -327,4 +327,4 @@ def route_ids(
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return told, lengths_P, local_V, slots_P, positions_V
+    return summary, lengths_P, local_V, slots_P, positions_V

@@ -1,11 +1,11 @@
-"""`place_rows_` and `pick_rows` on GPUs: rows of segments to their places, and from them.
+"""`place_rows_` and `pick_rows` on GPUs: copy the rows of segments to their places, and from them.
 
-`definition.py` says what segments are.
+`definition.py` defines segments.
 
-  wave     segments that touch different elements of the output; waves run one after another
+  wave     segments that write different elements of the output; waves run one after another
 
-One launch (and one per wave where rows of several segments are added up in one place): programs own tiles of rows of
-one segment, read and write 16 bytes a lane.
+One launch (and one per wave if rows of several segments are added up in one place): programs own tiles of rows of one
+segment, and each lane reads and writes 16 bytes.
 
 Legend: S segments.
 """
@@ -33,10 +33,10 @@ from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import tell
 from tilerec.ops.runtime.triton.search import segment_at
 
-# Numbers of a segment.
+# Rows of `table`, int64 [9, S].
 _TILES = tl.constexpr(0)  # its first tile
 _COUNT = tl.constexpr(1)
-_START = tl.constexpr(2)  # element of its rows
+_START = tl.constexpr(2)  # first element of its rows
 _SLOTS = tl.constexpr(3)
 _WIDTH = tl.constexpr(4)
 _PLACE = tl.constexpr(5)
@@ -53,9 +53,9 @@ def move_rows(
     PICK: tl.constexpr, ADDS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a segment's rows, to their places in `flat` or, with PICK, from them.
+    """Copy one tile of a segment's rows to their places in `flat` or, with PICK, from them.
 
-    table: [9, S]. Widths, places and strides are multiples of VEC: what is loaded can be hinted.
+    table: [9, S]. Widths, places and strides are multiples of VEC. The kernel loads them, so they can be hinted.
     """
     program = tl.program_id(0).to(tl.int64) + first_tile
     s = table + segment_at(table, segments, program)
@@ -71,48 +71,48 @@ def move_rows(
     if own_slots >= 0:
         slot = tl.load(slots + own_slots + row, mask=here, other=0).to(tl.int64)
     element = place + slot * stride
-    good = here & (slot >= 0) & (element >= 0) & (element + width <= elements)
-    if tl.sum((here & ~good).to(tl.int32), 0) > 0:
+    fits = here & (slot >= 0) & (element >= 0) & (element + width <= elements)
+    if tl.sum((here & ~fits).to(tl.int32), 0) > 0:
         lowest = tl.min(tl.where(here, slot, 0), 0)
         tell(report, tl.load(s + _NUMBER * segments), lowest, 0)
-    mine = rows + (start + row * width)[:, None]
-    theirs = flat + element[:, None]
+    row_pointers = rows + (start + row * width)[:, None]
+    place_pointers = flat + element[:, None]
     for column in range(0, width, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)[None, :]
-        inside = good[:, None] & (columns < width)
+        inside = fits[:, None] & (columns < width)
         if PICK:
-            # What is not there is zero, and told.
-            taken = tl.load(theirs + columns, mask=inside, other=0)
-            tl.store(mine + columns, taken, mask=here[:, None] & (columns < width))
+            # Rows outside `flat` are zeros; the report has been taken above.
+            taken = tl.load(place_pointers + columns, mask=inside, other=0)
+            tl.store(row_pointers + columns, taken, mask=here[:, None] & (columns < width))
         else:
-            moved = tl.load(mine + columns, mask=inside, other=0)
+            moved = tl.load(row_pointers + columns, mask=inside, other=0)
             if ADDS and tl.load(s + _ADDS * segments) != 0:
-                old = tl.load(theirs + columns, mask=inside, other=0)
+                old = tl.load(place_pointers + columns, mask=inside, other=0)
                 if HALF:
                     moved = (old.to(tl.float32) + moved.to(tl.float32)).to(flat.dtype.element_ty)
                 else:
                     moved += old
-            tl.store(theirs + columns, moved, mask=inside)
+            tl.store(place_pointers + columns, moved, mask=inside)
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """What is known of segments before their counts."""
+    """Constants of a list of segments, independent of their counts."""
 
     order: npt.NDArray[np.int64]  # segments, wave after wave
     in_order: bool  # there is one wave
-    waves: tuple[int, ...]  # where each wave begins in it, with the end of the last
+    waves: tuple[int, ...]  # index in `order` of each wave's first segment, and the end of the last wave
     numbers: npt.NDArray[np.int64]  # [5, S]: widths, places, strides, adds, numbers, in that order
-    # In the segments' own order: columns, and how many rows the tensor holds of each (one after another; by slots, as
-    # far as that can be said).
+    # In the segments' own order: columns, and the rows of each that fit into the tensor (dense rows; rows by slots,
+    # for which _MANY means that only the kernel can check).
     widths: npt.NDArray[np.int64]
     dense_rows: npt.NDArray[np.int64]
     slot_rows: npt.NDArray[np.int64]
     some_empty: bool
-    unit: int  # what all of widths, places and strides are multiples of
+    unit: int  # a power of two that divides all widths, places and strides
     widest: int
     adds: bool
-    sound: bool  # nothing is negative
+    sound: bool  # no number is negative
 
 
 _MANY = 1 << 40
@@ -130,7 +130,7 @@ def _moves(
     wave_of = [0] * len(widths) if adds is None or not sound else _wave_of(widths, places, strides)
     order = sorted(range(len(widths)), key=lambda s: wave_of[s])
     sizes = [wave_of.count(wave) for wave in range(max(wave_of, default=-1) + 1)]
-    # Strides beyond the tensor are as good as one behind its end, and cannot overflow.
+    # Clamp strides to one behind the tensor's end: larger ones are equally out of range, and could overflow.
     lists = (
         widths, places, [min(stride, elements + 1) for stride in strides], adds or (0,) * len(widths),
         range(len(widths)),
@@ -148,13 +148,13 @@ def _moves(
 
 
 def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The wave of each segment: segments of the same places one after another, all others at once.
+    """Return the wave of each segment: segments of the same places run one after another, all others at once.
 
-    A block is the segments of one stride whose places lie less than it apart, counted from the first. It is taken for
-    granted that segments of two blocks do not meet: their slots end before (`place_rows_` says so of its callers; in a
-    flat output, where slots lie one after another, they do, and so they do in an output of one row per bag, which is
-    one block). Within a block, columns that overlap in part, or rows that reach into the next: every segment waits for
-    the one before.
+    A block is a run of segments of one stride whose places lie less than that stride apart, counted from the first of
+    them. Segments of two blocks must not overlap: the slots of a block end before the next block. Callers of
+    `place_rows_` guarantee this. It holds in a flat output, where slots lie one after another, and in an output of one
+    row per bag, which is one block. If columns overlap in part within a block, or rows reach into the next, every
+    segment gets its own wave.
 
     Example: width 4, stride 8, places 0, 4, 0, 20 (another block): waves 0, 0, 1, 0; places 0, 2: waves 0, 1.
     """
@@ -172,7 +172,7 @@ def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int
             elif begin < end:
                 return list(range(len(widths)))
             end = begin + width
-            if end > block + stride:  # a row's end is in the next one's beginning
+            if end > block + stride:  # the row's end overlaps the next row's begin
                 return list(range(len(widths)))
     seen: dict[tuple[int, int, int], int] = {}
     waves = []
@@ -186,7 +186,7 @@ def _refuse(
     op: str, elements: int, row_elements: int, slot_count: int, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
 ) -> None:  # fmt: skip
-    """Name the first segment that does not fit."""
+    """Raise an `AssertionError` for the first segment that does not fit."""
     at = 0
     lists = zip(counts, widths, slot_starts, places, strides, strict=True)
     for s, (count, width, start, place, stride) in enumerate(lists):
@@ -217,7 +217,7 @@ _SUMMED = (
 
 
 class _Plan(NamedTuple):
-    """What a call launches."""
+    """Arguments of a call's launches."""
 
     table: Tensor  # int64 [9 * S], on the device
     ends: tuple[int, ...]  # of each wave's tiles
@@ -232,7 +232,10 @@ def _plan(
     strides: tuple[int, ...], adds: tuple[int, ...] | None, elements: int, row_elements: int, slot_count: int,
     size: int, aligned: int, device: torch.device,
 ) -> _Plan:  # fmt: skip
-    """size: bytes of an element; aligned: where flat and rows lie is a multiple of so many bytes (up to 16)."""
+    """Return the plan of a call, and check its segments.
+
+    size: bytes of an element; aligned: bytes that divide the addresses of flat and rows, a power of two up to 16.
+    """
     segments = len(counts)
     moves = _moves(widths, places, strides, adds, elements)
     count_S, start_S = now = np.array((counts, slot_starts), dtype=np.int64)
@@ -245,7 +248,7 @@ def _plan(
         _refuse(op, elements, row_elements, slot_count, counts, widths, slot_starts, places, strides)
     vec = max(min(moves.unit, aligned // size), 1)
     columns = min(1 << max(moves.widest - 1, 0).bit_length(), 512 // size)
-    tile = max(min(4096 // size, 512 * vec) // columns, 1)  # 4 KB under way, 16 loads a lane at most
+    tile = max(min(4096 // size, 512 * vec) // columns, 1)  # 4 KB in flight, 16 loads a lane at most
     table = np.empty((9, segments), dtype=np.int64)
     table[_COUNT.value :: 2][:2] = now if moves.in_order else now[:, moves.order]
     table[_START.value] = row_starts_S1[:-1] if moves.in_order else row_starts_S1[moves.order]
@@ -273,7 +276,7 @@ def _move(
     if not segments:
         return
     elements, where = flat.numel(), flat.data_ptr() | rows.data_ptr() | 16
-    # Rows without slots are those of all bags, so most likely as many in the next step; those with slots are not.
+    # Cache plans without slots: their segments have one row per bag, most likely as many in the next step.
     plan = (_kept_plan if max(slot_starts) < 0 else _plan)(
         op, tuple(counts), tuple(widths), tuple(slot_starts), tuple(places), tuple(strides),
         None if adds is None else tuple(adds), elements, rows.numel(), slots.numel(), flat.element_size(),
@@ -297,7 +300,7 @@ def _move(
 
 
 def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
-    """Whether the tensors are such as the kernel reads; the reference says what is wrong with others."""
+    """Return True if the kernel reads such tensors; the reference raises the errors for others."""
     return (
         flat.dtype == rows.dtype
         and flat.element_size() <= 8

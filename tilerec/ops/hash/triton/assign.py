@@ -1,4 +1,4 @@
-"""Giving ids rows on a GPU: `zch_assign_`, `zch_assign_each_`. `tilerec/ops/hash/triton/backend.py` says how.
+"""Assignment of rows to ids on a GPU: `zch_assign_`, `zch_assign_each_`. `backend.py` explains the algorithm.
 
 Nouns as there and in `definition.py`.
 """
@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.hash.policy import Outcome
-from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.hash.triton.find import ENTRIES, LIMIT, PROBES, find_kernel, raises
 from tilerec.ops.hash.triton.place import (
     ANYWHERE,
@@ -44,12 +43,12 @@ def _event(
     ADMITS: tl.constexpr, COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One entry's turn: rules 1 to 6 of `zch_assign_`.
+    """Process one event: rules 1 to 6 of `zch_assign_`.
 
-    Returns the id, the row that somebody was evicted from (-2: nobody was), the row that the id has now (-1: none), and
-    how many slots a search for it looks at from now on.
+    Returns the id, the row from which an id was evicted (-2: none was), the row that the id has now (-1: none), and the
+    number of slots that a search for it probes from now on.
 
-    First everything is read and decided, then written: a lane that is ahead must not write what another still reads.
+    All reads and decisions come before all writes: a faster lane must not overwrite a value that another still reads.
     """
     id_ = tl.load(ids_N + n)
     mixed = mixed_bits(id_.to(tl.uint64, bitcast=True))
@@ -75,10 +74,10 @@ def _event(
         seen = tl.minimum(tl.minimum(of_one, of_other) + each, LIMIT)
         admitted = enters & (seen >= threshold)
     place = end
-    if EVICT:  # known when the kernel is compiled, so this is not one condition  # noqa: SIM102
+    if EVICT:  # a compile-time constant, so the two conditions stay separate  # noqa: SIM102
         if admitted & (end == FAR):
             reach = window
-            if STEPS:  # found out here, and not once for all, so that no register is kept for it
+            if STEPS:  # computed here, not once per kernel, so that it occupies no register
                 reach = tl.where(step % every.to(tl.int64) == 0, window, 0)
             place = victim(
                 last_E, hits_E, expires_E, base, start, slots, reach, step, now, POLICY, EXPONENT, WIDTH
@@ -117,9 +116,9 @@ def walk_kernel(
     COUNTS: tl.constexpr, INSERTS: tl.constexpr, TTLS: tl.constexpr, STEPS: tl.constexpr, NOWS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's entries in their order: the events take their turns. See the top of the file for an example.
+    """Process one bucket's entries in their order: mark hits, run events. `backend.py` has an example.
 
-    The cost is that of the events, two or three trips to memory each, and of a look at every CHUNK entries.
+    The cost is two or three dependent memory accesses per event, and one check per CHUNK entries.
     """
     first, held, slots, window = (
         first.to(tl.int64),
@@ -144,7 +143,7 @@ def walk_kernel(
         if refused | (tl.load(needs_B + bucket) == 0):
             end = at
         while at < end:
-            tl.debug_barrier()  # rows that earlier chunks gave away
+            tl.debug_barrier()  # earlier chunks may have reassigned rows
             inside = at + lane < end
             n = tl.load(order_N + at + lane, mask=inside, other=0)
             id_ = tl.load(ids_N + n, mask=inside, other=0)
@@ -154,21 +153,21 @@ def walk_kernel(
             done = tl.min(lane * 0, axis=0)
             next_ = tl.min(tl.where(event, lane, CHUNK), axis=0)
             while next_ < CHUNK:
-                # Hits before the event: their rows are touched.
+                # Hits before the event: mark their rows as touched.
                 tl.store(
                     last_E + row, step + lane * 0, mask=had & (event == 0) & (lane >= done) & (lane < next_)
                 )
                 tl.debug_barrier()
-                turned, given, taken, probes = _event(
+                event_id, evicted_row, event_row, probes = _event(
                     tl.load(order_N + at + next_), ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E,
                     last_E, hits_E, expires_E, counters_BC + bucket * counters_each, base, first_row, counters_each,
                     slots, window, step, now, ttl, threshold, every, rows_N, probes_N, outcomes_N, evicted_ids_N,
                     POLICY, EXPONENT, EVICT, EXPIRING, ADMITS, COUNTS, INSERTS, TTLS, STEPS, WIDTH,
                 )  # fmt: skip
-                event = event | (had & (row == given))  # who was evicted comes later in the batch
-                # The same id again, as hot ones come: hits, all at once. No entry can take the row from them.
-                again = event & (lane > next_) & (id_ == turned) & (lane * 0 + taken >= 0)
-                tl.store(rows_N + n, lane * 0 + (first_row + taken), mask=again)
+                event = event | (had & (row == evicted_row))  # a later entry of the evicted id
+                # Further entries of the same id, common for hot ids: all are hits, as no event can evict a touched row.
+                again = event & (lane > next_) & (id_ == event_id) & (lane * 0 + event_row >= 0)
+                tl.store(rows_N + n, lane * 0 + (first_row + event_row), mask=again)
                 tl.store(outcomes_N + n, (lane * 0 + HIT).to(tl.uint8), mask=again)
                 tl.store(probes_N + n, lane * 0 + probes.to(tl.int32), mask=again)
                 event = event & (again == 0)
@@ -185,7 +184,7 @@ def hit_kernel(
     count, first, slots, step, now, ttl, COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr,
     STEPS: tl.constexpr, NOWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every hit counts itself: sums and maxima of integers, the same in any order. hits 3, two hits -> 5."""
+    """Add each hit's count: sums and maxima of integers, equal in any order. hits 3, two hits -> 5."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = n < tl.where(tl.load(report) == 0, count, 0)
     hit = inside & (tl.load(outcomes_N + n, mask=inside, other=MISSING) == HIT)
@@ -208,20 +207,41 @@ def hit_kernel(
 
 
 def key_type(held: int) -> torch.dtype:
-    """The narrowest that numbers all buckets: the fewer the bits, the fewer the passes of the sort."""
+    """Return the narrowest dtype that numbers all buckets: the fewer the bits, the fewer the passes of the sort."""
     return torch.int16 if held <= 2**15 else torch.int32
 
 
-def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Entries that do not fit change nothing, and are told at a later op."""
-    ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC = call.state
-    buckets, slots, max_probe, first = call.table
-    step, now, ttl, evict, threshold = call.step, call.now, call.ttl, call.evict, call.threshold
-    step_there, now_there = call.step_there, call.now_there
-    ids_N = call.ids_N.contiguous()
-    counts_N = None if call.counts_N is None else call.counts_N.contiguous()
-    ttl_N = None if call.ttl_N is None else call.ttl_N.contiguous()
-    inserts_N = None if call.may_insert_N is None else bytes_of(call.may_insert_N)
+def zch_assign_each_(
+    ids_N: Tensor,
+    counts_N: Tensor | None,
+    may_insert_N: Tensor | None,
+    ttl_N: Tensor | None,
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    counters_BC: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    max_probe: int,
+    step: int,
+    now: int,
+    policy: int,
+    exponent: float,
+    ttl: int,
+    evict: int,
+    threshold: int,
+    step_there: Tensor | None = None,
+    now_there: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `tilerec/ops/hash/assign.py`. A bad entry changes nothing, and a later op raises its error."""
+    ids_N = ids_N.contiguous()
+    counts_N = None if counts_N is None else counts_N.contiguous()
+    ttl_N = None if ttl_N is None else ttl_N.contiguous()
+    inserts_N = None if may_insert_N is None else bytes_of(may_insert_N)
     raise_due(ids_N.device)
     count, held, window = ids_N.shape[0], call.held, min(max_probe, slots)
     rows_N, probes_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
@@ -229,8 +249,8 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if count == 0:
         return rows_N, outcomes_N, probes_N, evicted_ids_N
 
-    if step_there is None:  # then it is known here whether anybody is evicted, and no kernel has to find out
-        evict = int(call.evicts(step))
+    if step_there is None:  # the host knows whether this step evicts, so no kernel has to compute it
+        evict = int(evict > 0 and step % evict == 0)
     given = {"COUNTS": counts_N is not None, "TTLS": ttl_N is not None}
     clocks = {"STEPS": step_there is not None, "NOWS": now_there is not None}
     clocks_there = (ids_N if step_there is None else step_there, ids_N if now_there is None else now_there)
@@ -239,11 +259,11 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ids_N if ttl_N is None else ttl_N,
     )  # fmt: skip
     used_bytes_E, expiring = used_E.view(torch.uint8), expires_E.shape[0] > 0
-    # All zeros: which buckets need a walk, and where their runs begin and end.
+    # Initially zero: flags of the buckets that need a walk, and the begin and end of each bucket's run.
     needs_B, begin_B, end_B = torch.zeros(3, held, dtype=torch.int64, device=ids_N.device)
-    report = new_report(ids_N.device)  # so a graph's is zeros before the first replay, too
+    report = new_report(ids_N.device)  # a graph's report is zero before the first replay, too
     if capturing():
-        report.zero_()  # what one replay refused is not refused by the next
+        report.zero_()  # an error of one replay must not make the next one skip its entries
     key_N = torch.empty_like(ids_N, dtype=key_type(held))
 
     grid, entries = blocks(count, ids_N, ENTRIES)
@@ -272,9 +292,9 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows_N, outcomes_N, probes_N, evicted_ids_N
 
 
-def zch_assign_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so entries that do not fit are told here."""
-    rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(call)
+def zch_assign_(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so this call raises the error of a bad entry."""
+    rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(ids_N, *rest)
     at_M = (outcomes_N == Outcome.EVICTED).nonzero().squeeze(1)
     raise_due(rows_N.device)
     return rows_N, outcomes_N, probes_N, rows_N[at_M], evicted_ids_N[at_M]

@@ -1,6 +1,6 @@
-"""Looking ids up on a GPU: `zch_buckets`, `zch_find`.
+"""Lookup of ids on a GPU: `zch_buckets`, `zch_find`.
 
-Nouns as in `definition.py` and `tilerec/ops/hash/triton/backend.py`.
+Nouns as in `definition.py` and `backend.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tilerec.ops.runtime.triton.reports import Raise, new_report, post, raise_du
 
 LIMIT = tl.constexpr(COUNTER_LIMIT)
 HIT, MISSING = tl.constexpr(int(Outcome.HIT)), tl.constexpr(int(Outcome.MISSING))
-ENTRIES, PROBES = 16, 8  # ids of a program, and slots of each that it looks at together
+ENTRIES, PROBES = 16, 8  # ids of a program, and slots of each id that it reads at once
 
 
 @triton.jit(do_not_specialize=["count", "buckets"], do_not_specialize_on_alignment=["ids_N"])
 def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
-    """Ids 0, 1, -1 of 768 buckets -> 0, 259, 542."""
+    """Store the bucket of each id. Ids 0, 1, -1 of 768 buckets -> 0, 259, 542."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id_ = tl.load(ids_N + n, mask=n < count, other=0)
     tl.store(
@@ -68,11 +68,11 @@ def find_kernel(
     ENTRIES: tl.constexpr,
     PROBES: tl.constexpr,
 ):
-    """ENTRIES ids at a time, PROBES neighbouring slots of each: the row of every id, and the slots looked at.
+    """Store the row of every id and the number of slots probed, ENTRIES ids and PROBES neighbouring slots at a time.
 
-    8 lanes read 8 neighbouring slots, 64 bytes, of one id's window; an id that has found its slot, or an empty one,
-    reads no more. What assigning needs besides: the sort's key (the bucket), which buckets have ids to let in, and
-    outcomes as they are where nobody is.
+    8 lanes read 8 neighbouring slots, 64 bytes, of one id's window. The reads of an id stop at its slot, or at an empty
+    one. With ASSIGNS the kernel also stores the sort's key (the bucket), flags of buckets with ids to insert, and the
+    outcomes of a batch without insertions.
     """
     n = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     inside = n < count
@@ -132,7 +132,7 @@ def find_kernel(
 def raises(
     op: str, ids_N: Tensor, counts_N: Tensor | None, ttl_N: Tensor | None, first: int, held: int, buckets: int
 ) -> Raise:
-    """What a taken report means. It tells positions; what stood there is read when it is raised."""
+    """Return the function that raises the error of a taken report. Reports hold positions; it reads the ids there."""
     count = ids_N.shape[0]
 
     def raise_(stray: int, bad: int, _: int) -> None:
@@ -163,7 +163,7 @@ def zch_buckets(ids_N: Tensor, buckets: int) -> Tensor:
 def zch_find(
     ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
 ) -> tuple[Tensor, Tensor]:
-    """See `tilerec/ops/hash/find.py`. An id whose bucket is not held is told at a later op; here it has no row."""
+    """See `tilerec/ops/hash/find.py`. An id of a bucket that is not held gets row -1, and a later op raises."""
     ids_N = ids_N.contiguous()
     raise_due(ids_N.device)
     count, held = ids_N.shape[0], ids_E.shape[0] // slots

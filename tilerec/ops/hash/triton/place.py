@@ -1,6 +1,6 @@
-"""Where an id may be, on a GPU: its bucket and start, and where a bucket's entries are in a sorted batch.
+"""Bucket and start slot of an id on a GPU, and the runs of each bucket's entries in a sorted batch.
 
-Nouns as in `definition.py` and `tilerec/ops/hash/triton/backend.py`.
+Nouns as in `definition.py` and `backend.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from tilerec.ops.hash import place as hash_place
 from tilerec.ops.hash.place import SECOND
 
-# Numbers that change from batch to batch, or of which 1 and multiples of 16 are nothing special: no kernel for those.
+# Numbers that change from batch to batch, or gain nothing from special kernels for 1 and for multiples of 16.
 PLAIN = [
     "count",
     "first",
@@ -28,7 +28,7 @@ PLAIN = [
     "threshold",
     "every",
 ]
-# A batch's tensors are views that may begin anywhere, in the next batch elsewhere.
+# A batch's tensors are views of any alignment, which differs from batch to batch: no special kernels for it.
 ANYWHERE = ["ids_N", "counts_N", "may_insert_N", "ttl_N", "step_there", "now_there"]
 FAR = tl.constexpr(2**62)  # a distance that no window reaches
 STIRRED_AGAIN = tl.constexpr(SECOND % 2**64)
@@ -36,7 +36,7 @@ STIRRED_AGAIN = tl.constexpr(SECOND % 2**64)
 
 @triton.jit
 def mixed_bits(bits):
-    """The finaliser of splitmix64. 1 -> 0x5692161d100b05e5"""
+    """Apply the finaliser of splitmix64. 1 -> 0x5692161d100b05e5"""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)
@@ -54,13 +54,13 @@ def low(mixed, count):
 
 @triton.jit
 def wrapped(slot, slots):
-    """slot 5 of 4 -> 1: a window is circular inside its bucket, and never longer than it."""
+    """Wrap a slot number: slot 5 of 4 -> 1. A window is circular inside its bucket, and never longer than it."""
     return tl.where(slot >= slots, slot - slots, slot)
 
 
 @triton.jit
 def search(id_, ids_E, used_E, base, start, slots, window, WIDTH: tl.constexpr):
-    """How far from its start an id's search ends, and how far the id is itself; FAR: nowhere.
+    """Return the distances from `start` at which an id's search ends and at which the id is; FAR: nowhere.
 
     WIDTH slots at a time, one per lane or several. Slots hold [1, -, 8, 3], start 2: id 8 -> 0, 0; id 2 -> 3, FAR.
     """
@@ -83,7 +83,10 @@ def search(id_, ids_E, used_E, base, start, slots, window, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "held"])
 def runs_kernel(key_N, begin_B, end_B, count, held, BLOCK: tl.constexpr):
-    """Where each bucket's run begins and ends in the sorted keys. Keys [0, 2, 2] -> begin [0, -, 1], end [1, -, 3]"""
+    """Store where each bucket's run begins and ends in the sorted keys.
+
+    Keys [0, 2, 2] -> begin [0, -, 1], end [1, -, 3]
+    """
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = n < count
     key = tl.load(key_N + n, mask=inside, other=-1).to(tl.int64)
@@ -93,13 +96,12 @@ def runs_kernel(key_N, begin_B, end_B, count, held, BLOCK: tl.constexpr):
     tl.store(end_B + key, n + 1, mask=inside & (key < held) & (key != after))
 
 
-_WALKERS = (
-    132 * 64
-)  # programs at most: as many warps as an H100 or H200 holds; with more buckets each takes several
+# Most programs: as many warps as an H100 or H200 holds. With more buckets each program walks several.
+_WALKERS = 132 * 64
 
 
 def blocks(count: int, values: Tensor, block: int) -> tuple[tuple[int], int]:
-    """A grid, and how many elements each program takes: more where programs are interpreted one after the other."""
+    """Return a grid, and the elements per program: more in the interpreter, which runs programs one after the other."""
     block = block if values.is_cuda else max(block, 1024)
     return (triton.cdiv(count, block),), block
 
@@ -109,7 +111,7 @@ def walkers(buckets: int, values: Tensor) -> tuple[int]:
 
 
 def width_of(window: int) -> int:
-    """Slots of a window that are looked at together."""
+    """Return the number of slots of a window that are read at once."""
     return min(triton.next_power_of_2(window), 128)
 
 

@@ -1,4 +1,4 @@
-"""Whom a full window evicts, on a GPU: the scores of `tilerec/ops/hash/policy.py`, bit for bit."""
+"""Eviction from a full window on a GPU: the scores of `tilerec/ops/hash/policy.py`, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ LRU, LFU, DISTANCE_LFU, TTL = (tl.constexpr(int(policy)) for policy in Policy)
 
 @triton.jit
 def power(age, EXPONENT: tl.constexpr):
-    """age ** (EXPONENT / 256) in float64 by the reference's products and square roots. 9, 384 -> 9 * sqrt(9) = 27"""
+    """Return age ** (EXPONENT / 256) in float64, by the reference's products and square roots.
+
+    9, 384 -> 9 * sqrt(9) = 27
+    """
     base = age.to(tl.float64)
     root = base
     result = base * 0 + 1
@@ -32,7 +35,7 @@ def power(age, EXPONENT: tl.constexpr):
 
 @triton.jit
 def score_of(hits, last, step, EXPONENT: tl.constexpr):
-    """hits / age ** exponent."""
+    """Return hits / age ** exponent."""
     return hits.to(tl.float64) / power(tl.maximum(step - last, 1), EXPONENT)
 
 
@@ -41,9 +44,9 @@ def victim(
     last_E, hits_E, expires_E, base, start, slots, window, step, now,
     POLICY: tl.constexpr, EXPONENT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How far from the start the one is whom the policy lets go; FAR: nobody may. Of equals the nearest.
+    """Return the distance from `start` of the slot that the policy evicts; FAR: none. Of equal slots the nearest.
 
-    LFU, hits [7, 2, 2], last [4, 6, 5], step 6: the second slot is touched; the third goes -> 2.
+    LFU, hits [7, 2, 2], last [4, 6, 5], step 6: the second slot is touched; the third is evicted -> 2.
     """
     lane = tl.arange(0, WIDTH)
     done = start * 0
@@ -86,5 +89,5 @@ def victim(
 
 
 def exponent_of(policy: int, exponent: float) -> int:
-    """In steps of 1/256, as `power` counts; 0 where nobody asks, so that no kernel is compiled for it."""
+    """Return the exponent in steps of 1/256, as in `power`; 0 for other policies, so that all share one kernel."""
     return int(exponent * 256 + 0.5) if policy == Policy.DISTANCE_LFU else 0

@@ -1,12 +1,12 @@
-"""Other numbers of buckets and slots on a GPU: `zch_resize`.
+"""Change of the numbers of buckets and slots on a GPU: `zch_resize`.
 
-    1 live    every old row: its new bucket and start, and its score
-    2 sort    rows by bucket, best first; `runs` finds where each bucket's begin and end
-    3 place   per new bucket: in that order each takes the first empty slot of its window; if somebody finds none, all
-              are placed in the order of their starts, if that keeps everybody
-    4 carry   every new row reads what is known of its id
+    1 live    per old row: its new bucket and start, and its score
+    2 sort    rows by bucket, best first; `runs` finds where each bucket's rows begin and end
+    3 place   per new bucket: in that order each id takes the first empty slot of its window. If an id finds none, all
+              are placed in the order of their starts, provided that this keeps every id
+    4 carry   per new row: copies the state of its id
 
-A program holds one new bucket, so nothing waits for another; a bucket's ids are placed one after the other.
+A program holds one new bucket, so no program waits for another; it places a bucket's ids one after the other.
 Nouns as in `definition.py`.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import raise_lost_id
 from tilerec.ops.hash.policy import Policy
-from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.hash.triton.place import (
     FAR,
     blocks,
@@ -35,7 +34,7 @@ from tilerec.ops.hash.triton.place import (
 from tilerec.ops.hash.triton.policy import DISTANCE_LFU, LRU, MOST, TTL, exponent_of, score_of
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_all, raise_due
 
-_RESIZED_ROWS = 2**24  # old rows that are sorted at a time, some 70 bytes each
+_RESIZED_ROWS = 2**24  # old rows per sort, which needs about 70 bytes each
 
 
 @triton.jit(do_not_specialize=["count", "offset", "rows", "first", "buckets", "slots", "new_first", "new_held",
@@ -45,9 +44,9 @@ def live_kernel(
     buckets, slots, new_first, new_held, new_buckets, new_slots, step,
     POLICY: tl.constexpr, EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of every old row: its new bucket and start, and what it is sorted by. Rows that are not used come last.
+    """Store each old row's new bucket, its new start and its sort key. Unused rows come last.
 
-    A score's bits as an integer are in the order of the scores: none is negative zero or not a number.
+    A score's bits as an integer are in the order of the scores: no score is negative zero or NaN.
     """
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r < count
@@ -92,11 +91,11 @@ def _place_in_turn(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One bucket's ids in the order of their starts, from the cut on (`hash_resize._cut`), if that keeps everybody.
+    """Place one bucket's ids in the order of their starts, from the cut on (`resize._cut`), if that keeps every id.
 
-    c_t of them start at turn t (slot cut + t). The first of those has place P_t = max(t, P_{t-1} + c_{t-1}), that is
-    C_{t-1} + max over j <= t of (j - C_{j-1}), where C counts up: a sum and a maximum over prefixes. Those that start
-    alike follow in the order in which they come. 4 slots, starts [3, 3, 0], cut 3 -> places 0, 1, 2: slots 3, 0, 1.
+    c_t ids start at turn t (slot cut + t). The first of those has place P_t = max(t, P_{t-1} + c_{t-1}), that is
+    C_{t-1} + max over j <= t of (j - C_{j-1}), where C sums c up to t: a sum and a maximum over prefixes. Ids of equal
+    start follow in the order of the sort. 4 slots, starts [3, 3, 0], cut 3 -> places 0, 1, 2: slots 3, 0, 1.
     """
     lane = tl.arange(0, WIDTH)
     at = begin
@@ -173,7 +172,7 @@ def place_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Which old row each slot of a new bucket gets: the ids in their order, each the first empty slot of its window."""
+    """Store the old row of each slot of a new bucket: in order, each id gets the first empty slot of its window."""
     held, slots, window = held.to(tl.int64), slots.to(tl.int64), window.to(tl.int64)
     lane = tl.arange(0, WIDTH)
     bucket = tl.program_id(0).to(tl.int64)
@@ -181,7 +180,7 @@ def place_kernel(
         base = bucket * slots
         begin = tl.load(begin_B + bucket)
         end = tl.load(end_B + bucket)
-        homeless = begin * 0
+        unplaced = begin * 0
         at = begin
         while at < end:
             r = tl.load(order_E + at)
@@ -196,9 +195,9 @@ def place_kernel(
                 done += WIDTH
             tl.debug_barrier()
             tl.store(owner_E + base + wrapped(start + place, slots), r, mask=place < FAR)
-            homeless += (place == FAR).to(tl.int64)
+            unplaced += (place == FAR).to(tl.int64)
             at += 1
-        if (homeless > 0) & (end - begin <= slots):
+        if (unplaced > 0) & (end - begin <= slots):
             tl.debug_barrier()
             _place_in_turn(order_E, start_E, owner_E, tally_E, begin, end, base, slots, window, WIDTH, CHUNK)
         bucket += tl.num_programs(0)
@@ -209,7 +208,7 @@ def carry_kernel(
     owner_E, ids_E, since_E, last_E, hits_E, expires_E, new_ids_E, new_used_E, new_since_E, new_last_E, new_hits_E,
     new_expires_E, moved_E, count, offset, EXPIRING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is known of each id goes to its new row; a row that nobody gets is all zeros."""
+    """Copy the state of each id to its new row; a row without an id gets zeros."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < count
     r = tl.load(owner_E + e, mask=inside, other=-1)
@@ -224,11 +223,24 @@ def carry_kernel(
     tl.store(moved_E + r, e + offset, mask=taken)
 
 
-def zch_resize(call: ResizeCall) -> tuple[Tensor, ...]:
-    """See `tilerec/ops/hash/resize.py`. Waits for the device at the end: a bad state must not be replaced."""
-    ids_E, used_E, since_E, last_E, hits_E, expires_E, _ = call.state
-    buckets, slots, max_probe, first = call.table
-    new_buckets, new_slots = call.new_buckets, call.new_slots
+def zch_resize(
+    ids_E: Tensor,
+    used_E: Tensor,
+    since_E: Tensor,
+    last_E: Tensor,
+    hits_E: Tensor,
+    expires_E: Tensor,
+    first: int,
+    buckets: int,
+    slots: int,
+    new_buckets: int,
+    new_slots: int,
+    max_probe: int,
+    step: int,
+    policy: int,
+    exponent: float,
+) -> tuple[Tensor, ...]:
+    """See `tilerec/ops/hash/resize.py`. Waits for the device at the end: a bad state must raise here."""
     raise_due(ids_E.device)
     rows, held = ids_E.shape[0], call.held
     expiring = expires_E.shape[0] > 0
@@ -270,7 +282,7 @@ def _resize_part(
     slots: int, new_first: int, new_held: int, new_buckets: int, new_slots: int, window: int,
     step: int, policy: int, exponent: float,
 ) -> None:  # fmt: skip
-    """Some old buckets and the new ones that share their ids. `offset`: the old rows before them."""
+    """Resize some old buckets and the new ones that share their ids. `offset`: number of old rows before them."""
     ids_E, used_E, since_E, last_E, hits_E, *expires, moved_E = old
     count, expires_E, new_expires_E = ids_E.shape[0], (*expires, last_E)[0], new[-1]
     key_E, start_E, bucket_E = torch.empty((3, count), dtype=torch.int64, device=ids_E.device)
@@ -280,7 +292,7 @@ def _resize_part(
         buckets, slots, new_first, new_held, new_buckets, new_slots, step,
         POLICY=policy, EXPONENT=exponent_of(policy, exponent), BLOCK=block,
     )  # fmt: skip
-    # Best first, of equals the lower row; then by bucket, which keeps that order within each.
+    # Sort best first, equal rows by number; then stably by bucket, which keeps that order within each.
     if policy == Policy.LFU:
         order_E = torch.sort(last_E, descending=True, stable=True).indices
         order_E = order_E[torch.sort(key_E[order_E], descending=True, stable=True).indices]

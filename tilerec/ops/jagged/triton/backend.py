@@ -1,24 +1,24 @@
-"""The jagged ops on GPUs; `definition.py` says what each computes, with an example.
+"""Triton kernels of the jagged ops on GPUs. `definition.py` defines each op, with an example.
 
 Nouns
   item     one row of a jagged tensor's values
-  word     what a copy moves: 4 bytes, fewer where the items are no whole number of them, 8 for items of 8 bytes.
-           Copies know no number types, so that NaNs keep their bits and fp8, bool and bf16 are one kernel
-  tile     the neighbouring items of the output that one program makes
-  group    as many of them as it has under way at once
-  copies   what one item of the input became in the output; the transpose adds them
+  word     the unit of a copy: 4 bytes, fewer if an item is no whole number of them, 8 for items of 8 bytes. Copies are
+           independent of number types, so NaNs keep their bits, and fp8, bool and bf16 share kernels
+  tile     the neighbouring items of the output that one program writes
+  group    the items of a tile that a program has in flight at once
+  copies   the output items that were copied from one input item; the transpose adds them
 
-Programs own equal numbers of *output items* and search for their segments (`search.py`), so a segment of a million
-items is as fast as a million of one, and nothing is written but the result: torch's kernels, one after another, write
-four int64 numbers per item before they move it. Offsets and orders are checked along the way; nothing outside of the
-tensors is read, whatever they hold, and items without a source are zeros.
+Programs own equal numbers of *output items* and search for their segments (`search.py`). So a segment of a million
+items is as fast as a million segments of one item, and kernels write only the result. torch's kernels, run one after
+another, write four int64 numbers per item before they move it. Kernels also check offsets and orders. They read nothing
+outside of the tensors, whatever the offsets hold, and items without a source are zeros.
 
-Launches and bytes over memory per item of w bytes, large inputs (the reference: torch 2.13's kernels, counted in its
-source). An op that is not in `kernels` is torch's own:
+Launches, and bytes of memory traffic per item of w bytes, for large inputs (the reference: torch 2.13's kernels,
+counted in its source). An op that is not in `kernels` is torch's own:
 
   op                        here            reference
-  offsets_from_lengths      as reference    3-4: fill, (cast,) scan (2): 16 bytes a length, all it must move
-  segment_ids               1:  8           4:  8 + 32 a segment; and offsets that lie end the process (an assertion)
+  offsets_from_lengths      as reference    3-4: fill, (cast,) scan (2): 16 bytes a length, the least possible
+  segment_ids               1:  8           4:  8 + 32 a segment; bad offsets end the process (an assertion)
   select_segments           1:  2w          10: 2w + 64
   its transpose             6:  2w          30: 5w + 350; sorts segments here, items there
   bucketize_by_cuts (int64) 11: 60          30: 350; sorts keys of 1 byte (up to 256 buckets), not 8
@@ -27,9 +27,9 @@ source). An op that is not in `kernels` is torch's own:
   segment_sum               1:  w           1-3: w, halves 5w (they pass through fp32)
   repeat_segments           1:  w           5:  w + 16
 
-Sums are added item after item, as on the CPU: a column's items are one chain of additions, whose loads run ahead of it.
+Kernels add item after item, as the CPU does: a column's items are one chain of additions, whose loads run ahead of it.
 
-`copy.py`, `sum.py` and `bucketize.py` have the ops, `offsets.py` what all of them check.
+`copy.py`, `sum.py` and `bucketize.py` have the ops, `offsets.py` their common checks.
 
 Legend: N items going in, M items coming out, S segments, P selected segments, W words of an item.
 """
@@ -54,7 +54,7 @@ from tilerec.ops.runtime.triton.library import on_own_device
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name, wrapped in their ops' checks."""
     made: dict[str, Callable[..., Any]] = {
         "segment_ids": segment_ids,
         "select_segments": select_segments,
@@ -69,6 +69,6 @@ def kernels() -> dict[str, Callable[..., Any]]:
 
 
 def register(key: str = "CUDA") -> None:
-    """Let these kernels serve the ops on tensors of a dispatch key."""
+    """Register these kernels for the ops on tensors of a dispatch key."""
     for name, kernel in kernels().items():
         LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

@@ -1,4 +1,4 @@
-"""Ids dealt to buckets by cuts of the id space (`jagged.py` has the nouns)."""
+"""Bucketing of ids by cuts of the id space. Nouns as in `backend.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tilerec.ops.runtime.triton.search import segment_at, segments_of
 
 @triton.jit(do_not_specialize=["items", "segments", "buckets"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_ids(keys, counts, ids, offsets, cuts, report, items, segments, buckets, TILE: tl.constexpr):
-    """The bucket of each id of a tile, and one more in its segment's count there.
+    """Store the bucket of each id of a tile, and count ids per bucket and segment.
 
-    Counts are integers: the order of their atomic additions leaves no trace.
+    Counts are integers: the order of their atomic additions does not change the result.
     """
     program = tl.program_id(0).to(tl.int64)
     check_offsets(offsets, segments, items, program, report, True)
@@ -46,7 +46,7 @@ def deal_ids(keys, counts, ids, offsets, cuts, report, items, segments, buckets,
 
 @triton.jit(do_not_specialize=["items"])
 def local_ids(out, ids, keys, positions, cuts, items, TILE: tl.constexpr):
-    """Each id, in the order of `positions`, minus the first row of its bucket."""
+    """Store each id, in the order of `positions`, minus the first row of its bucket."""
     item = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = item < items
     cut = tl.load(cuts + tl.load(keys + item, mask=here, other=0).to(tl.int64), mask=here, other=0)
@@ -105,7 +105,7 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
 
 
 def key_type(keys: int) -> torch.dtype:
-    """The narrowest integers that hold 0 to `keys` - 1: a radix sort takes one pass over each of their bytes."""
+    """Return the narrowest integer dtype that holds 0 to `keys` - 1: a radix sort takes one pass per byte of a key."""
     if keys <= 1 << 8:
         return torch.uint8
     return torch.int16 if keys <= 1 << 15 else torch.int32

@@ -1,4 +1,4 @@
-"""Jagged ops that move items: every output item is one input item, or padding (`jagged.py` has the nouns).
+"""Jagged ops that copy items: every output item is one input item, or padding. Nouns as in `backend.py`.
 
 Legend: N items going in, M items coming out, S segments, P selected segments, W words of an item.
 """
@@ -27,11 +27,11 @@ from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
 
 ITEMS = 1024
-"""Items of a tile whose items are one number: 4 warps, 8 numbers a lane."""
+"""Items of a tile if an item is one number: 4 warps, 8 numbers a lane."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
-# Where an output item comes from.
+# Source of an output item.
 SELECT = tl.constexpr(0)  # a selected segment
 REPEAT = tl.constexpr(1)  # the row of its segment
 UNPAD = tl.constexpr(2)  # its column in the row of its bag
@@ -42,7 +42,7 @@ PAD = tl.constexpr(3)  # its bag's item at its column
 def _sources(
     offsets, segments, order, out_offsets, selected, items, length, item, here, low, high, MODE: tl.constexpr
 ):
-    """Of each output item, the input item that it is, and whether there is one."""
+    """Return the input item of each output item, and a mask of the output items that have one."""
     if MODE == PAD:
         bag = item // length
         column = item - bag * length
@@ -80,10 +80,10 @@ def copy_items(
     out, values, offsets, order, out_offsets, report, items, segments, selected, total, length, padding,
     MODE: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of output items, each `W` words of its input item, or `padding` where it has none.
+    """Write one tile of output items, each `W` words of its input item, or `padding` if it has none.
 
     SELECT of items [a, b, c] by order [2, 0, 2], offsets [0, 2, 2, 3], out offsets [0, 1, 3, 4]: output item 2 lies in
-    selected segment 1 (items 1 to 2), at 1; that is segment 0, which begins at item 0: item 1, b.
+    selected segment 1 (items 1 to 2), at 1. That is segment 0, which begins at item 0: item 1, b.
     """
     program = tl.program_id(0).to(tl.int64)
     check_offsets(out_offsets, selected, items if MODE == PAD else total, program, report, MODE != PAD)
@@ -118,7 +118,7 @@ def copy_items(
 
 @triton.jit(do_not_specialize=["segments", "total"], do_not_specialize_on_alignment=ANYWHERE)
 def write_segment_ids(out, offsets, report, segments, total, TILE: tl.constexpr):
-    """One tile of `segment_ids`."""
+    """Write one tile of `segment_ids`."""
     program = tl.program_id(0).to(tl.int64)
     check_offsets(offsets, segments, total, program, report, True)
     first = program * TILE
@@ -130,7 +130,7 @@ def write_segment_ids(out, offsets, report, segments, total, TILE: tl.constexpr)
 
 
 def _words(tensor: Tensor, leading: int) -> tuple[Tensor, int]:
-    """The tensor's memory as words, and how many make an item; `leading` dimensions are not the item's."""
+    """Return the tensor's memory as words, and the words of an item; the first `leading` dimensions count items."""
     size = tensor.element_size()
     flat = tensor.contiguous().view(-1)
     item = tensor.shape[leading:].numel() * size
@@ -142,16 +142,16 @@ def _words(tensor: Tensor, leading: int) -> tuple[Tensor, int]:
 
 @functools.lru_cache(maxsize=256)
 def _padding(value: float, dtype: torch.dtype, word: torch.dtype) -> int:
-    """A word of elements of this value."""
+    """Return a word of elements of this value."""
     elements = torch.full((word.itemsize // dtype.itemsize,), value, dtype=dtype, device="cpu")
     return int(elements.view(word).item())
 
 
 def tiles(width: int, size: int) -> tuple[int, int, int]:
-    """Items of a tile and of a group, and columns at a time, for items of `width` numbers of `size` bytes.
+    """Return the items of a tile and of a group, and the columns per load, for items of `width` numbers.
 
-    Rows are read 16 bytes a lane by one warp, 4 KB at a time: 128 numbers of 4 bytes -> groups of 8 rows, tiles of 64.
-    Of rows that are no multiple of 16 bytes a lane reads 16 numbers at a time.
+    One warp reads rows 16 bytes a lane, 4 KB at a time: 128 numbers of `size` = 4 bytes -> groups of 8 rows, tiles of
+    64. If rows are no multiple of 16 bytes, a lane reads 16 numbers at a time.
     """
     if width == 1:
         return ITEMS, ITEMS, 1
@@ -170,10 +170,10 @@ def _copy(
     out = torch.empty((*shape, *values.shape[leading:]), dtype=values.dtype, device=device)
     if values.shape[leading:].numel():
         words, width = _words(values, leading)
-        # A fresh tensor's memory begins at a multiple of every word.
+        # The memory of a new tensor is aligned to every word size.
         into = out.view(-1).view(words.dtype)
         pad = 0 if padding is None else _padding(padding, values.dtype, words.dtype)
-    else:  # items of no bytes: their offsets are checked all the same
+    else:  # items of no bytes: the kernel still checks the offsets
         words, into = (torch.empty(max(n, 1), dtype=torch.uint8, device=device) for n in (items, total))
         width, pad = 1, 0
     tile, group, columns = tiles(width, words.element_size())

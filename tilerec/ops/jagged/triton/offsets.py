@@ -1,4 +1,4 @@
-"""Offsets and orders, checked by the kernels that read them; each program has its share."""
+"""Checks of offsets and orders inside the kernels that read them; each program checks a share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from torch import Tensor
 from tilerec.ops.jagged.checks import raise_bad_offsets, raise_bad_order
 from tilerec.ops.runtime.triton.rows import tell
 
-# First number of a report.
-OFFSETS = tl.constexpr(1)  # then segment, offset
-ORDER = tl.constexpr(2)  # then position, segment
+# First number of a report, and the two others.
+OFFSETS = tl.constexpr(1)  # segment, offset
+ORDER = tl.constexpr(2)  # position, segment
 
-# Views of a batch may begin anywhere, in the next batch elsewhere: no kernels for that.
+# A batch's tensors are views of any alignment, which differs from batch to batch: no special kernels for it.
 ANYWHERE = ["ids", "offsets", "order", "out_offsets"]
 
 CHECKED = tl.constexpr(256)
-"""Offsets that a program checks."""
+"""Offsets that one program checks."""
 
 
 @triton.jit
 def check_offsets(offsets, segments, end, program, report, EXACT: tl.constexpr):
-    """Tell of an offset of this program's share that descends or leaves [0, end]."""
+    """Report an offset of this program's share that descends or leaves [0, end].
+
+    EXACT: the offsets must begin at 0 and end at `end`.
+    """
     if program * CHECKED <= segments:
         at = program * CHECKED + tl.arange(0, CHECKED)
         here = tl.load(offsets + at, mask=at <= segments, other=0)
@@ -43,7 +46,7 @@ def check_offsets(offsets, segments, end, program, report, EXACT: tl.constexpr):
 
 @triton.jit
 def check_order(offsets, segments, order, out_offsets, selected, program, report):
-    """Tell of a selected segment of this program's share that is not there, or is shorter than its copy."""
+    """Report a selected segment of this program's share that does not exist, or is shorter than its copy."""
     if program * CHECKED < selected:
         at = program * CHECKED + tl.arange(0, CHECKED)
         here = at < selected

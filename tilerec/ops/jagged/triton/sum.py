@@ -1,6 +1,6 @@
-"""Jagged ops that add items up: of a segment, and of the copies that a selection made (`jagged.py` has the nouns).
+"""Jagged ops that sum items: of a segment, and of the copies that a selection made. Nouns as in `backend.py`.
 
-Sums are added item after item, as on the CPU: a column's items are one chain of additions, whose loads run ahead of it.
+Kernels add item after item, as the CPU does: a column's items are one chain of additions, whose loads run ahead of it.
 
 Legend: N items going in, M items coming out, S segments, P selected segments, W numbers of an item.
 """
@@ -42,9 +42,10 @@ def sum_segments(
     out, values, offsets, report, items, segments, W: tl.constexpr, SUM: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a group of segments, `COLUMNS` columns of them, item after item.
+    """Store `COLUMNS` columns of the sums of a group of segments, added item after item.
 
-    `AHEAD` items are loaded before the first of them is added: a chain of additions waits for memory once for all.
+    The kernel loads `AHEAD` items before it adds the first of them, so a chain of additions waits for memory once per
+    `AHEAD` items.
     """
     program = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -78,10 +79,10 @@ def sum_copies(
     out, grads, offsets, order, out_offsets, first_copy, copies, report, items, segments, selected, total,
     W: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the transpose of a selection: each of `items` input items, the sum over its copies.
+    """Write one tile of the transpose of a selection: for each of `items` input items, the sum over its copies.
 
-    Segment s was selected at the places `copies[first_copy[s] : first_copy[s + 1]]`, ascending, so the copies are added
-    in output order without an atomic. Order [2, 0, 2]: first_copy [0, 1, 1, 3], copies [1, 0, 2].
+    Segment s was selected at the places `copies[first_copy[s] : first_copy[s + 1]]`, ascending. So the kernel adds
+    copies in output order, without atomics. Order [2, 0, 2]: first_copy [0, 1, 1, 3], copies [1, 0, 2].
     """
     program = tl.program_id(0).to(tl.int64)
     check_offsets(out_offsets, selected, total, program, report, True)
@@ -134,7 +135,7 @@ def select_segments_backward(
     segments, selected = offsets_S1.shape[0] - 1, order_P.shape[0]
     grad_M, width = grad_M.contiguous(), grad_M.shape[1:].numel()
     out_N = torch.empty((total, *grad_M.shape[1:]), dtype=grad_M.dtype, device=device)
-    # Segments are sorted, not items: few of them, and keys of 4 bytes if there are many.
+    # Sort segments, not items: they are fewer. Many segments get keys of 4 bytes.
     keys_P = order_P.to(torch.int32) if selected > 4096 and segments < 1 << 31 else order_P
     sorted_P, copies_P = torch.sort(keys_P, stable=True)
     numbers_S1 = torch.arange(segments + 1, dtype=sorted_P.dtype, device=device)
@@ -155,7 +156,7 @@ def select_segments_backward(
 def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     sum_type = _SUMS.get(values_N.dtype) or _COUNTED.get(values_N.dtype)
     width = values_N.shape[1:].numel()
-    # A lane reads 16 bytes of an item at a time, as one or, of shorter rows, from several segments.
+    # A lane reads 16 bytes at a time. Short rows of several segments share one load of a warp.
     lanes = 512 // values_N.element_size()
     if sum_type is None or width > GRID_Y * lanes:
         return REFERENCE["segment_sum"](values_N, offsets_S1)

@@ -1,35 +1,35 @@
-"""Lookups on the GPU: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` in Triton.
+"""Triton kernels of the lookup ops on GPUs: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad`.
 
-`definition.py` says what they mean, with worked examples; here is how they are laid out.
+`definition.py` defines the ops, with worked examples; this file describes their layout on the GPU.
 
 Nouns
   tile, group, vec   of rows that are read: see `rows.py`
   part     a tile of one feature: columns [column, column + TILE) of its rows and of its place in the output
   family   the parts whose tables have one data type and whose tiles one width; a family is one launch, whatever its
            tables and features
-  chunk    CHUNK ids in a row of a bag longer than LONG, counted from the bag's first id; the ids behind its last whole
-           chunk are its rest
+  chunk    CHUNK consecutive ids of a bag longer than LONG, counted from the bag's first id; the ids behind its last
+           whole chunk are its rest
   slot     the number of a chunk: its first position divided by CHUNK, rounded up. Whole chunks do not overlap, so no
-           two have the same, and every bag knows its own without being told
+           two have the same slot, and every bag computes its own slots
   plane    the slots of one part of one reader of a key: parts that read the same ids have different planes
   reader   features that read the same key are its readers 0, 1, 2 …
 
 A program of the pooled forward has GROUP bags of one part. It loads the ids of the next STEPS positions of each bag,
-then the tiles of all of these rows, and only then adds: so much is under way at a time. The sums run in fp32 in the
+then the tiles of all of these rows, and adds only then, so that many loads are in flight. The sums run in fp32 in the
 order of the occurrences, as on the CPU, and so have the CPU's bits (multiplications and additions are not fused).
 
-A bag of a million ids would keep one program busy long after the others are done. So chunks are summed first, by a
-launch of their own, a program per slot, and the bag's program adds up the sums of its chunks, in their order, and then
-its rest. No length is known on the host: there is a program for every slot that N ids can have, and it searches for the
-bag that its slot lies in; nearly always there is nothing to do.
+A bag of a million ids would keep one program busy long after the others are done. So a launch of its own sums the
+chunks first, one program per slot. Then the bag's program adds the sums of its chunks, in their order, and its rest.
+The host knows no lengths, so there is a program for every slot that N ids can have. It searches for the bag that its
+slot lies in; nearly always its slot has no chunk.
 
   CHUNK 4, LONG 8, bag [7, 20): chunks [7, 11) [11, 15) [15, 19) in slots 2, 3, 4; the rest is [19, 20)
 
-Where ids are few (one per bag on average, or fewer), a program has four groups of bags. If no bag of them has two ids,
-it copies the rows of all at once; else it takes one group after the other.
+With few ids (one per bag on average, or fewer), a program has four groups of bags. If none of these bags has two ids,
+it copies the rows of all at once; else it processes one group after the other.
 
-Kernels: `pooled.py`, `sample_weights.py`, `sequence.py`, over what `parts.py` reads for
-them. `layout.py` says what is launched, this file launches it.
+Kernels: `pooled.py`, `sample_weights.py`, `sequence.py`, and their common reads in `parts.py`. `layout.py` computes the
+launches, and this file runs them.
 
 Legend: F features, T tables, N ids, S parts of a family, G rows of a group, C columns of a tile.
 """
@@ -89,22 +89,23 @@ from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import group_rows, reads, tile_width
 
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_STEPS = 8  # positions of a turn
+_STEPS = 8  # positions of each bag per iteration
 
 
 def _bound(wide: int) -> dict[str, int]:
-    """At most so many registers: more than the kernels need. `wide`: how many there are of 16 columns a lane, weights,
-    products.
+    """Return the option that limits registers to more than the kernels need.
 
-    Left alone the assembler saves some, by waiting for one row of a turn before it asks for the next (docs/gpu.md).
-    AMD's compiler knows no such option.
+    wide: how many of these there are: 16 columns a lane, weights, products.
+
+    Without a limit the assembler saves some registers, and waits for one row of a turn before it loads the next
+    (docs/gpu.md). AMD's compiler has no such option.
     """
     return {} if torch.version.hip else {"maxnreg": 80 + 16 * wide}
 
 
 _WIDE_BOUND = _bound(1)
 
-_WAVES = 4  # groups of a program where ids are few
+_WAVES = 4  # groups of a program if ids are few
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,13 +121,13 @@ def _check_same_device(device: torch.device, name: str, other: Tensor | None) ->
 
 
 def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
-    """In memory as it looks, and of one of these types."""
+    """Return the values contiguous and in one of these dtypes (else in the first)."""
     return (values if values.dtype in dtypes else values.to(dtypes[0])).contiguous()
 
 
 @dataclass(slots=True)
-class _Told:
-    """Turns a report into the error its caller sees."""
+class _RaiseReport:
+    """Function that raises the error of a taken report."""
 
     names: str
     tables: tuple[int, ...]
@@ -142,7 +143,7 @@ class _Told:
 
 
 class _Batch(NamedTuple):
-    """A pooled batch as kernels read it; `runs` are of variable batches: first bag, bags, place per feature."""
+    """A pooled batch as kernel arguments; `runs` of variable batches: first bag, bags, place per feature."""
 
     ids: Tensor
     offsets: Tensor
@@ -152,7 +153,7 @@ class _Batch(NamedTuple):
     runs: Tensor | None
     slots: int
     few: bool  # ids: at most one per bag, on average
-    split: bool  # whether there can be a long bag
+    split: bool  # the batch may have a long bag
 
 
 def _batch_of(
@@ -174,7 +175,7 @@ def _batch_of(
 def _shape_of(
     layout: Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
 ) -> tuple[int, ...]:
-    """Shape of the output (`pooled_shape`, which also says what is wrong)."""
+    """Return the shape of the output; `pooled_shape` raises the errors of a bad batch."""
     if len(batches) == 1 and 0 <= batches[0] * (layout.last_key + 1) < offsets.shape[0]:
         return (batches[0], layout.width)
     return pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
@@ -193,7 +194,7 @@ def pooled_lookup(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
-    """`tilerec::pooled_lookup`."""
+    """Run `tilerec::pooled_lookup`."""
     check_batch(ids, offsets, sample_weights)
     device, types = ids.device, types_of(weights)
     if not _serves(types, dtype, device):
@@ -218,12 +219,12 @@ def pooled_lookup(
     for family in layout.families:
         last = offsets.shape[0] - 1 if family is layout.families[-1] else -1
         _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
-    post(report, _Told(names, layout.tables, layout.rows, batch.id_count))
+    post(report, _RaiseReport(names, layout.tables, layout.rows, batch.id_count))
     return out, new_ticket()
 
 
 def _chunk_steps(family: Family) -> int:
-    """Positions of a turn over a chunk: so many that its one team reads as much as a program's teams elsewhere."""
+    """Return the positions per iteration over a chunk: its one team reads as much as a program's teams elsewhere."""
     return _STEPS * min(family.group, 4)
 
 
@@ -234,7 +235,7 @@ def _sum_family(
     """Sum a family's rows; `last` as in `pooled_kernel`."""
     ids, offsets, count, bags, most_bags, runs, slots, few, split = batch
     weighted, variable = sample_weights is not None, runs is not None
-    # Arguments that a kernel does not read must still be pointers.
+    # Arguments that a kernel does not read must be pointers, too.
     sample = ids if sample_weights is None else sample_weights
     own_runs = family.parts if runs is None else runs
     chunk_sums: Tensor = ids
@@ -266,7 +267,7 @@ def sample_weight_grad(
     means: Sequence[int],
     batches: Sequence[int],
 ) -> Tensor:
-    """`tilerec::sample_weight_grad`."""
+    """Run `tilerec::sample_weight_grad`."""
     check_batch(ids, offsets, None)
     device, types = ids.device, types_of(weights)
     if not _serves(types, grad.dtype, device):
@@ -288,13 +289,15 @@ def sample_weight_grad(
     for family in layout.families:
         _multiply_family(family, weights[family.table], out, batch, grad, report)
     names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
-    # On a GPU their lookup tells of them, later, and with names.
-    told = _Told(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _told_already
-    post(report, told)
+    # On a GPU the lookup of the same batch reports bad ids, with names; here only interpreted kernels raise.
+    raise_report = (
+        _RaiseReport(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _ignore_report
+    )
+    post(report, raise_report)
     return out
 
 
-def _told_already(*_: int) -> None: ...
+def _ignore_report(*_: int) -> None: ...
 
 
 def _multiply_family(
@@ -318,7 +321,7 @@ def _multiply_family(
 
 
 class _Rows(NamedTuple):
-    """The features of one data type in a sequence lookup."""
+    """Features of one data type in a sequence lookup."""
 
     features: Tensor  # int64 [F, 3], on the device
     table: int
@@ -329,7 +332,7 @@ class _Rows(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """What stays the same from one sequence lookup to the next."""
+    """Constants shared by consecutive sequence lookups."""
 
     rows: tuple[int, ...]  # per feature
     dim: int
@@ -337,7 +340,7 @@ class _Sequence(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether a row's tiles are programs of one launch (of 8 million columns they are)."""
+        """Return True if one launch has enough programs for a row's tiles (up to 8 million columns)."""
         return all([family.tiles <= GRID_Y for family in self.families])  # noqa: C419 - faster for few items
 
 
@@ -382,7 +385,7 @@ def sequence_lookup(
     dtype: torch.dtype,
     names: str,
 ) -> tuple[Tensor, Tensor]:
-    """`tilerec::sequence_lookup`; starts may be on the ids' device or on the CPU."""
+    """Run `tilerec::sequence_lookup`; starts may be on the ids' device or on the CPU."""
     check_batch(ids, starts, None)
     check_starts(starts, len(tables))
     device, types = ids.device, types_of(weights)
@@ -396,27 +399,27 @@ def sequence_lookup(
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
         return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
-    told = _Told(names, own, layout.rows, ids.shape[0], pooled=False)
+    raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
-    starts = _known_starts(starts, told, device) if known else _flat(starts, (torch.int64,))
+    starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
     count = ids.shape[0]
     out = torch.empty((count, layout.dim), dtype=dtype, device=device)
     ids = _flat(ids)
     report = new_report(device)
     for number, family in enumerate(layout.families):
         group = group_rows(family.tile, family.vec) * _STEPS
-        # One program at least: the starts of no ids are looked at, too.
+        # One program at least: it checks the starts of an empty batch, too.
         launch(sequence_kernel, (max(ceil_div(count, group), 1), family.tiles),
             weights[family.table], out, ids, starts, family.features, report, count, len(own), GROUP=group,
             TILE=family.tile, VEC=family.vec, OUT_VEC=family.out_vec, CHECK=number == 0 and not known, num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip
-    post(report, told)
+    post(report, raise_report)
     return out, new_ticket()
 
 
-def _known_starts(starts: Tensor, told: _Told, device: torch.device) -> Tensor:
-    """Starts that the host knows, on their way to the device; an `InputError` for wrong ones."""
+def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.device) -> Tensor:
+    """Check starts that the host has and upload them; raise an `InputError` for wrong ones."""
     if starts.device.type != "cpu":
         raise InputError(
             f"A lookup's starts are on {starts.device}, the ids on {device}; move one of them with .to()."
@@ -425,16 +428,16 @@ def _known_starts(starts: Tensor, told: _Told, device: torch.device) -> Tensor:
     for i, bound in enumerate(bounds):
         before = bounds[i - 1] if i else 0
         if (
-            not before <= bound <= told.ids
+            not before <= bound <= raise_report.ids
             or (i == 0 and bound)
-            or (i == len(bounds) - 1 and bound != told.ids)
+            or (i == len(bounds) - 1 and bound != raise_report.ids)
         ):
-            told(max(i - 1, 0) * 2 + OFFSET.value, i, bound)
+            raise_report(max(i - 1, 0) * 2 + OFFSET.value, i, bound)
     return upload(bounds, device)
 
 
 def register(key: str = "CUDA") -> None:
-    """Let the kernels serve the three ops on this device type."""
+    """Register the kernels for the three ops on this device type."""
     for name, kernel in (
         ("pooled_lookup", pooled_lookup),
         ("sequence_lookup", sequence_lookup),

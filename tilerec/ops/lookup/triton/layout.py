@@ -1,5 +1,4 @@
-"""What stays the same from one pooled lookup to the next: parts by families, made and sent once (`lookup.py` has the
-nouns).
+"""Constants shared by consecutive pooled lookups: parts by families, uploaded once. Nouns as in `backend.py`.
 
 Two fp32 tables of 128 and 300 columns, one feature each, make one family of four parts: feature 0's columns from 0,
 feature 1's from 0, 128 and 256. A third table of 64 columns makes a second family, whose tiles are 64 wide.
@@ -31,7 +30,7 @@ from tilerec.torch_private import dtype_of
 
 @dataclass(frozen=True)
 class Family:
-    """Parts of one launch, and what its kernel is compiled for."""
+    """Parts of one launch, and the compile-time constants of its kernel."""
 
     parts: Tensor  # int64 [S, FIELDS], on the device
     count: int
@@ -41,17 +40,17 @@ class Family:
     vec: int
     out_vec: int
     one: bool  # rows are one tile (sample_weight_grad)
-    reader: int  # of sample_weight_grad: its number
+    reader: int  # number of the reader (sample_weight_grad)
 
     @property
     def group(self) -> int:
-        """Bags of a program: one for each team."""
+        """Return the bags of a program: one for each team."""
         return group_rows(self.tile, self.vec)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What stays the same from call to call."""
+    """Constants shared by consecutive lookups."""
 
     tables: tuple[int, ...]  # per feature, as are
     dims: tuple[int, ...]
@@ -62,7 +61,7 @@ class Layout:
 
 
 class _Kind(NamedTuple):
-    """What parts of one family have in common."""
+    """Properties that all parts of one family share."""
 
     reader: int  # sample_weight_grad: a launch for each, in their order; else 0
     dtype: torch.dtype
@@ -75,7 +74,7 @@ def ceil_div(number: int, parts: int) -> int:
 
 
 def power_of_two(values: Sequence[int], most: int) -> int:
-    """The largest power of two up to `most` that divides every one of these."""
+    """Return the largest power of two up to `most` that divides every value."""
     divisor = math.gcd(most, *values)
     return divisor & -divisor
 
@@ -94,7 +93,7 @@ def _layout(
     device: torch.device,
     names: str,
 ) -> Layout:
-    """The families of a pooled lookup, or of the gradient of its sample weights.
+    """Return the families of a pooled lookup, or of the gradient of its sample weights.
 
     out_size: bytes of an element of the output. cut: rows wider than a tile make several parts.
     """
@@ -144,7 +143,10 @@ def _layout(
 def distances_of(
     tables: Sequence[int], pointers: Sequence[int], shapes: Sequence[Sequence[int]], size: int
 ) -> tuple[int, list[int]]:
-    """A table to count from (the first with elements), and the distances of each in elements (`addresses.py`)."""
+    """Return the base table (the first with elements), and each table's distance from it in elements.
+
+    `addresses.py` explains both.
+    """
     start = next((t for t in tables if math.prod(shapes[t])), tables[0])
     return start, [(pointers[t] - pointers[start]) // size if math.prod(shapes[t]) else 0 for t in tables]
 
@@ -153,7 +155,7 @@ def layout_of(
     weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
     dtypes: tuple[torch.dtype, ...], out_size: int, uniform: bool, cut: bool, names: str,
 ) -> Layout:  # fmt: skip
-    """The layout of a call: checked and made when it is new, else found by what it depends on.
+    """Return the layout of a call: check and compute it if it is new, else return the cached one.
 
     dtypes: of the weights (`types_of`).
     """
@@ -172,18 +174,18 @@ def layout_of(
 
 
 def types_of(weights: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    """The data type of each."""
+    """Return the dtype of each tensor."""
     return tuple(map(dtype_of, weights))
 
 
 def check_tables(
-    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, somewhere: bool = True
+    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str, no_memory: bool = True
 ) -> None:
-    """Raise an `InputError` for tables that are not where the ids are, or not contiguous.
+    """Raise an `InputError` for tables that are on another device than the ids, or not contiguous.
 
-    somewhere: some have no memory; a number says too little of where those are.
+    no_memory: some tables have no memory, so a device number alone does not identify their device.
     """
-    if somewhere or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
+    if no_memory or set(map(Tensor.get_device, weights)) != {ids.get_device()}:
         check_devices(weights, ids, tables, names)
     check_contiguous(weights)
 
@@ -197,7 +199,7 @@ def check_memory(
 
 
 def launches_of(family: Family) -> Sequence[tuple[Tensor, int]]:
-    """Parts and their number, for as many launches as the grid's second axis asks for: nearly always one."""
+    """Return pairs of parts and their number, one per launch; the grid's second axis limits a launch. Mostly one."""
     if family.count <= GRID_Y:
         return ((family.parts, family.count),)
     step = FIELDS.value

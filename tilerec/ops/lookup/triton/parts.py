@@ -1,7 +1,7 @@
-"""Parts and bags, as the kernels of pooled lookups read them (`lookup.py` has the nouns).
+"""Parts and bags, as the kernels of pooled lookups read them, and the reports of bad batches. Nouns as in `backend.py`.
 
-A part is FIELDS numbers in a tensor on the device; a bag is two neighbouring offsets. What is wrong with a batch is
-told here, too: an id outside its table, offsets that fall or leave the ids.
+A part is FIELDS numbers in a tensor on the device; a bag is two neighbouring offsets. A batch is bad if an id is
+outside its table, or if offsets fall or leave the ids.
 
 Legend: S parts, G rows of a group.
 """
@@ -17,7 +17,7 @@ from tilerec.ops.runtime.triton.search import segment_at
 CHUNK = tl.constexpr(256)
 LONG = tl.constexpr(512)
 
-# What a part says about itself, int64 each.
+# Fields of a part, int64 each.
 FIELDS = tl.constexpr(10)
 DISTANCE = tl.constexpr(0)  # of its table's first element from the base
 ROWS = tl.constexpr(1)
@@ -30,22 +30,22 @@ MEAN = tl.constexpr(7)
 FEATURE = tl.constexpr(8)
 PLANE = tl.constexpr(9)
 
-_BLOCK = tl.constexpr(128)  # parts that are looked at at once
+_BLOCK = tl.constexpr(128)  # parts read at once
 NEVER = tl.constexpr(9223372036854775807)
 
-# A batch's tensors are views that may begin anywhere, in the next batch elsewhere: no kernels for that.
+# A batch's tensors are views of any alignment, which differs from batch to batch: no special kernels for it.
 ANYWHERE = ["ids", "offsets", "starts", "sample_weights"]
 
-# What a report's first number says, besides the feature: feature * 2 + one of these.
+# A report's first number is  feature * 2 + one of these.
 ID = tl.constexpr(0)
 OFFSET = tl.constexpr(1)
 
 
 @triton.jit
 def run_of(part, runs, bags, VARIABLE: tl.constexpr, VEC: tl.constexpr):
-    """A part's first bag, its number of bags, and the output's element where the feature begins.
+    """Return a part's first bag, its number of bags, and the output's element where the feature begins.
 
-    For variable batches from `runs`: three numbers per feature.
+    Variable batches read them from `runs`: three numbers per feature.
     """
     if VARIABLE:
         run = runs + tl.load(part + FEATURE) * 3
@@ -58,7 +58,7 @@ def run_of(part, runs, bags, VARIABLE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def bounds_of(offsets, bag_G, has_G, id_count):
-    """Where bags begin and end, and which of them say so wrongly (these are taken for empty)."""
+    """Return the begin and end of bags, and a mask of those with bad offsets (which count as empty)."""
     begin_G = tl.load(offsets + bag_G, mask=has_G, other=0)
     end_G = tl.load(offsets + bag_G + 1, mask=has_G, other=0)
     sound_G = (begin_G >= 0) & (begin_G <= end_G) & (end_G <= id_count)
@@ -104,14 +104,14 @@ def some(flags_G):
 
 @triton.jit
 def load_ids(ids, at_G, take_G, rows):
-    """Ids at positions `at_G`, and which of those taken are in their table."""
+    """Return the ids at positions `at_G`, and a mask of those taken that are in their table."""
     id_G = tl.load(ids + at_G, mask=take_G, other=0).to(tl.int64)
     return id_G, take_G & (id_G >= 0) & (id_G < rows)
 
 
 @triton.jit
 def chunk_of(parts, part_count, plane, slot, offsets, runs, report, id_count, bags, VARIABLE: tl.constexpr):
-    """The chunk of a slot (int64) in a plane: its part, its bag, and its positions, none if begin == end.
+    """Return the chunk of a slot (int64) in a plane: its part, its bag, and its positions, none if begin == end.
 
     Example: CHUNK 4, LONG 8, bag 5 is [7, 20): slot 3 -> bag 5, [11, 15); slot 5 -> nothing, its position 20 is behind.
     """
@@ -130,7 +130,7 @@ def chunk_of(parts, part_count, plane, slot, offsets, runs, report, id_count, ba
             first_S = tl.load(part_S + KEY, mask=is_S, other=0) * count_S
         low_S = tl.load(offsets + first_S, mask=is_S, other=0)
         high_S = tl.load(offsets + first_S + count_S, mask=is_S, other=0)
-        reads_S = (low_S <= at) & (at < high_S)  # none where is_S is not: there both are 0
+        reads_S = (low_S <= at) & (at < high_S)  # False where is_S is False: both bounds are 0 there
         number = tl.maximum(number, tl.max(tl.where(reads_S, number_S, -1), 0))
         readers += tl.sum(reads_S.to(tl.int32), 0)
     begin, end, bag = at * 0, at * 0, at * 0
@@ -143,6 +143,6 @@ def chunk_of(parts, part_count, plane, slot, offsets, runs, report, id_count, ba
             begin = start + (at - start) // CHUNK * CHUNK
             end = tl.where(begin + CHUNK <= stop, begin + CHUNK, begin)
         if readers > 1:
-            # Features of different keys hold this position, so offsets fall between them; one plane cannot serve both.
+            # Bags of different keys hold this position, so offsets fall between the keys; one plane cannot serve both.
             tell(report, tl.load(part + FEATURE) * 2 + OFFSET, first, tl.load(offsets + first))
     return part, bag, begin, end

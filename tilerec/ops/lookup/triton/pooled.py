@@ -1,4 +1,4 @@
-"""The kernels of the pooled forward: bags by groups, and the chunks of long bags (`lookup.py` has the nouns).
+"""Kernels of the pooled forward: bags by groups, and the chunks of long bags. Nouns as in `backend.py`.
 
 Legend: G rows of a group, C columns of a tile.
 """
@@ -38,9 +38,10 @@ def _add_rows(
     sums_GC, base, ids, sample_weights, begin_G, end_G, distance, rows, dim, columns, inside,
     VEC: tl.constexpr, STEPS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of the ids at positions [begin, end) of each bag, in their order; also says which hold bad ids.
+    """Add the rows of the ids at positions [begin, end) of each bag, in their order.
 
-    The compiler moves the loads of a turn (STEPS positions) in front of its additions.
+    Returns the sums and a mask of the bags with bad ids. The compiler moves the loads of an iteration (STEPS positions)
+    in front of its additions.
     """
     bad_G = begin_G < 0
     for p in range(0, tl.max(end_G - begin_G, 0), STEPS):
@@ -98,8 +99,9 @@ def pooled_kernel(
 ):  # fmt: skip
     """Sum the rows of WAVES groups of GROUP bags, of one part. Grid: (runs of WAVES * GROUP bags, parts).
 
-    bags: of every feature, if all have as many. slots: of a plane of `chunk_sums`. last: position of the last of the
-    batch's offsets, for the last family; for others -1.
+    bags: number of bags of every feature, if all have equally many. slots: of a plane of `chunk_sums`. last: position
+    of the last of the batch's offsets, for the last family; for others -1.
+
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1], offsets [0, 2, 2, 3] -> [[4, 6], [0, 0], [3, 4]].
     """
     part = parts + tl.program_id(1) * FIELDS
@@ -126,7 +128,7 @@ def pooled_kernel(
             rows_GC = load_tiles(base, distance + id_G * dim, sound_G, columns, inside, VEC)
             if WEIGHTED:
                 rows_GC = rows_GC * tl.load(sample_weights + begin_G, mask=sound_G, other=0.0)[:, None]
-            # A sum begins at +0, which turns -0 into +0, and so must a row that is alone.
+            # A sum begins at +0 and so turns -0 into +0; add 0 to a single row for the same bits.
             store_tiles(out, place + bag_G * stride, has_G, columns, inside, rows_GC + 0.0, OUT_VEC)
             if some((begin_G < end_G) & (sound_G == 0)):
                 tell_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))

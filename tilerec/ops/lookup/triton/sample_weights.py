@@ -1,7 +1,7 @@
-"""The kernels of the gradient of sample weights: a bag's gradient times each of its rows (`lookup.py` has the nouns).
+"""Kernels of the gradient of sample weights: a bag's gradient times each of its rows. Nouns as in `backend.py`.
 
-A position's product is one number, so nothing is added in any order but a row's own columns: a chunk is read by as many
-teams of lanes as a group of bags is, a piece each.
+A position's product is one number, a sum over the row's own columns. So positions can be split freely: as many teams of
+lanes as a group has bags read a chunk, a piece each.
 
 Legend: G bags of a group, C columns of a tile.
 """
@@ -44,18 +44,19 @@ def _multiply_rows(
     TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr, ONE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """out[p] (+)= <grad of the bag / divisor, row of ids[p]> at positions [begin, end) of each bag; which hold bad ids.
+    """Store out[p] (+)= <grad of the bag / divisor, row of ids[p]> at positions [begin, end) of each bag.
 
-    has_G: which bags there are. grad_G: where a bag's gradient begins. ONE: rows are one tile. ADD: to what is there.
+    Returns a mask of the bags with bad ids. has_G: mask of the bags that exist. grad_G: first element of a bag's
+    gradient. ONE: rows are one tile. ADD: add to `out`.
 
-    A turn has STEPS positions of each bag, one tensor [G] each, in tuples: all ids, then all rows, then all products,
-    then all stores. A store between two rows would keep the second's load behind it; a tensor of all positions has the
-    same loads, but older assemblers convert all rows of bf16 before they add, and spill.
+    An iteration has STEPS positions of each bag, one tensor [G] each, in tuples: all ids, then all rows, then all
+    products, then all stores. A store between two rows would delay the second's load. One tensor of all positions has
+    the same loads, but older assemblers convert all rows of bf16 before they add, and spill.
     """
     if ONE:
         columns, inside = tile_columns(0, dim, TILE, VEC)
         grads_GC = _shares(grad, grad_G, has_G, divisor_G, columns, inside, GRAD_VEC)
-    length_G = (end_G - begin_G).to(tl.int32)  # of a chunk or a bag that has none
+    length_G = (end_G - begin_G).to(tl.int32)  # of a chunk, or of a bag without chunks
     sound_count_G = length_G * 0
     for p in range(0, tl.max(length_G, 0), STEPS):
         at_G = begin_G + p
@@ -89,14 +90,14 @@ def _multiply_rows(
 
 @triton.jit
 def _shares(grad, grad_G, take_G, divisor_G, columns, inside, GRAD_VEC: tl.constexpr):
-    """A tile of each bag's gradient, of which a mean gives each row a part."""
+    """Return a tile of each bag's gradient, divided by the bag's length for means."""
     grads_GC = load_tiles(grad, grad_G, take_G, columns, inside, GRAD_VEC)
     return tl.div_rn(grads_GC, tl.broadcast_to(divisor_G[:, None], grads_GC.shape))
 
 
 @triton.jit
 def _products(base, starts, sounds, columns, inside, grads_GC, VEC: tl.constexpr, STEPS: tl.constexpr):
-    """<gradient, tile> of each position of a turn: a tuple of [G]."""
+    """Return <gradient, tile> of each position of an iteration: a tuple of [G]."""
     tiles, products = (), ()
     for u in tl.static_range(STEPS):
         tiles = _and(tiles, read_tiles(base, starts[u], sounds[u], columns, inside, VEC))
@@ -119,7 +120,7 @@ def sample_weight_kernel(
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
     ONE: tl.constexpr, ADD: tl.constexpr, VARIABLE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Products of GROUP bags of one feature, but of the chunks of long ones. Grid: (runs of bags, features).
+    """Store the products of GROUP bags of one feature, except those of chunks. Grid: (runs of bags, features).
 
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1], offsets [0, 2, 3], grad [[1, 0], [1, 1]] -> [1, 3, 7].
     """
@@ -152,7 +153,7 @@ def sample_weight_chunk_kernel(
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, GRAD_VEC: tl.constexpr, STEPS: tl.constexpr,
     ONE: tl.constexpr, ADD: tl.constexpr, VARIABLE: tl.constexpr,
 ):  # fmt: skip
-    """Products of one slot's chunk, if it has one, in GROUP pieces. Grid: (slots,)."""
+    """Store the products of one slot's chunk, if it has one, in GROUP pieces. Grid: (slots,)."""
     part, bag, begin, end = chunk_of(
         parts, part_count, 0, tl.program_id(0).to(tl.int64), offsets, runs, report, id_count, bags, VARIABLE
     )

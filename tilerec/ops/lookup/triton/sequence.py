@@ -1,4 +1,4 @@
-"""The kernel of sequence lookups: a row for every id (`lookup.py` has the nouns).
+"""Kernel of sequence lookups: a row for every id. Nouns as in `backend.py`.
 
 Legend: G rows of a group, C columns of a tile.
 """
@@ -18,10 +18,11 @@ def sequence_kernel(
     base, out, ids, starts, features, report, id_count, feature_count,
     GROUP: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of GROUP ids, a tile of each, all of which are on their way together. Grid: (runs of ids, tiles).
+    """Copy the rows of GROUP ids, a tile of each, with all loads in flight together. Grid: (runs of ids, tiles).
 
-    GROUP is eight rows for each team of lanes: a store between two rows would keep the second's load behind it.
-    features: of each, its table's distance, rows (-1: another launch serves it), dim. CHECK: look at the starts.
+    GROUP is eight rows for each team of lanes: a store between two rows would delay the second's load. features: per
+    feature its table's distance, rows (-1: another launch serves it), dim. CHECK: check the starts.
+
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1] -> [[1, 2], [3, 4], [3, 4]].
     """
     if CHECK and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -47,7 +48,7 @@ def sequence_kernel(
 
 @triton.jit
 def _check_starts(report, starts, feature_count, id_count):
-    """Report the first start that falls, lies outside of the ids, or (first and last) not at their ends."""
+    """Report the first start that falls, lies outside of the ids, or is the first or last and not at their end."""
     wrong = tl.full((), NEVER, tl.int64)
     for i in range(0, feature_count + 1, 128):
         at = tl.cast(i, tl.int64) + tl.arange(0, 128)

@@ -1,22 +1,22 @@
-"""Random words and rounding on the GPU: `definition.py`, word for word.
+"""Random words and stochastic rounding on the GPU: the words of `definition.py`, bit for bit.
 
 Nouns
   key      two 32-bit words per table; counter, stream: as in `definition.py`
   word j   of the four of a counter belongs to column 4 * (column // 4) + j, so one run of Philox serves four
-           neighbouring columns. Where tiles begin at a multiple of 4 columns, the four results are laid side by side in
-           registers; elsewhere every column runs Philox for itself and takes its word
+           neighbouring columns. If tiles begin at a multiple of 4 columns, a program joins the four results in
+           registers; otherwise it runs Philox for every column and selects the column's word
 
-  bf16   keeps 7 mantissa bits, 16 of fp32's bits fall away
-  fp16   keeps 10, 13 fall away; under 2^-14 the steps are 2^-24 apart
-  e4m3   keeps 3, 20 fall away; under 2^-6 the steps are 2^-9 apart; larger values than 448 become that
+  bf16   keeps 7 mantissa bits and drops 16 of fp32's bits
+  fp16   keeps 10, drops 13; below 2^-14 the steps are 2^-24
+  e4m3   keeps 3, drops 20; below 2^-6 the steps are 2^-9; values above 448 become 448
 
 Example: word 0x00008000 rounds 1.0 + 2^-9 (a quarter of a step of bf16 above 1.0) down: 0x4000 + 0x8000 does not carry
-into the bits that stay; 0x0000c000 rounds it up.
+into the kept bits; 0x0000c000 rounds it up.
 
 Legend: R rows, C columns.
 """
 
-# ruff: noqa: RET505, SIM300 - branches of kernels are taken when they are compiled
+# ruff: noqa: RET505, SIM300 - the compiler evaluates these branches of kernels
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Ten rounds of Philox4x32 on uint32 tensors; the 32 x 32 bit products become one `mul.wide` each."""
+    """Run ten rounds of Philox4x32 on uint32 tensors; each 32 x 32 bit product becomes one `mul.wide`."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * tl.full((), _M0, tl.uint64)
         p1 = c2.to(tl.uint64) * tl.full((), _M1, tl.uint64)
@@ -63,7 +63,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 def words(
     rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Words uint32 [R, C] for global rows (int64) and global columns `first + (0 … C - 1)`.
+    """Return words uint32 [R, C] for global rows (int64) and global columns `first + (0 … C - 1)`.
 
     ALIGNED: `first` is a multiple of 4. stream int64, keys int64 that hold 32 bits.
     """
@@ -90,9 +90,9 @@ def words(
 
 @triton.jit
 def _e4m3(values):
-    """The cast, for numbers that e4m3 has; what is beyond 448 becomes that, NaN stays."""
+    """Cast numbers that e4m3 represents exactly; clamp to [-448, 448], keep NaN."""
     within = tl.where(values > 448.0, 448.0, tl.where(values < -448.0, -448.0, values)).to(tl.float8e4nv)
-    if _INTERPRETED:  # its cast does not know NaN
+    if _INTERPRETED:  # the interpreter's cast does not support NaN
         bits = tl.where(values == values, within.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
         return bits.to(tl.float8e4nv, bitcast=True)
     else:
@@ -101,7 +101,7 @@ def _e4m3(values):
 
 @triton.jit
 def round_at_random(values, random, TYPE: tl.constexpr):
-    """fp32 rounded up or down by 32-bit words, in the row's type: `ops.random.stochastic_round`."""
+    """Round fp32 up or down by 32-bit words, to the row's type: `ops.random.stochastic_round`."""
     bits = values.to(tl.uint32, bitcast=True)
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
@@ -130,7 +130,7 @@ def round_at_random(values, random, TYPE: tl.constexpr):
 
 @triton.jit
 def round_to_nearest(values, TYPE: tl.constexpr):
-    """fp32 in the row's type, as `Tensor.to` rounds it; what is beyond e4m3's 448 becomes that."""
+    """Round fp32 to the row's type as `Tensor.to` does; values beyond e4m3's 448 become 448."""
     if _INTERPRETED:  # the interpreter's own casts to bf16 and e4m3 do not round to nearest
         bits = values.to(tl.uint32, bitcast=True)
         magnitude = tl.abs(values)
@@ -153,9 +153,9 @@ def _fill(
     out, places, rows, width, row_offset, column_offset, k0, k1, a, b,
     PLACED: tl.constexpr, NORMAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS, COLUMNS] of initial values, of rows from `row_offset` on or, if PLACED, of rows `places`.
+    """Store a tile [ROWS, COLUMNS] of initial values, of rows from `row_offset` on or, if PLACED, of rows `places`.
 
-    Columns begin at a multiple of 4 of the whole table, so that a program has both words of a normal pair.
+    Columns begin at a multiple of 4 of the whole table, so a program has both words of a normal pair.
     """
     shift = column_offset % 4
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -182,7 +182,7 @@ def _fill(
 def random_fill_(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
 ) -> None:
-    """`definition.py`: uniform values bit for bit, normal ones through the GPU's float64 functions."""
+    """See `definition.py`: uniform values bit for bit, normal ones through the GPU's float64 functions."""
     check_fill(out, key, row_offset, column_offset, kind)
     if not _reads(out):
         random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
@@ -193,7 +193,7 @@ def random_fill_(
 def random_rows_(
     out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
 ) -> None:
-    """`definition.py`; rows anywhere, as `random_fill_` makes them."""
+    """See `definition.py`. Fills rows at any positions, with the values of `random_fill_`."""
     check_rows(out, rows_R, key, column_offset, kind)
     if not _reads(out):
         random_rows_reference_(out, rows_R, key, column_offset, kind, a, b)
@@ -202,7 +202,7 @@ def random_rows_(
 
 
 def _reads(out: Tensor) -> bool:
-    # The grid: a column block of 256 is a program of the second axis.
+    # The grid's limits: rows on the first axis, blocks of 256 columns on the second.
     fits = out.shape[0] < 1 << 31 and out.shape[1] < GRID_Y * 256
     return fits and reads(out.dtype, out.device) and out.is_contiguous()
 
@@ -226,6 +226,6 @@ def _launch(
 
 
 def register(key: str = "CUDA") -> None:
-    """Let the kernel serve both ops on devices of this dispatch key."""
+    """Register the kernel for both ops on devices of this dispatch key."""
     LIBRARY.impl("random_fill_", on_own_device(random_fill_), key, allow_override=True)
     LIBRARY.impl("random_rows_", on_own_device(random_rows_), key, allow_override=True)

@@ -1,7 +1,7 @@
-"""Rows that begin anew, on a GPU: `tilerec/ops/random/renew.py`, which has the nouns. Nothing waits.
+"""Reinitialization of rows on a GPU: `tilerec/ops/random/renew.py`, which has the nouns. The host never waits.
 
-Most entries name no row (an id of the batch that took nobody's), so a program looks at many of them and is done where
-none of them names one. Where one does, it writes the rows of all of its entries under masks: as many stores as rows.
+Most entries name no row (their id evicted no other), so a program reads many entries and returns if none of them names
+a row. Otherwise it writes the rows of all of its entries under masks: as many stores as rows.
 
 Rows [5, -1, 9, 5] of a tile of rows 4 to 7: the program's entries 0 and 3 name row 1 of the tile, and write the same
 values there.
@@ -24,12 +24,12 @@ from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.rows import reads
 
 _ENTRIES = 64  # of a program: 512 bytes of row numbers, read by one warp at once
-_ELEMENTS = 512  # that are written together: 16 in each lane
+_ELEMENTS = 512  # of a store: 16 in each lane
 
 
 @triton.jit
 def _local(rows_N, n, count, row_offset, held):
-    """The rows of a program's entries, counted from the tile's first, and which of them lie there."""
+    """Return the rows of a program's entries, counted from the tile's first, and a mask of rows in the tile."""
     row = tl.load(rows_N + n, mask=n < count, other=-1)
     local = row - row_offset
     return local, (row >= 0) & (local >= 0) & (local < held)
@@ -43,7 +43,10 @@ def values_kernel(
     tile, rows_N, count, row_offset, held, width, column_offset, k0, k1, low, high,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Initial values of rows. Columns begin at a multiple of 4 of the whole table, where four words begin."""
+    """Store the initial values of rows.
+
+    Columns begin at a multiple of 4 of the whole table, as groups of four words do.
+    """
     row_offset, held, width = row_offset.to(tl.int64), held.to(tl.int64), width.to(tl.int64)
     column_offset = column_offset.to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * ENTRIES
@@ -74,7 +77,7 @@ def number_kernel(
     beside, rows_N, count, row_offset, held, width, number,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One number in all columns of rows that begin anew."""
+    """Store one number in all columns of reinitialized rows."""
     row_offset, held, width = row_offset.to(tl.int64), held.to(tl.int64), width.to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * ENTRIES
     _, here = _local(rows_N, begin + tl.arange(0, ENTRIES), count, row_offset, held)
@@ -101,7 +104,7 @@ def renew_rows_(
     high: float,
     numbers: Sequence[float],
 ) -> None:
-    """See `tilerec/ops/random/renew.py`: a launch for the tile and one for each tensor beside it."""
+    """See `tilerec/ops/random/renew.py`. Runs a launch for the tile and one for each tensor beside it."""
     held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
     tensors = [*([] if tile is None else [tile]), *beside]
     if not all(reads(tensor.dtype, tensor.device) and tensor.is_contiguous() for tensor in tensors):
@@ -129,5 +132,5 @@ def renew_rows_(
 
 
 def register(key: str = "CUDA") -> None:
-    """Let these kernels serve the op on devices of this dispatch key."""
+    """Register these kernels for the op on devices of this dispatch key."""
     LIBRARY.impl("renew_rows_", on_own_device(renew_rows_), key, allow_override=True)

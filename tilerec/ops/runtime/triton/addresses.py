@@ -1,11 +1,11 @@
-"""How one kernel reaches many tensors: a base pointer, and each tensor's distance from it in elements.
+"""Addressing of many tensors in one kernel: a base pointer, and each tensor's distance from it in elements.
 
-A kernel gets the pointer of one tensor (the base) and reads another at `base + distance`. Neighbours in one storage
-need nothing else, and neither do separate ones: a device has one address space. Memory comes from PyTorch's allocators
-in steps of at least 64 bytes, so distances are whole elements.
+A kernel receives the pointer of one tensor (the base) and reads another tensor at `base + distance`. This works for
+tensors of one storage and for separate ones, since a device has one address space. PyTorch's allocators align memory
+to at least 64 bytes, so distances are whole numbers of elements.
 
-What a kernel reads per table or feature (distances, rows, columns …) is a small int64 tensor on the device, sent there
-once and kept: while layout and memory stay the same, a step sends nothing.
+The numbers that a kernel reads per table or feature (distances, rows, columns …) are a small int64 tensor on the
+device. It is uploaded once and cached: while layout and memory stay the same, a step uploads nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tilerec.ops.runtime.upload import upload as upload
 
 
 def distances(tensors: Sequence[Tensor]) -> list[int]:
-    """Elements from the first tensor's memory to each tensor's; all of one dtype.
+    """Return the distance in elements from the first tensor's memory to each tensor's; all have one dtype.
 
-    A tensor without elements is at 0: nothing is read there. They count from `base`.
+    Distances count from `base`. A tensor without elements has distance 0, since kernels read nothing there.
 
     Example: two fp32 tensors at addresses 4096 and 4224 -> [0, 32].
     """
@@ -38,14 +38,14 @@ def distances(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def base(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor from which `distances` count: the first with elements, or else the first."""
+    """Return the tensor from which `distances` count: the first with elements, or else the first."""
     return next((tensor for tensor in tensors if tensor.numel()), tensors[0])
 
 
 def alignment(tensors: Sequence[Tensor], columns: Sequence[int]) -> int:
-    """How many elements at a time every row of these tensors can be read: a power of two, at most 16 bytes' worth.
+    """Return the vector width in elements with which every row can be read: a power of two, at most 16 bytes.
 
-    columns: of each tensor. Rows of 12 fp32 columns that begin at multiples of 16 bytes -> 4; of 6 columns -> 2.
+    columns: per tensor. Rows of 12 fp32 columns that begin at multiples of 16 bytes -> 4; of 6 columns -> 2.
     """
     size = tensors[0].element_size()
     widest = max(16 // size, 1)

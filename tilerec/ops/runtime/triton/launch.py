@@ -1,23 +1,29 @@
-"""Launching a kernel that was launched before, without asking Triton again what it has compiled for such a launch.
+"""Fast relaunch of compiled kernels, without Triton's own lookup of the compiled program.
 
-Triton looks at every argument of every launch, writes the options as text, and compares each global constant that the
-kernel and those it calls have read: several times what the launch itself takes (`benchmarks/gpu_host.py` measures
-both). Here launches are told apart by what they show, and what Triton compiled for the first of a kind is run for all
-of it.
+Triton inspects every argument of every launch, formats the options as text, and compares each global constant that the
+kernel and its callees have read. That takes several times as long as the launch itself (`benchmarks/gpu_host.py`
+measures both). `launch` computes a cheaper key instead, and reuses the program that Triton compiled for the first
+launch with that key.
 
 Nouns
-  kind    what a launch shows: kernel, device, a face of each argument, names and values of constants and options
-  face    of a tensor: its type, and whether it begins at a multiple of 16 bytes; of an integer: the type that holds it;
-          of others: their Python type. At least as fine as what Triton tells launches apart by: two of one kind are one
-          program to Triton, too (a constant keeps its Python type: 1 and True would be one here)
-  tail    the values of the constants, in the kernel's order: what is compiled wants all arguments by position
+  kind    the cache key of a launch: kernel, device, a face of each argument, names and values of constants and options
+  face    the part of an argument that selects a program. Of a tensor: its dtype, and whether it begins at a multiple
+          of 16 bytes; of an integer: the type that holds it; of others: their Python type. Kinds are at least as fine
+          as Triton's own keys: two launches of one kind run one program in Triton, too. (A constant keeps its Python
+          type: 1 and True would be equal here.)
+  tail    the values of the constants, in the kernel's order: a compiled program takes all arguments by position
 
     launch(pooled_kernel, (512, 26), base, out, ids, …, id_count, bags, slots, GROUP=1, TILE=128, …, num_warps=1)
 
-The first launch of a kind is Triton's own, which compiles. So is every launch of an interpreted kernel, on AMD's GPUs
-(programs depend on the size of a tensor's memory there), while a profiler has hooks in launches, and of a number that
-is compiled into the kernel (1, multiples of 16: `do_not_specialize` keeps them out). A switch such as `TRITON_DEBUG`
-is noticed by first launches only.
+These launches run through Triton itself:
+
+  - the first of each kind, which compiles
+  - launches of an interpreted kernel
+  - launches on AMD's GPUs, where programs depend on the size of a tensor's memory
+  - launches while a profiler has launch hooks installed
+  - launches with a number that Triton specializes on (1, multiples of 16; `do_not_specialize` avoids these)
+
+Only the first launch of a kind sees a change of a switch such as `TRITON_DEBUG`.
 """
 
 from __future__ import annotations
@@ -35,11 +41,11 @@ from tilerec.torch_private import current_device, current_raw_stream
 
 
 class _Known(NamedTuple):
-    """What the launches of one kind have in common."""
+    """Data shared by all launches of one kind."""
 
     compiled: Any
     tail: tuple[Any, ...]
-    kernel: Any  # kept, so that its id stays its own
+    kernel: Any  # a reference, so that no other kernel gets its id
 
 
 GRID_Y = 65_535
@@ -55,13 +61,13 @@ _RUNTIME = knobs.runtime
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """`kernel[grid](*arguments, **constants)`: constants and options by name, everything else by position."""
+    """Run `kernel[grid](*arguments, **constants)`: constants and options by name, everything else by position."""
     if kernel.__class__ is not JITFunction or _HIP:
         kernel[grid](*arguments, **constants)
         return
     device = current_device()
-    # Faces in one expression: half of what a launch costs is spent here, and a function for each would double it.
-    # (`isinstance` takes three times as long for what is no tensor.)
+    # All faces in one expression: this is half of a launch's cost, and a function call per face would double it.
+    # (`isinstance` takes three times as long for an argument that is not a tensor.)
     kind = (
         id(kernel),
         device,
@@ -78,7 +84,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     )
     known = _KNOWN.get(kind)
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-    # A hook may be a chain, a function or None: Triton calls whatever is there.
+    # A hook may be a chain, a function or None; Triton calls a chain or a function.
     if known is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or len(grid) > 2:
         _keep(kind, kernel, kernel[grid](*arguments, **constants), arguments, constants)
         return
@@ -96,13 +102,13 @@ def _keep(
     arguments: Sequence[object],
     constants: dict[str, object],
 ) -> None:
-    """Remember what Triton compiled, if the next launch of this kind is sure to get it, too."""
+    """Cache the compiled program if Triton would choose it for every later launch of this kind."""
     parameters = kernel.params
     plain, rest = parameters[: len(arguments)], parameters[len(arguments) :]
     if (
-        not isinstance(compiled, CompiledKernel)  # it is on its way, or there is a hook that launches
+        not isinstance(compiled, CompiledKernel)  # the compilation is asynchronous, or a hook launches
         or kernel.pre_run_hooks
-        # Triton looks into others (tuples, constants), and a face does not.
+        # Triton inspects the contents of others (tuples, constants); a face does not.
         or not all(a.__class__ in _PLAIN for a in arguments)
         or any(p.is_constexpr for p in plain)
         or not all(p.is_constexpr for p in rest)

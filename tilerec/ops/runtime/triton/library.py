@@ -1,11 +1,11 @@
-"""Whether Triton can serve the ops, and where it stands.
+"""Availability of the Triton kernels in this process.
 
-Kernels are Python functions that Triton compiles for the GPU at hand at their first launch. Triton comes along with
-PyTorch's GPU builds for Linux; without it, or with `TILEREC_TRITON=0`, the reference kernels run on the GPU, too, and
-one log line says so.
+Kernels are Python functions that Triton compiles for the GPU at hand at their first launch. PyTorch's GPU builds for
+Linux include Triton. Without Triton, or with `TILEREC_TRITON=0`, the reference kernels run on the GPU instead, and one
+log line reports it.
 
-With `TRITON_INTERPRET=1`, set before Triton is imported, kernels run in Python on CPU tensors: slow, and the same
-results up to rounding. That is how they are tested where there is no GPU.
+With `TRITON_INTERPRET=1`, set before Triton is imported, kernels run in Python on CPU tensors. That is slow, and its
+results are equal up to rounding. Tests use it on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG = logging.getLogger("tilerec.triton")
 
 @dataclass(frozen=True)
 class TritonStatus:
-    """What became of the Triton kernels; `reason` says why they are not used, or is empty."""
+    """Status of the Triton kernels; `reason` states why they are not used, and is empty if they are."""
 
     reason: str
     version: str = ""
@@ -44,16 +44,16 @@ class TritonStatus:
 
 @functools.lru_cache(maxsize=1)
 def status() -> TritonStatus:
-    """Whether the kernels can be used in this process; the first call imports Triton."""
+    """Return the status of the kernels in this process; the first call imports Triton."""
     found = _find()
     LOG.info("%s", found)
     return found
 
 
 def serves_gpus() -> bool:
-    """Whether the kernels should serve CUDA (and ROCm) tensors of this process."""
+    """Return True if the kernels should serve CUDA (and ROCm) tensors of this process."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return False  # a CPU build: nothing to serve, and no import to pay for
+        return False  # a CPU build has no GPU tensors: skip the import of Triton
     return not status().reason
 
 
@@ -70,7 +70,7 @@ def _find() -> TritonStatus:
 
 
 def on_own_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, run with its first argument's GPU as the current one: that is where Triton launches."""
+    """Wrap a kernel so that its first argument's GPU is current during the call: Triton launches on the current GPU."""
 
     @functools.wraps(kernel)
     def run(first: Tensor | list[Tensor], *rest: Any, **named: Any) -> Any:

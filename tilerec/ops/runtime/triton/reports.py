@@ -1,22 +1,23 @@
-"""What kernels found wrong, and how the host learns of it without waiting.
+"""Error reports of kernels: the host reads them asynchronously and raises.
 
-A kernel that meets a bad id writes what it saw into its report, an int64 tensor on the device, and goes on as if the id
-were not there: no device-side assertion, which would end every later call of the process. The report is copied to the
-host behind the kernel; `raise_due` raises what has arrived. Each op calls it first, so an error appears at the next op
-after the copy is done, with the message that the CPU gives; `raise_all` waits for what is under way.
+A kernel that finds a bad id writes it into its report, an int64 tensor on the device, and skips the id. It runs no
+device-side assertion, which would make every later CUDA call of the process fail. The report is copied to the host
+behind the kernel, and `raise_due` raises the errors of copies that have finished. Each op calls `raise_due` first, so
+an error appears at the next op after the copy has finished, with the message that the CPU op gives. `raise_all` waits
+for the copies in flight.
 
-  report   int64 [4]: 0 or 1 (taken), then three numbers that the kernel's op gives a meaning to
+  report   int64 [4]: 0 or 1 (taken), then three numbers whose meaning the kernel's op defines
 
-`ops/runtime/readback.py` is how it gets there.
+`ops/runtime/readback.py` does the copies.
 
-A kernel takes a report by `tl.atomic_cas(report, 0, 1) == 0` and only then writes the numbers: the first to come is
-told, and which one that is among several bad ids of one batch may differ from run to run.
+A kernel takes a report by `tl.atomic_cas(report, 0, 1) == 0` and writes the numbers only then. The first program to
+take it wins: which of several bad ids of one batch is reported may differ from run to run.
 
-A report that came back untaken is as good as new. So a step fills and allocates nothing for its reports; all it pays
-is a copy of 32 bytes for each. They are used again on the stream where they were used before.
+A report that comes back untaken is reused, on the stream where it was used before. So a step fills and allocates
+nothing for its reports; it pays for a copy of 32 bytes each.
 
-Under CUDA-graph capture the report is the graph's from then on, and every call outside of a capture has it looked at
-anew, so replays are looked at, too.
+Under CUDA-graph capture the graph keeps the report. Every later call outside of a capture copies it again, so errors of
+replays are detected, too.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from tilerec.ops.runtime.upload import current_stream
 Raise = Callable[[int, int, int], None]
 SIZE = 4
 
-_BLOCK = 512  # reports that are made at a time
-_LEAST = 256  # there are at least so many when a capture begins
+_BLOCK = 512  # reports allocated at a time
+_LEAST = 256  # free reports of a stream, at least, when a capture begins
 
-_REPORTS = Arrivals(adds=False)  # a taken report stays as it is until it was told
-_LOCK = threading.RLock()  # a finalizer may run an op in the midst of one
+_REPORTS = Arrivals(adds=False)  # a taken report keeps its numbers until its error is raised
+_LOCK = threading.RLock()  # a finalizer may run an op inside another op
 
 
 @dataclass
 class _Device:
-    """The reports of one device."""
+    """Reports of one device."""
 
     free: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # by stream
-    own: set[int] = field(default_factory=set)  # addresses of reports that are used again
+    own: set[int] = field(default_factory=set)  # addresses of the reports that are reused
 
 
 _DEVICES: defaultdict[torch.device, _Device] = defaultdict(_Device)
 
 
 def new_report(device: torch.device) -> Tensor:
-    """A report that is not taken."""
+    """Return a report that is not taken."""
     if at_once(device):
         return _made(1, device)[0]
     stream = current_stream()
@@ -63,8 +64,8 @@ def new_report(device: torch.device) -> Tensor:
         free = state.free[stream]
         if len(free) < _LEAST:
             if torch.cuda.is_current_stream_capturing():
-                # One of any stream's: its copy has arrived, so nothing is under way. What is made here is a part of
-                # the graph: anything before the first replay, and every other forgets what the one before it found.
+                # A free report of any stream: its copy has finished, so no stream is using it. A report allocated here
+                # would be part of the graph: undefined before the first replay, and zeroed again by every replay.
                 free = free or next((own for own in state.free.values() if own), free)
                 if not free:
                     return _made(1, device)[0]
@@ -76,9 +77,9 @@ def new_report(device: torch.device) -> Tensor:
 
 
 def post(report: Tensor, raise_: Raise) -> None:
-    """Have `raise_(a, b, c)` called with the report's numbers if a kernel has taken it; called behind the kernel.
+    """Arrange for `raise_(a, b, c)` to be called with the report's numbers if a kernel took it. Call it after a launch.
 
-    On the CPU (interpreted kernels) that is at once.
+    On the CPU (interpreted kernels) `raise_` is called at once.
     """
     device = report.device
     if at_once(device):
@@ -90,7 +91,7 @@ def post(report: Tensor, raise_: Raise) -> None:
     again = report.data_ptr() in state.own and not torch.cuda.is_current_stream_capturing()
     free = state.free[current_stream()] if again else None
 
-    def tell(numbers: list[int]) -> None:
+    def deliver(numbers: list[int]) -> None:
         taken, a, b, c = numbers
         if taken == 1:
             clear(report)
@@ -98,16 +99,16 @@ def post(report: Tensor, raise_: Raise) -> None:
         elif free is not None:
             free.append(report)
 
-    _REPORTS.when_arrived(report, tell)
+    _REPORTS.when_arrived(report, deliver)
 
 
 def raise_due(device: torch.device) -> None:
-    """Raise the error of a report that has arrived; never waits."""
+    """Raise the error of a report whose copy has finished; never wait."""
     _REPORTS.use_arrived(device)
 
 
 def raise_all(device: torch.device) -> None:
-    """Wait for the device's reports and raise the first that is taken."""
+    """Wait for the device's reports and raise the error of the first that is taken."""
     _REPORTS.use_all(device)
 
 

@@ -1,8 +1,9 @@
-"""Which segment an item belongs to: searches in offsets, by one program.
+"""Binary and wide searches for an item's segment in offsets, by one program.
 
-A program owns neighbouring items. It finds the segments of its first and its last item, many probes at a time, and then
-each item's between the two: bags of ten items take three or four probes each, all in the same cache lines, and one
-segment of a million items takes none. So programs own equal numbers of items, whatever the lengths of the segments.
+A program owns neighbouring items. It finds the segments of its first and its last item, many probes at a time. Then it
+finds each item's segment between the two: bags of ten items take three or four probes each, all in the same cache
+lines, and one segment of a million items takes none. So programs own equal numbers of items, whatever the lengths of
+the segments.
 
   offsets [0, 2, 2, 5]:  items 0 1 -> segment 0,  items 2 3 4 -> segment 2 (the last that begins at or before the item)
 """
@@ -13,16 +14,16 @@ import triton
 import triton.language as tl
 
 WAYS = tl.constexpr(128)
-"""Probes at a time: 100,000 offsets are searched in 3 dependent loads, where two halves at a time take 17."""
+"""Probes at a time: a search in 100,000 offsets takes 3 dependent loads; halving takes 17."""
 
 _NEVER = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
 def segment_at(offsets, segments, item):
-    """The last s in [0, segments) with offsets[s] <= item, a scalar; 0 where there is none.
+    """Return the last s in [0, segments) with offsets[s] <= item, a scalar; 0 where there is none.
 
-    Falling offsets give some segment in the range: nothing outside of it is read.
+    Offsets that fall give some segment in the range, and nothing outside of it is read.
     """
     low = tl.full((), 0, tl.int64)
     high = low + segments
@@ -38,7 +39,7 @@ def segment_at(offsets, segments, item):
 
 @triton.jit
 def segments_of(offsets, items, low, high):
-    """For each item the last s in [low, high] with offsets[s] <= item; `low` where there is none."""
+    """Return for each item the last s in [low, high] with offsets[s] <= item; `low` where there is none."""
     step = (high - low) * 0 + 1
     while step <= high - low:
         step = step * 2

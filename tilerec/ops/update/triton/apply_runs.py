@@ -1,20 +1,19 @@
 """The kernel that sums runs and applies a rule while the row is in registers.
 
 Nouns (and those of `sort.py` and `runs.py`: occurrence, key, run, chunk)
-  span     some sorted occurrences; its program updates the rows whose runs begin there
+  span     neighbouring sorted occurrences; its program updates the rows whose runs begin there
   tile     ROWS sorted occurrences of a span that are read at once, times COLUMNS >= the row's columns
 
 One program, one warp (up to 512 numbers a tile). A tile's reads depend on each other in two steps only: keys and
-places; then weights, slots and gradients. All of a tile's rows are on their way together, before anything is added or
-written. Inside a tile, a row of the run of the row above gets that row's sum
-(`runs.fold_tile`), in registers; the last occurrence of a run holds its sum, and there the rule runs. A run that goes
-on carries its sum into the next tile; one that goes on behind the span is summed before everything else
-(`runs.sum_run`), and its rows are left out of the tiles.
+places; then weights, slots and gradients. The kernel loads all of a tile's rows before it adds or writes anything.
+Inside a tile, a row adds the sum of the row above if both belong to one run (`runs.fold_tile`), in registers. The last
+occurrence of a run holds its sum, and there the rule runs. A run that continues carries its sum into the next tile. A
+run that continues behind the span is summed first (`runs.sum_run`), and the tiles leave its rows out.
 
     keys of a tile     3 3 5 7 7     (the tile before ended with key 3, sum c)
     gradients          a b d e f
     sums               c+a  (c+a)+b  d  e  e+f
-    rows updated       -    3        5  -  7 (or goes on in the next tile)
+    rows updated       -    3        5  -  7 (or continues in the next tile)
 
 Legend: N occurrences, R rows of a tile, C columns of a tile.
 """
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.update.triton.counts import read_pace
-from tilerec.ops.update.triton.report import tell_not_finite
+from tilerec.ops.update.triton.report import record_not_finite
 from tilerec.ops.update.triton.runs import (
     begin_of_run,
     fold_tile,
@@ -45,7 +44,7 @@ from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
     ]
 )  # fmt: skip
 def update_runs(
-    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, told,
+    keys, places, scales, grad, weights, slot0, slot1, slot2, partials, supers, meta, paces, names, status,
     runs, rows_out, total, span, levels, tables, first_key, end_key, step, grad_scale, h0, h1, h2, h3, h4, h5, h6, h7,
     e0, e1,
     TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
@@ -55,24 +54,24 @@ def update_runs(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     VEC: tl.constexpr, VEC_D: tl.constexpr, VEC_G: tl.constexpr, VEC_S: tl.constexpr,
 ):  # fmt: skip
-    """Program s updates the rows in [first_key, end_key) whose runs begin in span s.
+    """Update the rows in [first_key, end_key) whose runs begin in span s; s is the program's number.
 
-    COMPACT: the row written is not the key's but the run's number (`runs` [N]), and which row it was goes to
-    `rows_out`: how sums are given out instead of applied.
+    COMPACT: write row number `runs` [N] of the run instead of the key's row, and store the key's row in `rows_out`.
+    This mode returns sums instead of applying them.
 
-    Example: keys (2, 2, 4), gradients (1), (3), (5), span 2, "sgd", lr 0.1: program 0 reads 1 and 3 and writes
-    w[2] -= 0.4; program 1 writes w[4] -= 0.5.
+    Example: keys (2, 2, 4), gradients (1), (3), (5), span 2, "sgd", lr 0.1: program 0 reads 1 and 3 and writes w[2] -=
+    0.4; program 1 writes w[4] -= 0.5.
     """
     begin = tl.program_id(0).to(tl.int64) * span
     end = tl.minimum(begin + span, total)
     before = tl.load(keys + begin - 1, mask=begin > 0, other=-1)
     final = tl.load(keys + end - 1)
-    # Nothing begins here, or nothing of this group.
+    # Skip spans in which no run of this group begins.
     if (final != before) & (final >= first_key) & (tl.load(keys + begin) < end_key):
         lanes = tl.arange(0, ROWS)
         columns = tl.arange(0, COLUMNS)[None, :]
         carry = nothing(COLUMNS)
-        # First the last run, if it goes on behind the span, all of it: now registers are still free.
+        # First sum the last run if it continues behind the span: registers are still free now.
         through = nothing(COLUMNS)
         until = end
         if (tl.load(keys + end, mask=end < total, other=-1) == final) & (final < end_key):
@@ -82,11 +81,11 @@ def update_runs(
                 final, until, keys, places, scales, grad, partials, supers, total, columns,
                 columns < width, levels, SCALED, CHUNK, CHUNKS, PITCH, COLUMNS, VEC_G,
             )  # fmt: skip
-        # From here on occurrences are counted from the span's first: 32 bits, and fewer registers.
+        # From here on count occurrences from the span's first: 32 bits, and fewer registers.
         count = (end - begin).to(tl.int32)
-        summed = (until - begin).to(tl.int32)  # occurrences from here on are in `through`
+        summed = (until - begin).to(tl.int32)  # `through` includes the occurrences from here on
         known = tl.minimum(total - begin, count + 1).to(tl.int32)
-        earliest = tl.where(begin > 0, 0, 1)  # has one before it
+        earliest = tl.where(begin > 0, 0, 1)  # first occurrence of the span that has one before it
         keys += begin
         places += begin
         scales += begin
@@ -104,7 +103,7 @@ def update_runs(
             following = tl.load(keys + i + 1, mask=i + 1 < known, other=-1)
             edge = tl.minimum(count - at, ROWS) - 1
             left = (here & (key != before) & (key >= first_key) & (key < end_key)).to(tl.int32)
-            # Nearly always once: a table's numbers are then the same for all lanes, and take few registers.
+            # One iteration per table, nearly always one: its numbers are equal in all lanes and take few registers.
             while tl.max(left, axis=0) > 0:
                 key0 = tl.min(tl.where(left != 0, key.to(tl.int64), 0x7FFFFFFFFFFFFFFF), axis=0)
                 table = table_of(meta, key0, tables, STEPS)
@@ -152,7 +151,7 @@ def update_runs(
                     skips = tl.sum(bad.to(tl.int64), axis=0)
                     if skips > 0:
                         code = tl.where(bad, (tl.load(numbers + 10) << 40) | name, 0x7FFFFFFFFFFFFFFF)
-                        tell_not_finite(told, skips, tl.min(code, axis=0))
+                        record_not_finite(status, skips, tl.min(code, axis=0))
                     take = take & (bad == 0)
                     sums = tl.where(take[:, None], sums, 0.0)
                 if GRAD_SCALED:
@@ -185,7 +184,7 @@ def update_runs(
                     MODE, WD, ROW_STEP,
                 )  # fmt: skip
                 if COLUMNS > 512:
-                    # Several warps: each has read the row's slots, of which one writes what they become.
+                    # Several warps have read the row's slots, and one of them writes the new values.
                     tl.debug_barrier()
                 store_rows(
                     weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC

@@ -1,13 +1,13 @@
-"""Updating rows on the GPU: sort the step's occurrences once, then sum and apply while the row is in registers.
+"""Row updates on the GPU: sort the step's occurrences once, then sum and apply while the row is in registers.
 
-This is the op; its parts are files of their own: tables (`tables.py`) and gradient record (`record.py`)
-as kernels read them, the sort (`sort.py`), sums of long runs (`runs.py`), and the kernel that updates rows
+This file has the op. Its steps are in files of their own: the tables (`tables.py`) and the gradient record
+(`record.py`) as kernel arguments, the sort (`sort.py`), sums of long runs (`runs.py`), and the kernel that updates rows
 (`apply_runs.py`), launched once for each group of tables (`launch.py`).
 
-Nothing here waits for the device: grids follow from shapes, numbers of tables and features are sent once and kept, and
-what was not finite comes back as a tensor. A table's update count goes into paces and the rounding's stream: by value
-where all tables of the call have the same; as a small tensor where not, or where counts lie on the device
-(`counts.py`).
+The host never waits for the device. Grids follow from shapes, numbers of tables and features are uploaded once and
+cached, and the report of gradients that are not finite is a tensor. The paces and the stochastic rounding depend on a
+table's update count. Kernels get the count by value if all tables of the call share it. Otherwise, or if counts are on
+the device, they read it from a small tensor (`counts.py`).
 
 Example: the references' (`definition.py`).
 """
@@ -30,7 +30,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device
 from tilerec.ops.update.triton.launch import device_of, given, launch_update
 from tilerec.ops.update.triton.order import made_before, order_rows
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import NOTHING_TOLD
+from tilerec.ops.update.triton.report import EMPTY_STATUS
 from tilerec.ops.update.triton.rules import Ready, ready
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.tables import GRADIENT_TYPES, Group, Seen, Tables, served, tables_of
@@ -47,20 +47,19 @@ def update_rows_(
     row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ordered: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`definition.py`; ids that are no rows are left out here (their lookup has told), and the result stays on
-    the device."""
+    """See `definition.py`. Skips ids that are no rows (the lookup reported them); the result stays on the device."""
     op, device = "update_rows_", ids.device
     check_counts(op, steps, counts, lr, len(weights))
     made = ready(rule, hyper)
     kinds = made.slots
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
-    # What stays the same from step to step is checked and sent once.
+    # The layout is constant over many steps: check it and upload it once.
     key = (
         device, current_stream(), rule, kinds, len(weights if counts else steps), tuple(seeds), tuple(row_offsets),
         tuple(column_offsets), tuple(map(_data_ptr, weights)), tuple(map(_data_ptr, slots)),
         tuple([(n.data_ptr(), n.shape[0]) for n in names]),
     )  # fmt: skip
-    graph = capturing()  # what a graph reads must be kept for it
+    graph = capturing()  # the graph must own the tensors that it reads
     seen = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES and not graph else None
     if seen is not None and seen.fits(weights, slots):
         layout = seen.layout
@@ -96,10 +95,10 @@ def update_rows_(
                 record, layout.numbers, len(weights), layout.sentinel, layout.dims,
                 made_before(ordered, layout, record),
             )  # fmt: skip
-        if counts:  # behind the sort, which may find no memory: an update that is not made is not counted
+        if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
             paces = paces_on_device(op, made, counts, lr, device, True)
         if by_key is None:
-            return constants(NOTHING_TOLD[:3], device).clone()
+            return constants(EMPTY_STATUS[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
         if counts is None and min(steps) == max(steps):
             by_value, step = made.paces(steps[0]), steps[0]
@@ -107,11 +106,11 @@ def update_rows_(
             paces = pace_table(made, steps, device)
         for group in layout.groups:
             _update_group(group, layout, record, by_key, made, weights, slots, names, step, by_value, paces)
-    return by_key.told[:3]
+    return by_key.status[:3]
 
 
 def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise a `ConfigError` if a graph would repeat an update count, and anything depends on it."""
+    """Raise a `ConfigError` if a graph would repeat an update count and the update depends on it."""
     rounds = made.rule.h["stochastic_rounding"] and any(dtype != torch.float32 for dtype in dtypes)
     if rounds or made.paces(1) != made.paces(2):
         what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
@@ -130,7 +129,7 @@ def _update_group(
     each = len(group.slots)
     own = [slots[start * each + k] for k, start in enumerate(group.slots)]
     rounds = made.rule.h["stochastic_rounding"] and group.dtype != torch.float32
-    nothing = ordered.keys  # a pointer that is not followed must still be one, of one type whatever the batch
+    nothing = ordered.keys  # unread pointer arguments must be valid, and of one dtype for all batches
     numbers = layout.numbers[group.first :] if group.first else layout.numbers
     launch_update(
         group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], step,
@@ -141,6 +140,6 @@ def _update_group(
 
 
 def register(key: str = "CUDA") -> None:
-    """Let the kernels serve the update ops on devices of this dispatch key."""
+    """Register the kernels for the update ops on devices of this dispatch key."""
     for function in (update_rows_, order_rows):
         LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)

@@ -1,12 +1,12 @@
-"""Update counts and learning rates on the GPU: one small launch advances the counts and makes what updates read.
+"""Update counts and learning rates on the GPU: one small launch advances the counts and computes the pace table.
 
 Nouns (and those of `rules.py`: paces, rates)
   pace table   per table of a call five numbers, int64 [T, 5]: update count, and by their fp32 bits e0, e1, h0, h7
-  count        a table's update count, an int64 of its own somewhere on the device: `counts + places[t]`
+  count        a table's update count, an int64 tensor of its own on the device: `counts + places[t]`
 
-An update kernel reads the pace table where tables were not updated equally often, or where counts and learning rate lie
-on the device. In the first case the host makes it, in the second `advance_counts` does, in float64, by the very
-operations: the bits are the same. Replayed, it counts on, and reads the learning rate as it is then.
+An update kernel reads the pace table if tables have different update counts, or if counts and learning rate are on the
+device. In the first case the host computes it, in the second `advance_counts` does, in float64, by the same operations:
+the bits are the same. A replay advances the counts again, and reads the current learning rate.
 
     counts (4, 7), lr 0.1, "adam"    advance_counts    counts (5, 8); rows (5, e0(5), e1(5), 0.1, h7), (8, …)
 """
@@ -27,13 +27,13 @@ from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.rules import Ready
 
 PACES = 5
-"""Numbers that a table has in the pace table."""
+"""Numbers of a table in the pace table."""
 _BLOCK = 32
 
 
 @triton.jit
 def fp32_bits(x):
-    """A float64 number, rounded to fp32, as the integer that a pace table holds."""
+    """Round a float64 number to fp32 and return its bits as the integer that a pace table holds."""
     return x.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
 
 
@@ -42,9 +42,10 @@ def advance_counts(
     counts, places, lr, numbers, paces, tables,
     RULE: tl.constexpr, ROW_STEP: tl.constexpr, RATED: tl.constexpr, ADVANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b writes the pace table of tables b * BLOCK … for the update to come, and with ADVANCE their counts.
+    """Write the pace table of tables b * BLOCK … for the next update, b being the program's number.
 
-    RULE: the rule's `on_device`; numbers: its `Ready.constants`, the first of them the learning rate unless RATED.
+    With ADVANCE, write their counts, too. RULE: the rule's `on_device`; numbers: its `Ready.constants`, the first of
+    them the learning rate unless RATED.
 
     Example: counts (4), "adagrad" with lr_decay 0.25, lr 1 -> paces (5, bits of 0.5, 0, bits of 1, 0), counts (5).
     """
@@ -73,7 +74,7 @@ def advance_counts(
 
 @triton.jit
 def read_pace(paces, table):
-    """Update count, e0, e1, h0, h7 of a table of the call."""
+    """Return update count, e0, e1, h0, h7 of a table of the call."""
     at = paces + table * 5
     e0 = tl.load(at + 1).to(tl.int32).to(tl.float32, bitcast=True)
     e1 = tl.load(at + 2).to(tl.int32).to(tl.float32, bitcast=True)
@@ -83,7 +84,7 @@ def read_pace(paces, table):
 
 
 def pace_table(made: Ready, steps: Sequence[int], device: torch.device) -> Tensor:
-    """The pace table of update counts that the host knows."""
+    """Return the pace table of update counts that the host has."""
     h0, h7 = made.numbers[0], made.numbers[7]
     rows = {
         step: (step, *struct.unpack("4i", struct.pack("4f", *made.paces(step), h0, h7)))
@@ -95,7 +96,7 @@ def pace_table(made: Ready, steps: Sequence[int], device: torch.device) -> Tenso
 def paces_on_device(
     op: str, made: Ready, counts: Sequence[Tensor], lr: Tensor | None, device: torch.device, advance: bool
 ) -> Tensor:
-    """The pace table of the update that comes next by counts on the device; `advance`: it is made, and counted."""
+    """Return the pace table of the next update, from counts on the device; `advance`: add 1 to the counts."""
     if {count.device for count in counts} | ({device} if lr is None else {lr.device}) != {device}:
         others = sorted({str(tensor.device) for tensor in (*counts, *([] if lr is None else [lr]))})
         raise InputError(

@@ -1,6 +1,6 @@
-"""Launching `update_runs` for a group of tables: its tiles, its spans, and its arguments in their order.
+"""Launch of `update_runs` for a group of tables: tiles, spans, and arguments in the kernel's order.
 
-Nouns (and those of `apply_runs.py`: span, tile; of `tables.py`: group)
+Nouns as in `apply_runs.py` (span, tile) and `tables.py` (group).
 
     2.6 million occurrences of fp32 x 128 rows, no slots: tiles of 4 rows, spans of 32, 81,250 programs
 """
@@ -22,22 +22,23 @@ from tilerec.ops.update.triton.tables import Group
 
 
 def tile_rows(columns: int, element_slots: int) -> int:
-    """Rows of a tile: 16 numbers a lane, half of that where slots per element come along; at most 16 rows."""
+    """Return the rows of a tile: 16 numbers a lane, half of that with slots per element; at most 16 rows."""
     return max(1, min(16, (256 if element_slots else 512) // columns))
 
 
 def registers(columns: int) -> dict[str, int]:
-    """The bound on a thread's registers, for tiles of so many columns.
+    """Return the bound on a thread's registers, for tiles of so many columns.
 
-    96 leave room for 21 warps on a multiprocessor. That costs up to 190 bytes of spills a thread, and pays: on an H100
-    updates of fp32 x 128 rows take 2 to 4 % less time than with 104 registers (19 warps, nothing spilled), those of
-    bf16 rows 14 % less than with 128 (16 warps). Wide tiles have no bound: 512 columns of Adam's would spill 1 KiB.
+    96 registers leave room for 21 warps on a multiprocessor. That costs up to 190 bytes of spills a thread, but is
+    faster: on an H100 updates of fp32 x 128 rows take 2 to 4 % less time than with 104 registers (19 warps, no spills),
+    those of bf16 rows 14 % less than with 128 (16 warps). Wide tiles have no bound: Adam with 512 columns would spill 1
+    KiB.
     """
     return {} if torch.version.hip or columns > 128 else {"maxnreg": 96}
 
 
 def _span(total: int, rows: int) -> int:
-    """Sorted occurrences of a program: enough programs for every GPU first, then up to 8 tiles each."""
+    """Return the sorted occurrences of a program: first enough programs for every GPU, then up to 8 tiles each."""
     return rows * max(1, min(8, total // (rows * 8192)))
 
 
@@ -46,14 +47,14 @@ def launch_update(
     slots: Sequence[Tensor], step: int, by_value: tuple[float, float], *, paces: Tensor, names: Tensor,
     ROUND: int, PER_TABLE: bool, NAMED: bool, runs: Tensor | None = None, rows_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    nothing = ordered.keys  # a pointer that is not followed must still be one, of one type whatever the batch
+    nothing = ordered.keys  # unread pointer arguments must be valid, and of one dtype for all batches
     rows = tile_rows(group.columns, made.kinds.count(1))
     span = _span(record.total, rows)
-    assert span <= CHUNK, "what a run has in one span is at most a chunk, so it is a fold of rows (runs.py)"
+    assert span <= CHUNK, "a run has at most a chunk in a span, whose sum is a fold of rows (runs.py)"
     scale = made.rule.h["grad_scale"]
     launch(update_runs, (ceil_div(record.total, span),),
         ordered.keys, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
-        ordered.partials, ordered.supers, numbers, paces, names, ordered.told,
+        ordered.partials, ordered.supers, numbers, paces, names, ordered.status,
         given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
         group.first_key, group.end_key, step, scale, *made.numbers, *by_value,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,
@@ -67,10 +68,10 @@ def launch_update(
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's GPU the current one: Triton launches there."""
+    """Return a context in which the tensor's GPU is current: Triton launches on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def given(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel's pointer that it does not follow must still be one."""
+    """Return `tensor`, or `other` if it is None: a pointer argument must be valid even if it is not read."""
     return other if tensor is None else tensor

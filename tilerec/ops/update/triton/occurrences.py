@@ -1,15 +1,15 @@
-"""What a step's ids say, occurrence by occurrence: which row, where its gradient lies, what it is multiplied by.
+"""Occurrences of a step's ids: the row of each, the position of its gradient, and the factor of its gradient.
 
 Nouns
   occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
   key          first key of the feature's table + id: all tables' rows in one ascending space, table after table
-  sentinel     the key after the last table's: no occurrence here, or an id that is no row (the lookup has told of it);
-               sorts behind everything
+  sentinel     the key after the last table's, for unused entries and for ids that are no rows (the lookup reported
+               these); it sorts behind all others
   place        element at which the occurrence's gradient row begins
-  scale        what that row is multiplied by: sample weight / (mean pooling) length of the bag
+  scale        factor of that row: sample weight / (mean pooling) length of the bag
 
-How many occurrences there are is known on the device only (offsets lie there). The host knows a bound: as many times
-all ids as features read one bag at most, which is N where no two features share a key. Occurrences are packed in
+Only the device has the number of occurrences, since offsets are there. The host has a bound: the number of all ids
+times the most features that read one bag. That bound is N if no two features share a key. Occurrences are packed in
 front, sentinels fill the rest.
 
     two features of two bags each, offsets (0, 2, 3, 3, 5)
@@ -25,19 +25,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.report import begin_told
+from tilerec.ops.update.triton.report import begin_status
 
 PER_FEATURE = 8
-"""Numbers a feature has in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
+"""Numbers per feature in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
 bags."""
 
 
 @triton.jit
 def bag_of(offsets, bag0, bags, p, inside, bits):
-    """In which of its feature's bags each position `p` lies: by bisection, log2(bags) reads that neighbours share,
-    whatever the lengths of the bags.
+    """Return the number of the bag, within its feature, of each position `p`.
 
-    bits: 2 ^ bits <= bags - 1 < 2 ^ (bits + 1), or more.
+    Bisection takes log2(bags) reads, which neighbours share, whatever the lengths of the bags. bits: 2 ^ bits <= bags -
+    1 < 2 ^ (bits + 1), or more.
     """
     bag = p * 0
     jump = tl.full((), 1, tl.int64) << bits
@@ -54,7 +54,7 @@ def bag_of(offsets, bag0, bags, p, inside, bits):
 def scale_of(
     offsets, sample_weights, p, first, averaged, inside, WEIGHTED: tl.constexpr, MEANS: tl.constexpr
 ):
-    """What each position's gradient row is multiplied by. `first`: its bag, `averaged`: whether that takes a mean."""
+    """Return the factor of each position's gradient row. `first`: its bag; `averaged`: the bag takes a mean."""
     scale = (p * 0).to(tl.float32) + 1.0
     if WEIGHTED:
         scale = tl.load(sample_weights + p, mask=inside, other=0.0).to(tl.float32)
@@ -67,22 +67,23 @@ def scale_of(
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "told_count"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "programs", "status_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def occurrence_keys(
-    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
-    programs,
+    ids, offsets, sample_weights, meta, keys, places, scales, status, features, ids_count, total, sentinel,
+    status_count, programs,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program f * programs + c writes keys, places and scales of feature f's occurrences c * BLOCK …, every so many;
-    f = F writes sentinels behind the last.
+    """Write keys, places and scales of feature f's occurrences c * BLOCK …, with a stride of programs * BLOCK.
 
-    One axis for both: a grid's second axis ends at 65,535. Each program adds up how many occurrences the features
-    before it have: F numbers, read from cache. The first of all begins what the update tells.
+    The program's number is f * programs + c; programs of f = F write sentinels behind the last occurrence.
+
+    One axis for both: a grid's second axis ends at 65,535. Each program sums the numbers of occurrences of the features
+    before it: F numbers, read from cache. Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_told(told, told_count, BLOCK)
+        begin_status(status, status_count, BLOCK)
     f = tl.program_id(0) // programs
     before = tl.zeros((), tl.int64)
     for first in range(0, f, FEATURES):

@@ -1,4 +1,6 @@
-"""Orders that are made before the gradients come (`tilerec/ops/update/order.py`), and whether one still fits.
+"""Orders of occurrences computed before the gradients exist, and a check that their layout still holds.
+
+`tilerec/ops/update/order.py` defines them.
 
 Example: ids (3, 1) and (1), tables of 4 and 2 rows -> keys (1, 3, 5), places of ids 1, 3 and 1.
 """
@@ -16,18 +18,19 @@ from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_of
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import TOLD
+from tilerec.ops.update.triton.report import STATUS_SIZE
 from tilerec.ops.update.triton.sort import Order, Record, order_occurrences
 from tilerec.ops.update.triton.tables import Tables, tables_of
 
 
 def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record) -> Order | None:
-    """The order that `order_rows` made, or None: there is none, or the tables lie otherwise than they did."""
+    """Return the order that `order_rows` computed; None if there is none, or if the tables' layout has changed."""
     if ordered is None:
         return None
     if len(ordered) != ORDER_TENSORS:
         raise InputError(
-            f"update_rows_: ordered has {len(ordered)} tensors, wanted {ORDER_TENSORS}; pass what order_rows gave."
+            f"update_rows_: ordered has {len(ordered)} tensors, expected {ORDER_TENSORS}; "
+            "pass the result of order_rows."
         )
     keys, places, scales, first_keys = ordered
     scaled = record.means or record.sample_weights is not None
@@ -46,11 +49,11 @@ def order_rows(
     tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
     grad_strides: Sequence[int], means: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`tilerec/ops/update/order.py`; keys go by groups of tables, as `update_rows_` has them."""
+    """See `tilerec/ops/update/order.py`. Keys follow the groups of tables, as in `update_rows_`."""
     op, device, count = "order_rows", ids.device, len(weights)
     same_device(op, device, weights=weights, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
-    if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - their updates are the reference's
+    if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - the reference updates such tables
         return order_rows_reference(weights, ids, offsets, sample_weights, *per_feature)
     layout = tables_of(
         op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
@@ -60,12 +63,12 @@ def order_rows(
     record = read_record(op, layout, ids, ids, offsets, sample_weights, per_feature, True, grad_count=least)
     first_keys = torch.tensor([*layout.first_keys, layout.sentinel], dtype=torch.int64, device="cpu")
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
-    if not record.total or not layout.sentinel:  # there is nothing to update
+    if not record.total or not layout.sentinel:  # no rows to update
         nothing = torch.zeros(record.total, dtype=torch.int64, device=device)
         keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
         return [keys, places, no_scales, first_keys]
     with device_of(ids):
-        told = torch.empty(TOLD, dtype=torch.int64, device=device)  # of no use here
-        made = order_occurrences(record, layout.sentinel, least, told)
+        status = torch.empty(STATUS_SIZE, dtype=torch.int64, device=device)  # not used here
+        made = order_occurrences(record, layout.sentinel, least, status)
     scales = no_scales if made.scales is None else made.scales
     return [made.keys, made.places, scales, first_keys]

@@ -1,19 +1,19 @@
-"""Row sums given out, and rules in phases for rows that are cut into columns.
+"""Row sums as a result, and rules in phases for rows that are split by columns.
 
 Nouns
-  part      some columns of a table's rows; its rule runs in phases, the row sums being added over the parts in between
-  block     8 neighbouring columns of the whole table, aligned; a part's tile begins at the block that its first column
-            lies in, `shift` columns before it
-  numbers   what a kernel knows of a part: PER_PART numbers, sent with every call: rows and gradients are new each time
+  part      some columns of a table's rows; its rule runs in phases, between which the row sums are added over the parts
+  block     8 neighbouring columns of the whole table, aligned; a part's tile begins at the block that contains its
+            first column, `shift` columns before it
+  numbers   of a part: PER_PART numbers, uploaded in every call, since rows and gradients are new each time
 
-Sums within a block are a fixed tree, ((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7)), blocks are added in ascending order: the
-bits are the reference's, and those of a row cut elsewhere. (The kernel for whole rows, `apply_runs.py`, lets the warp
-add up a row in its own order: the same bits every time, and equal to these to rounding.)
+Sums within a block are a fixed tree, ((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7)), and blocks are added in ascending order. So
+the bits are the reference's, and do not depend on where the columns are split. (In the kernel for whole rows,
+`apply_runs.py`, the warp adds a row in its own order: the same bits every time, and equal to these up to rounding.)
 
     columns 5 … 10 of a row: shift 5, tile of 16 columns from 0, blocks (x5 + x6 + x7) and (x8 + x9 + x10)
 
-Giving sums out (`sum_row_gradients_of_tables`) has a result whose size is in the ids, so the host waits once for the
-number of distinct rows. Nothing else here waits, except that what is to be summed and how much was known before.
+The size of the result of `sum_row_gradients_of_tables` depends on the ids, so the host waits once for the number of
+distinct rows. Nothing else in this file waits.
 
 Legend: T parts or tables, U distinct rows, R rows of a tile, C columns of a tile, W columns of a part, K sums of a
 phase, P sums of the phases so far.
@@ -67,7 +67,7 @@ PER_PART = 24
 
 @triton.jit
 def _block_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums over aligned blocks of 8 columns: [R, C] -> [R, C / 8], each by the one tree."""
+    """Return sums over aligned blocks of 8 columns: [R, C] -> [R, C / 8], each by the same tree."""
     even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (ROWS, COLUMNS // 4, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (ROWS, COLUMNS // 8, 2)))
@@ -79,7 +79,7 @@ def _read_part(
     rows, grads, scalars, numbers, report, grad_scale,
     SUMS: tl.constexpr, GRAD_SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program's rows of a part: which, where they are, their gradients and the sums so far."""
+    """Return a program's rows of a part: numbers, masks, positions, gradients and the sums so far."""
     u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = u < tl.load(numbers)
     row = tl.load(rows + (tl.load(numbers + 1) + u), mask=here, other=0)
@@ -118,9 +118,10 @@ def part_sums(
     SUMS: tl.constexpr, KINDS: tl.constexpr, FINITE: tl.constexpr, KIND0: tl.constexpr, KIND1: tl.constexpr,
     KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, part) writes the block sums of rows i * ROWS … of a phase's KINDS terms, and what is finite.
+    """Write the block sums of rows i * ROWS … of a phase's KINDS terms; the program's number is (i, part).
 
-    SUMS: of the phases before. Out [U, KINDS + FINITE, blocks].
+    With FINITE, also write 1 for rows whose gradient is finite, else 0. SUMS: of the phases before. Out [U, KINDS +
+    FINITE, blocks].
     """
     part = tl.program_id(1)
     numbers = meta + part * 24
@@ -176,7 +177,10 @@ def part_sums(
 
 @triton.jit
 def add_block_sums(sums, out, meta, EACH: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (i, part): sums [U, EACH, blocks] -> [U, EACH], blocks in ascending order; the last of EACH is a flag."""
+    """Add blocks in ascending order: sums [U, EACH, blocks] -> [U, EACH]; with FINITE the last of EACH is a flag.
+
+    The program's number is (i, part).
+    """
     numbers = meta + tl.program_id(1) * 24
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = n < tl.load(numbers) * EACH
@@ -199,7 +203,7 @@ def apply_to_parts(
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GRAD_SCALED: tl.constexpr, ROUND: tl.constexpr,
     NAMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, part) writes rows i * ROWS … of a part and their slots, given the sums of all phases."""
+    """Write rows i * ROWS … of a part and their slots, given the sums of all phases; (i, part) is the program."""
     part = tl.program_id(1)
     numbers = meta + part * 24
     if tl.program_id(0).to(tl.int64) * ROWS < tl.load(numbers):
@@ -226,9 +230,8 @@ def apply_to_parts(
             has = take & (row * 0 + tl.load(numbers + 13) != 0)
             name = tl.load(names + (tl.load(numbers + 12) + row), mask=has, other=0)
             name = tl.where(has, name, row)
-        if (
-            COLUMNS > 512
-        ):  # several warps: each has read the row's slots, of which one writes what they become
+        if COLUMNS > 512:
+            # Several warps have read the row's slots, and one of them writes the new values.
             tl.debug_barrier()
         store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, 1)
         store_slot(slot0, s0, at0, row, width, take, columns, inside, KIND0, 1)
@@ -237,7 +240,7 @@ def apply_to_parts(
 
 
 class _Parts:
-    """The parts of one data type in a call, as kernels read them."""
+    """Parts of one data type in a call, as kernel arguments."""
 
     def __init__(
         self, own: Sequence[int], weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str,
@@ -250,7 +253,8 @@ class _Parts:
         self.rows = [rows[t].to(torch.int64).contiguous() for t in own]
         self.grads = [grads[t].contiguous() for t in own]
         self.scalars = []
-        for t in own:  # sums may lie apart (of several tables, one after the other), a sum's rows may not
+        # Sums may have any stride (those of several tables are neighbours); a sum's rows must be dense.
+        for t in own:
             s = scalars[t].to(torch.float32)
             self.scalars.append(s if s.shape[1] <= 1 or s.stride(1) == 1 else s.contiguous())
         self.names = [names[t] for t in own] if names else []
@@ -261,7 +265,10 @@ class _Parts:
         self, dims: Sequence[int], outs: Sequence[tuple[int, int]], seeds: Sequence[int], row_offsets: Sequence[int],
         column_offsets: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """`outs`: per part of the call, where its block sums begin, and its sums."""
+        """Return the numbers of all parts, uploaded.
+
+        `outs`: per part of the call, the starts of its block sums and of its sums.
+        """
         listed = [self.rows, self.weights, *self.slots, self.grads, self.scalars]
         self.bases, apart = [], []
         for tensors in [*listed, *([self.names] if self.names else [])]:
@@ -285,7 +292,7 @@ class _Parts:
         return upload(flat, self.rows[0].device)
 
     def columns(self, column_offsets: Sequence[int]) -> int:
-        """Of a tile that holds every part, from the block that it begins in."""
+        """Return the columns of a tile that holds every part, from the block in which the part begins."""
         return max(
             triton.next_power_of_2(column_offsets[t] % BLOCK + w.shape[1])
             for t, w in zip(self.own, self.weights, strict=True)
@@ -300,7 +307,7 @@ def _by_type(
     for t, weight in enumerate(weights):
         if rows[t].numel():
             members.setdefault(weight.dtype, []).append(t)
-    # Parts are the second axis of a grid.
+    # Parts are the second axis of a grid, which GRID_Y limits.
     return [
         _Parts(own[first : first + GRID_Y], weights, slots, kinds, rows, grads, scalars, names)
         for own in members.values()
@@ -318,7 +325,7 @@ def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """Columns and rows of a tile."""
+    """Return the columns and rows of a tile."""
     columns = max(columns, BLOCK)
     return columns, max(1, min(16, 256 // columns))
 
@@ -336,7 +343,7 @@ def rule_partials_of_tables(
     column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
     counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`definition.py`; every operation rounded once, sums in the reference's order."""
+    """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
     if not _serves(weights, slots, grads):
         return rule_partials_of_tables_reference(
             weights, slots, rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps,
@@ -384,7 +391,7 @@ def rule_partials_of_tables(
                     add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
                     FINITE=finite, BLOCK=128, num_warps=4,
                 )  # fmt: skip
-        post(report, _teller(op, weights))
+        post(report, _row_error(op, weights))
     return added
 
 
@@ -392,7 +399,7 @@ def _paces(
     op: str, made: Ready, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
     weights: Sequence[Tensor], advance: bool,
 ) -> Tensor:  # fmt: skip
-    """Per part of the call its update count, paces and rates."""
+    """Return per part of the call its update count, paces and rates."""
     if counts:
         return paces_on_device(op, made, counts, lr, weights[0].device, advance)
     if capturing():
@@ -400,11 +407,11 @@ def _paces(
     return pace_table(made, steps, weights[0].device)
 
 
-def _teller(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
-    return functools.partial(_tell_bad_row, op, tuple([w.shape[0] for w in weights]))
+def _row_error(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
+    return functools.partial(_raise_bad_row, op, tuple([w.shape[0] for w in weights]))
 
 
-def _tell_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
+def _raise_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
     raise_bad_row(op, row, part, place, rows[part], part)
 
 
@@ -414,7 +421,7 @@ def rule_apply_to_tables_(
     seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`definition.py`; every operation rounded once, sums in the reference's order."""
+    """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
     if not _serves(weights, slots, grads):
         rule_apply_to_tables_reference_(
             weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
@@ -449,7 +456,7 @@ def rule_apply_to_tables_(
                 SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
-        post(report, _teller(op, weights))
+        post(report, _row_error(op, weights))
 
 
 def sum_row_gradients_of_tables(
@@ -458,8 +465,10 @@ def sum_row_gradients_of_tables(
     grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
     ordered: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`definition.py`. The host waits once, for the numbers of distinct rows (twice where a table's rows are
-    not known: first for the largest id)."""
+    """See `definition.py`. The host waits once, for the numbers of distinct rows.
+
+    If a table's rows are unknown, it waits twice: first for the largest id.
+    """
     op, device = "sum_row_gradients", ids.device
     for own, dim in zip(rows, dims, strict=True):
         check_sum(own, dim)
@@ -514,7 +523,7 @@ def sum_row_gradients_of_tables(
             ]
         *distinct_before, good, wanted = torch.cat((before, at[-1:], expected)).tolist()
         if good != wanted:
-            return reference()  # says which id or offset it was
+            return reference()  # raises the error of the bad id or offset
         distinct = [b - a for a, b in itertools.pairwise(distinct_before)]
         places = list(itertools.accumulate([n * d for n, d in zip(distinct, dims, strict=True)], initial=0))
         for t, own_numbers in enumerate(numbers):
@@ -546,6 +555,6 @@ def sum_row_gradients_of_tables(
 
 
 def register(key: str = "CUDA") -> None:
-    """Let the kernels serve the ops of parts on devices of this dispatch key."""
+    """Register the kernels for the ops of parts on devices of this dispatch key."""
     for function in (sum_row_gradients_of_tables, rule_partials_of_tables, rule_apply_to_tables_):
         LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)

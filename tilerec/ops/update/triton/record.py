@@ -1,4 +1,4 @@
-"""A gradient record as kernels read it: checked, contiguous, its features' numbers on the device.
+"""A gradient record as kernel arguments: checked, contiguous, its features' numbers on the device.
 
 Example: two features of batches of 4 bags, tables 0 and 0, gradients of 8 and 8 columns in rows of 16:
 (first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of bags) are (0, 10, 0, 4, 0, 16, 0, 1)
@@ -27,7 +27,7 @@ _INDEX = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Features:
-    """A record's features, as kernels read them."""
+    """Features of a record, as kernel arguments."""
 
     numbers: Tensor  # int64 [F, PER_FEATURE]
     layers: int
@@ -55,7 +55,7 @@ def _describe_features(
 
 @kept(256)
 def _kept_features(*key: object) -> Features:
-    """Features of batches of one size: bags lie where they lay in the step before."""
+    """Return cached features: with one batch size, bags have the same positions in every step."""
     return _describe_features(*key)  # type: ignore[arg-type]
 
 
@@ -63,9 +63,10 @@ def read_record(
     op: str, tables: Tables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
     per_feature: Sequence[Sequence[int]], kept: bool, grad_count: int | None = None,
 ) -> Record:  # fmt: skip
-    """The record as kernels read it; raises what the reference raises, but for values on the device.
+    """Return the record as kernel arguments; raise the reference's errors, except those for values on the device.
 
-    kept: the features' numbers will be wanted again; grad_count: elements of the gradient, where `grad` is not it.
+    kept: cache the features' numbers for later calls; grad_count: elements of the gradient, if `grad` is another
+    tensor.
     """
     check_record(op, ids, offsets, sample_weights, *per_feature)
     grad, ids = grad.contiguous(), (ids if ids.dtype in _INDEX else ids.to(torch.int64)).contiguous()

@@ -1,32 +1,32 @@
-"""Row rules on the GPU: `tilerec/ops/update/rules.py`, each as jitted functions handed to one kernel.
+"""Row rules on the GPU: `tilerec/ops/update/rules.py`, each as jitted functions passed to one kernel.
 
 Nouns
-  bundle   a rule's two jitted functions, `terms` and `apply`, and how the host reads its numbers
-  numbers  h0 … h7: what a rule computes from `hyper` once per step, in float64, rounded to fp32 as PyTorch rounds a
-           Python number that meets a tensor
+  bundle   a rule's two jitted functions, `terms` and `apply`, and the functions that compute its numbers on the host
+  numbers  h0 … h7: computed from `hyper` once per step, in float64, then rounded to fp32 as PyTorch rounds a Python
+           number in an operation with a tensor
   paces    e0, e1: numbers that depend on a table's update count (bias corrections, decayed learning rate)
-  rates    h0, the learning rate, and h7, what a rule makes of it once per step (1 - lr * weight decay, lr * trust): all
-           that a schedule changes
-  mode     the rule's variant, known when the kernel is compiled
+  rates    h0, the learning rate, and h7, which a rule derives from it once per step (1 - lr * weight decay,
+           lr * trust): all numbers that a schedule changes
+  mode     the rule's variant, a compile-time constant
 
-Every function takes the same arguments, so that the kernel needs to know no rule:
+All functions take the same arguments, so the kernel is independent of the rule:
 
   terms(PHASE, g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (x0, x1)
-      what to sum over the row in this phase; x1 is 0.0 where the phase takes one sum
+      the terms to sum over the row in this phase; x1 is 0.0 if the phase has one sum
   apply(g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (w, s0, s1, s2)
 
 g, w and element slots are fp32 [R, C]; row slots, the sums z and dim are [R, 1]. Slots and sums that a rule does not
-have are 0.0. WD: whether there is a decay. ROW_STEP: rows count their own updates in s2.
+have are 0.0. WD: there is a weight decay. ROW_STEP: rows count their own updates in s2.
 
 The arithmetic is the reference's, operation by operation, each rounded once and correctly: division and square root are
-the exact ones, and the kernels are compiled without joining multiply and add. What may differ is the order of row sums,
-and where PyTorch does not round correctly (its square root on some CPUs, a number divided by a tensor). These kernels
-wait for memory, not for arithmetic.
+the exact ones, and the kernels are compiled without fusing multiply and add. Differences may come from the order of row
+sums, and from operations that PyTorch does not round correctly (its square root on some CPUs, a number divided by a
+tensor). These kernels are bound by memory, not by arithmetic.
 
 Example, "sgd" with lr 0.1: g 0.5, w 1 -> 0.95.
 """
 
-# ruff: noqa: RET505, SIM102 - branches of kernels are taken when they are compiled
+# ruff: noqa: RET505, SIM102 - the compiler evaluates these branches of kernels
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ from tilerec.ops.update.rules import Rule, make_rule
 
 @triton.jit
 def whole_power(base, t):
-    """`base ** t` in float64 for whole t (int64) in [0, 2^31), by squaring; `squared_power` is the same on the host."""
+    """Return `base ** t` in float64 for integer t (int64) in [0, 2^31), by squaring.
+
+    `squared_power` computes the same bits on the host.
+    """
     result = base * 0.0 + 1.0
     for bit in tl.static_range(31):
         result = tl.where(((t >> bit) & 1) != 0, result * base, result)
@@ -56,38 +59,44 @@ def whole_power(base, t):
 
 @triton.jit
 def power(high, low, t_R1):
-    """`(high + low) ** t` in float64 for whole t (fp32) in [0, 2^31)."""
-    zero = t_R1 * 0.0  # fp32, as are the two numbers
+    """Return `(high + low) ** t` in float64 for integer t (fp32) in [0, 2^31)."""
+    zero = t_R1 * 0.0  # fp32, like high and low
     return whole_power((zero + high).to(tl.float64) + (zero + low).to(tl.float64), t_R1.to(tl.int64))
 
 
 @triton.jit
 def no_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """As `Bundle.paces` and the rates, in float64: e0, e1, h7 of tables at update count t; c: `Bundle.constants`."""
+    """Return e0, e1, h7 of tables at update count t, in float64, as `Bundle.paces` and `Bundle.of_rate` do.
+
+    c0, c1, c2: `Bundle.constants`.
+    """
     return lr * 0.0, lr * 0.0, lr * 0.0
 
 
 @triton.jit
 def adagrad_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: lr_decay."""
+    """Return e0, e1, h7 of Adagrad: the decayed learning rate, 0, 0. c0: lr_decay."""
     return lr / (1.0 + (t - 1).to(tl.float64) * c0), lr * 0.0, lr * 0.0
 
 
 @triton.jit
 def decayed_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: weight decay."""
+    """Return e0, e1, h7 of rules with weight decay: 0, 0, 1 - lr * weight decay. c0: weight decay."""
     return lr * 0.0, lr * 0.0, 1.0 - lr * c0
 
 
 @triton.jit
 def scaled_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c0: trust."""
+    """Return e0, e1, h7 of LARS: 0, 0, lr * trust. c0: trust."""
     return lr * 0.0, lr * 0.0, lr * c0
 
 
 @triton.jit
 def corrected_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c: weight decay, beta1, beta2."""
+    """Return e0, e1, h7 of rules with bias correction. c0, c1, c2: weight decay, beta1, beta2.
+
+    With ROW_STEP e0 and e1 are the rounding errors of beta1 and beta2 in fp32.
+    """
     if ROW_STEP:
         return (
             c1 - c1.to(tl.float32).to(tl.float64),
@@ -100,7 +109,7 @@ def corrected_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
 
 @triton.jit
 def adam_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
-    """c: weight decay, beta1, beta2."""
+    """Return e0, e1, h7 of Adam. c0, c1, c2: weight decay, beta1, beta2."""
     e0, e1, h7 = corrected_paces(t, lr, c0, c1, c2, ROW_STEP)
     if ROW_STEP:
         return e0, e1, h7
@@ -121,7 +130,7 @@ def store_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """w = g."""
+    """Set w = g."""
     return g, s0, s1, s2
 
 
@@ -130,7 +139,7 @@ def sgd_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
+    """Apply SGD. h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
     if WD:
         g = g + h1 * w
     if MODE == 0:
@@ -148,7 +157,7 @@ def adagrad_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: -, weight decay, eps; e0: the decayed lr."""
+    """Apply Adagrad. h: -, weight decay, eps; e0: the decayed lr."""
     if WD:
         g = g + h1 * w
     s = s0 + g * g
@@ -171,7 +180,7 @@ def row_wise_adagrad_terms(
     PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Phase 0: g'^2; phase 1 (max_norm): the moved row's squares."""
+    """Return in phase 0 g'^2 (g' = g with L2 decay); in phase 1 (max_norm) the squares of the updated row."""
     if PHASE == 0:
         if MODE == 1:
             g = g + h1 * w
@@ -186,7 +195,7 @@ def row_wise_adagrad_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
+    """Apply row-wise Adagrad. h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
     moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     return moved, s, s1, s2
 
@@ -196,7 +205,7 @@ def row_wise_adagrad_bounded_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """As above, and h3: the longest a row may be."""
+    """Apply row-wise Adagrad, then scale rows longer than h3 to that norm. Other numbers as above."""
     moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
     norm = tl.sqrt_rn(z1)
     long = norm > h3
@@ -209,9 +218,10 @@ def adam_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay.
+    """Apply Adam.
 
-    e: lr / (1 - beta1^t), sqrt(1 - beta2^t); with ROW_STEP what fp32 leaves of beta1 and beta2. MODE 1: AdamW's decay.
+    h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay. e: lr / (1 - beta1^t), sqrt(1 -
+    beta2^t); with ROW_STEP the rounding errors of beta1 and beta2 in fp32. MODE 1: AdamW's decay.
     """
     if WD:
         if MODE == 0:
@@ -237,7 +247,7 @@ def _update_of_moments(
     g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1,
     ROW_WISE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """u = m^ / (sqrt(v^) + eps) + wd w, the moments and the row's count."""
+    """Return u = m^ / (sqrt(v^) + eps) + wd w, the moments and the row's count."""
     m = h3 * s0 + h4 * g
     if ROW_WISE:
         v = h5 * s1 + h6 * tl.div_rn(z0, dim)
@@ -266,7 +276,7 @@ def partial_row_wise_adam_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
+    """Apply partially row-wise Adam. h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
     u, m, v, count = _update_of_moments(
         g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, True, WD, ROW_STEP
     )
@@ -278,7 +288,7 @@ def lamb_terms(
     PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """MODE 0: w^2 and u^2. MODE 1 (one second moment per row): first g^2, then those."""
+    """Return the terms of LAMB. MODE 0: w^2 and u^2. MODE 1 (one second moment per row): g^2, then w^2 and u^2."""
     if MODE == 1 and PHASE == 0:
         return g * g, 0.0
     else:
@@ -318,7 +328,7 @@ def lars_apply(
     g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
     MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """h: lr, weight decay, momentum; h7: lr * trust."""
+    """Apply LARS. h: lr, weight decay, momentum; h7: lr * trust."""
     w_norm = tl.sqrt_rn(z0)
     g_norm = tl.sqrt_rn(z1)
     both = (w_norm > 0) & (g_norm > 0)
@@ -333,24 +343,22 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class Bundle:
-    """A rule of this process: its functions and how its numbers are read off `hyper`."""
+    """Functions of a rule, and the functions that compute its numbers from `hyper`."""
 
     terms: Any
     apply: Any
     numbers: Callable[[Numbers], list[float]]  # from h0 on
     mode: Callable[[Numbers], int] = lambda h: 0
     paces: Callable[[Numbers, int], tuple[float, float]] = lambda h, t: (0.0, 0.0)
-    keeps: bool = True  # rows whose gradient is not finite are left as they are
+    keeps: bool = True  # skip rows whose gradient is not finite
     of_rate: Callable[[Numbers], float] = lambda h: 0.0  # h7
-    on_device: Any = (
-        no_paces  # jitted: `paces` and `of_rate` where counts and the learning rate lie on the device
-    )
-    constants: Callable[[Numbers], list[float]] = lambda h: []  # up to three that it reads, in float64
+    on_device: Any = no_paces  # jitted: `paces` and `of_rate` from counts and a learning rate on the device
+    constants: Callable[[Numbers], list[float]] = lambda h: []  # of `on_device`: up to three, in float64
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A rule with the numbers of one step, as kernels take them."""
+    """A rule with the numbers of one step, as kernel arguments."""
 
     bundle: Bundle
     rule: Rule
@@ -361,15 +369,15 @@ class Ready:
     decays: bool
     row_step: bool
     slots: str  # per slot "e" (one number per element) or "r" (one per row)
-    constants: tuple[int, ...]  # bits of float64: lr, and three that the paces on the device are made of
+    constants: tuple[int, ...]  # bits of float64: lr, and the three constants of `on_device`
 
     def paces(self, t: int) -> tuple[float, float]:
-        """e0 and e1 of a table at update count `t`."""
+        """Return e0 and e1 of a table at update count `t`."""
         return self.bundle.paces(self.rule.h, t)
 
 
 def ready(name: str, hyper: Sequence[float]) -> Ready:
-    """The bundle of a rule, its numbers read; raises what `make_rule` raises."""
+    """Return the bundle of a rule with its numbers; raise the errors of `make_rule`."""
     return _ready(name, tuple(hyper))
 
 
@@ -391,7 +399,7 @@ def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
 
 
 def squared_power(base: float, t: int) -> float:
-    """`base ** t` by squaring: `whole_power`'s bits. Example: 0.5, 3 -> 0.125."""
+    """Return `base ** t` by squaring, with the bits of `whole_power`. Example: 0.5, 3 -> 0.125."""
     result = 1.0
     while t:
         if t & 1:
@@ -407,7 +415,7 @@ def _moments(h: Numbers) -> list[float]:
 
 
 def _left_by_fp32(x: float) -> float:
-    """What is missing from `x` rounded to fp32."""
+    """Return the error of `x` rounded to fp32: x - fp32(x)."""
     return x - float(struct.unpack("f", struct.pack("f", x))[0])
 
 

@@ -1,15 +1,15 @@
 """Rows of tables and their slots, read and written in tiles of fp32, rows at random places.
 
 Nouns
-  slot   what an optimizer keeps beside a row: a number per element (`_ELEMENT`) or one per row (`_ROW`)
-  tile   some rows times COLUMNS >= their columns; `take` says which rows there are, `inside` which columns
+  slot   optimizer state of a row: a number per element (`_ELEMENT`) or one per row (`_ROW`)
+  tile   some rows times COLUMNS >= their columns; `take` masks the rows, `inside` the columns
 
     slot of one number per row, rows (4, 2) taken, the table's slot beginning at element 10: reads elements 14 and 12
 
 Legend: R rows of a tile, C columns of a tile.
 """
 
-# ruff: noqa: RET505 - branches of kernels are taken when they are compiled
+# ruff: noqa: RET505 - the compiler evaluates these branches of kernels
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ELEMENT, _ROW = tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def load_slot(slot, first, row_R, dim, take_R, columns, inside, KIND: tl.constexpr, VEC: tl.constexpr):
-    """Slot values of a table's rows, fp32 [R, C] or [R, 1]; 0.0 for a slot that the rule does not have.
+    """Return slot values of a table's rows, fp32 [R, C] or [R, 1]; 0.0 for a slot that the rule does not have.
 
     first: element at which the table's slot begins.
     """
@@ -52,9 +52,10 @@ def store_rows(
     weights, values, start_R, take_R, columns, inside, numbers, name_R, count,
     ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Round and write rows. ROUND 0: to nearest; 1: at random, tiles begin at multiples of 4 columns; 2: anywhere.
+    """Round and write rows.
 
-    numbers: the table's; name_R: the rows' numbers in it.
+    ROUND 0: to nearest; 1: stochastic, tiles begin at multiples of 4 columns; 2: stochastic, at any column. numbers:
+    the table's; name_R: the rows' numbers for the random words.
     """
     TYPE: tl.constexpr = weights.dtype.element_ty
     if ROUND:

@@ -1,23 +1,23 @@
-"""Occurrences of a small batch, sorted in one launch or two.
+"""Sort of a small batch's occurrences, in one launch or two.
 
 Nouns (and those of `occurrences.py`: occurrence, key, sentinel)
   block     BLOCK neighbouring occurrences, which one program describes and sorts in its registers
-  rank      how many of all occurrences sort before one: where it goes
+  rank      the number of all occurrences that sort before one: its index in the result
 
-`torch.sort` is a dozen things for the GPU to start, whatever the size (numbers from 0 on, memory cleared, a histogram,
-its sums, a pass for every 8 bits), and a batch of some ten thousand occurrences is too small to fill any of them. Here
-the keys are made and sorted block by block in one launch. If there are several blocks, a second one has every
-occurrence look for its key in all other blocks: its rank is the sum of what it finds, and it is written there. No two
-programs of a launch tell each other anything.
+`torch.sort` starts a dozen GPU operations, whatever the size (numbers from 0 on, memory cleared, a histogram, its sums,
+a pass for every 8 bits), and a batch of some ten thousand occurrences is too small to fill any of them. Here one launch
+makes the keys and sorts them block by block. If there are several blocks, a second launch searches every occurrence's
+key in all other blocks. Its rank is the sum of the results, and the launch writes it there. No two programs of a launch
+communicate.
 
     keys 7 3 3 9 | 3 1 7 7, blocks of 4
     sorted       3 3 7 9 | 1 3 7 7         of occurrences 1 2 0 3 | 5 4 6 7
-    ranks        1 2 4 7 | 0 3 5 6         the first 3: nothing before it here, one (the 1) there; equal keys of
-                                           earlier blocks go before, of later ones behind: the sort is stable
+    ranks        1 2 4 7 | 0 3 5 6         the first 3: no occurrence before it here, one (the 1) there; equal keys of
+                                           earlier blocks sort before, of later ones behind: the sort is stable
 
-The search costs N / BLOCK times N reads, so it ends at MOST occurrences. Within a block a key and its lane are one
-number, `key * BLOCK + lane`: 32 bits of it where the tables have 2^20 rows or fewer, else 64. Places and scales follow
-their keys, through the program's shared memory first.
+The search costs N / BLOCK times N reads, so batches of more than MOST occurrences use another sort. Within a block a
+key and its lane are one number, `key * BLOCK + lane`: 32 bits of it if the tables have 2^20 rows or fewer, else 64.
+Places and scales follow their keys, first through the program's shared memory.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from torch import Tensor
 
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.occurrences import bag_of, scale_of
-from tilerec.ops.update.triton.report import begin_told
+from tilerec.ops.update.triton.report import begin_status
 
 BLOCK, WARPS = 2048, 16
-MOST = (
-    0 if triton.knobs.runtime.interpret else 65_536
-)  # interpreted, a block takes a second: tests ask for it
+# The interpreter takes a second per block, so there only the tests of this file set MOST.
+MOST = 0 if triton.knobs.runtime.interpret else 65_536
 MOST_FEATURES = 1024
-_RANKED, _AT_ONCE = 128, 8  # occurrences, and blocks that are searched at once, of a program of `rank_blocks`
+_RANKED, _AT_ONCE = 128, 8  # of a program of `rank_blocks`: occurrences, and blocks that it searches at once
 
 
 @triton.jit(
-    do_not_specialize=["features", "ids_count", "total", "sentinel", "told_count"],
+    do_not_specialize=["features", "ids_count", "total", "sentinel", "status_count"],
     do_not_specialize_on_alignment=["ids", "offsets", "sample_weights"],
 )
 def sort_blocks(
-    ids, offsets, sample_weights, meta, keys, places, scales, told, features, ids_count, total, sentinel, told_count,
+    ids, offsets, sample_weights, meta, keys, places, scales, status, features, ids_count, total, sentinel,
+    status_count,
     JAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MEANS: tl.constexpr, WIDE: tl.constexpr, FEATURES: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Program b writes keys, places and scales of occurrences b * BLOCK …, in the order of their keys.
+    """Write keys, places and scales of occurrences b * BLOCK …, sorted by key; b is the program's number.
 
-    All features' ends are in registers (FEATURES = 2 ^ HALVINGS of them), and each lane finds its feature there. The
-    first program begins what the update tells.
+    All features' ends are in registers (FEATURES = 2 ^ HALVINGS of them), and each lane searches its feature there.
+    Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_told(told, told_count, BLOCK)
+        begin_status(status, status_count, BLOCK)
     f_F = tl.arange(0, FEATURES)
     some_F = f_F < features
     bag0_F = tl.load(meta + f_F * 8 + 2, mask=some_F, other=0)
@@ -71,7 +71,7 @@ def sort_blocks(
     lane = tl.arange(0, BLOCK)
     q = tl.program_id(0) * BLOCK + lane
     inside = q < known
-    f = lane * 0  # the first feature that ends behind q
+    f = lane * 0  # will be the first feature that ends behind q
     for step in tl.static_range(HALVINGS):
         probe = f + (FEATURES >> (step + 1))
         f = tl.where(tl.gather(end_F, probe - 1, 0) <= q, probe, f)
@@ -106,9 +106,9 @@ def rank_blocks(
     keys, places, scales, sorted_keys, sorted_places, sorted_scales, total,
     SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, RANKED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program c ranks the occurrences c * RANKED … of their sorted block, and writes them where they go.
+    """Rank the occurrences c * RANKED … of their sorted block and write them to their ranks; c is the program's number.
 
-    Searches of AT_ONCE blocks run side by side, and neighbouring lanes look for neighbouring keys.
+    Searches in AT_ONCE blocks run side by side, and neighbouring lanes search neighbouring keys.
     """
     q = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     here = q < total
@@ -118,7 +118,7 @@ def rank_blocks(
     for first in range(0, tl.cdiv(total, BLOCK), AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)[:, None]
         size = tl.where(block == own, 0, tl.minimum(total - block * BLOCK, BLOCK))
-        found = tl.zeros((AT_ONCE, RANKED), tl.int32)  # how many of the block go before
+        found = tl.zeros((AT_ONCE, RANKED), tl.int32)  # occurrences of the block that sort before
         for step in range(BITS + 1):
             probe = found + (BLOCK >> step)
             take = (probe <= size) & here[None, :]
@@ -133,24 +133,24 @@ def rank_blocks(
 
 
 def is_small(total: int, features: int, bits: int) -> bool:
-    """Whether a batch is sorted here. `bits`: of the largest key."""
+    """Return True if a batch is sorted here. `bits`: of the largest key."""
     return total <= MOST and features <= MOST_FEATURES and bits + BLOCK.bit_length() <= 63
 
 
 def sort_small(
     ids: Tensor, offsets: Tensor, sample_weights: Tensor, meta: Tensor, keys: Tensor, places: Tensor, scales: Tensor,
-    told: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
+    status: Tensor, features: int, total: int, sentinel: int, jagged: bool, weighted: bool, means: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys ascending, and the place and scale of each; begins `told`.
+    """Return keys ascending, and the place and scale of each; initialize `status`.
 
-    keys, places, scales: memory that is written. The rest: as `occurrence_keys` takes it.
+    keys, places, scales: memory that the launches write. The others: as in `occurrence_keys`.
     """
     bits = BLOCK.bit_length() - 1
     ranked = min(_RANKED, BLOCK)
     halvings = max(5, (features - 1).bit_length())
     launch(
-        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, places, scales, told, features,
-        ids.numel(), total, sentinel, told.numel(),
+        sort_blocks, (-(-total // BLOCK),), ids, offsets, sample_weights, meta, keys, places, scales, status, features,
+        ids.numel(), total, sentinel, status.numel(),
         JAGGED=jagged, WEIGHTED=weighted, MEANS=means, WIDE=sentinel.bit_length() + bits > 31, FEATURES=1 << halvings,
         HALVINGS=halvings, BLOCK=BLOCK, BITS=bits, num_warps=WARPS,
     )  # fmt: skip

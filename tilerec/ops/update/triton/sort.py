@@ -1,14 +1,15 @@
-"""From ids to runs: every occurrence of a row gets a key, and one stable sort brings each row's together.
+"""Sort of occurrences into runs: every occurrence has a row's key, and one stable sort makes each row's contiguous.
 
 Nouns (and those of `occurrences.py`: occurrence, key, sentinel, place, scale)
   run          sorted occurrences with one key: one row's gradients, in the order (feature, position)
 
-Sums of long runs are begun here, in chunks of many programs; `runs.py` says which, and in which order all is added.
+This file also launches the sums of long runs' chunks, on many programs; `runs.py` defines chunks and the order of all
+additions.
 
-What the sort costs: `torch.sort` is a library radix sort. It takes all bits of the key type, 8 at a time, and carries
-an int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key, where a sort of 24 bits with an int32
-payload would move 2 * 3 * (4 + 4), and one of int64 keys moves 2 * 8 * (8 + 8). Hence the narrowest key type that holds
-the rows. `sort_keys` is told the bits, so that another sort can take its place.
+Cost of the sort: `torch.sort` is a library radix sort. It sorts all bits of the key type, 8 at a time, and carries an
+int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key. A sort of 24 bits with an int32 payload would
+move 2 * 3 * (4 + 4), and one of int64 keys moves 2 * 8 * (8 + 8). Hence the narrowest key type that holds the rows.
+`sort_keys` takes the number of bits, so that another sort can replace it.
 
 Legend: F features, N occurrences (bound), T tables.
 """
@@ -25,21 +26,21 @@ from torch import Tensor
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
-from tilerec.ops.update.triton.report import TOLD, begun
+from tilerec.ops.update.triton.report import STATUS_SIZE, begun
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS, sum_chunks
 from tilerec.ops.update.triton.small_sort import is_small, sort_small
 
 PER_TABLE = 16
-"""Numbers a table has in its tensor (`tables.py` says which); number 0 is its first key, 1 its columns."""
+"""Numbers per table in its tensor (`tables.py` lists them); number 0 is its first key, 1 its columns."""
 _POSITIONS = 512
-# Registers of a thread of `sum_chunks`: with 64 a multiprocessor has room for all 32 programs that it can hold.
+# Registers of a thread of `sum_chunks`: 64 leave room for 32 programs on a multiprocessor, its maximum.
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 64}
 
 
 def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys ascending, and which occurrence each belonged to (int64); equal keys keep their order.
+    """Return keys ascending, and the occurrence of each (int64); equal keys keep their order.
 
-    `bits`: of the largest key; keys have the `key_type` of it.
+    `bits`: of the largest key; keys have its `key_type`.
     """
     sorted_N, occurrence_N = torch.sort(keys_N, stable=True)
     return sorted_N, occurrence_N
@@ -47,7 +48,7 @@ def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Record:
-    """A gradient record as kernels read it: contiguous tensors, ids as they came."""
+    """A gradient record as kernel arguments: contiguous tensors, ids unchanged."""
 
     grad: Tensor
     ids: Tensor
@@ -62,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Order:
-    """Keys ascending, and the place and scale of each sorted occurrence: what ids alone decide (`order.py`)."""
+    """Keys ascending, and the place and scale of each sorted occurrence: a function of the ids alone (`order.py`)."""
 
     keys: Tensor
     places: Tensor
@@ -80,14 +81,14 @@ class Sorted:
     supers: Tensor
     levels: int  # of chunks that are summed
     pitch: int  # columns of a partial
-    told: Tensor  # what the update tells, begun (`report.py`)
+    status: Tensor  # status of the update, initialized (`report.py`)
 
 
-def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -> Order:
-    """Keys and one sort; begins `told`.
+def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor) -> Order:
+    """Compute keys, sort them, and initialize `status`.
 
-    sentinel: the sum of the tables' rows; reach: elements that the gradient has, or at least has; told: see
-    `report.py`, with as many counters as it has room for.
+    sentinel: the sum of the tables' rows; reach: number of elements of the gradient, or a lower bound; status: see
+    `report.py`, with any number of counters.
     """
     device, total = record.ids.device, record.total
     bits = sentinel.bit_length()
@@ -95,11 +96,11 @@ def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -
     places = torch.empty(total, dtype=torch.int32 if reach < 1 << 31 else torch.int64, device=device)
     scaled = record.means or record.sample_weights is not None
     scales = torch.empty(total, dtype=torch.float32, device=device) if scaled else None
-    nothing = keys  # pointers that are not followed must still be some, and of one type whatever the batch
+    nothing = keys  # unread pointer arguments must be valid, and of one dtype for all batches
     arguments = (
         record.ids, nothing if record.offsets is None else record.offsets,
         nothing if record.sample_weights is None else record.sample_weights, record.features, keys, places,
-        nothing if scales is None else scales, told, record.count,
+        nothing if scales is None else scales, status, record.count,
     )  # fmt: skip
     given = record.offsets is not None, record.sample_weights is not None, record.means
     if is_small(total, record.count, bits):
@@ -108,11 +109,11 @@ def order_occurrences(record: Record, sentinel: int, reach: int, told: Tensor) -
     programs = programs_of(total, record.count)
     launch(
         occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
-        told.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
+        status.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
         FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
     )  # fmt: skip
     ordered, occurrences = sort_keys(keys, bits)
-    # In sorted order, so that an update reads each number once, beside its neighbours, and waits for no index.
+    # In sorted order, so that an update reads neighbouring numbers, each once, without an index.
     places = places.gather(0, occurrences)
     return Order(ordered, places, None if scales is None else scales.gather(0, occurrences))
 
@@ -121,19 +122,20 @@ def sort_occurrences(
     record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int],
     order: Order | None = None,
 ) -> Sorted:  # fmt: skip
-    """Keys, one sort, and the sums of long runs' chunks.
+    """Return the sorted occurrences, and the sums of long runs' chunks.
 
-    tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: made before, if it was.
+    tables: int64 [T, PER_TABLE]; sentinel: the sum of their rows; dims: their columns; order: computed before, or None.
     """
     device, total = record.ids.device, record.total
-    pitch = next_power_of_two(max(4, *dims))  # no tile of `apply_runs.py` is narrower, and it reads all of it
+    # A tile of `apply_runs.py` has at least 4 columns, and reads as many of a partial.
+    pitch = next_power_of_two(max(4, *dims))
     chunks = total // CHUNK if total >= 2 * CHUNK else 0
     super_chunks = chunks // CHUNKS if chunks >= 2 * CHUNKS else 0
     if order is None:
-        told = torch.empty(TOLD + super_chunks, dtype=torch.int64, device=device)
-        order = order_occurrences(record, sentinel, record.grad.numel(), told)
+        status = torch.empty(STATUS_SIZE + super_chunks, dtype=torch.int64, device=device)
+        order = order_occurrences(record, sentinel, record.grad.numel(), status)
     else:
-        told = begun(super_chunks, device)
+        status = begun(super_chunks, device)
     ordered, places, scales = order.keys, order.places, order.scales
     nothing, scaled = ordered, scales is not None
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)
@@ -145,16 +147,16 @@ def sort_occurrences(
         levels = 2 if super_chunks else 1
         launch(
             sum_chunks, (chunks,), ordered, places, nothing if scales is None else scales, record.grad,
-            partials, supers, told, tables, total, sentinel, table_count,
+            partials, supers, status, tables, total, sentinel, table_count,
             CHUNKS if super_chunks else 0, STEPS=steps_of(table_count), SCALED=scaled, CHUNK=CHUNK, CHUNKS=CHUNKS,
             COLUMNS=pitch, VEC=record.vec, VEC_D=power_of_two(dims, 16), num_warps=warps_of(pitch),
             enable_fp_fusion=False, **(REGISTERS if pitch <= 256 else {}),
         )  # fmt: skip
-    return Sorted(ordered, places, scales, partials, supers, levels, pitch, told)
+    return Sorted(ordered, places, scales, partials, supers, levels, pitch, status)
 
 
 def programs_of(total: int, features: int) -> int:
-    """How many programs share a feature: up to one per block of positions, and 4,096 of all features or a little more.
+    """Return the programs per feature: at most one per block of positions, and 4,096 or a few more over all features.
 
     Example: 2.6 million occurrences of 26 features -> 158; 70,000 features -> 1.
     """
@@ -162,26 +164,26 @@ def programs_of(total: int, features: int) -> int:
 
 
 def power_of_two(values: Sequence[int], most: int) -> int:
-    """The largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
+    """Return the largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
     divisor = math.gcd(most, *values)
     return divisor & -divisor
 
 
 def next_power_of_two(n: int) -> int:
-    """The least power of two from `n` >= 1 on; Triton's own takes some microseconds. Example: 5 -> 8."""
+    """Return the least power of two from `n` >= 1 on; Triton's own takes some microseconds. Example: 5 -> 8."""
     return 1 << (n - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`triton.cdiv` takes a microsecond."""
+    """Return a / b rounded up; `triton.cdiv` takes a microsecond."""
     return -(-a // b)
 
 
 def steps_of(tables: int) -> int:
-    """How often to halve the tables to find one."""
+    """Return the number of halvings that finds one of so many tables."""
     return (tables - 1).bit_length()
 
 
 def warps_of(elements: int) -> int:
-    """Warps for a tile of so many fp32 numbers: one as long as it fits one warp's registers."""
+    """Return the warps for a tile of so many fp32 numbers: one as long as the tile fits one warp's registers."""
     return max(1, min(elements // 512, 16))

@@ -1,9 +1,9 @@
-"""The tables of an update as kernels read them: numbers on the device, sent once and kept.
+"""Tables of an update as kernel arguments: numbers on the device, uploaded once and cached.
 
 Nouns
-  group    tables of one data type, like columns and like alignment: one launch walks them all. They are neighbours in
-           the key space
-  numbers  what kernels know of a table: PER_TABLE int64, in the order of keys:
+  group    tables of one data type, equal tile width and equal alignment, which one launch updates. They are neighbours
+           in the key space
+  numbers  of a table: PER_TABLE int64, in the order of keys:
            0 first key, 1 columns, 2 distance of its rows (`addresses.py`), 3 to 5 of its slots, 6 row offset, 7 column
            offset, 8 and 9 seed, 10 number in the call, 11 columns of the whole table, 12 distance of its rows' names,
            13 whether it has any, 14 rows
@@ -43,8 +43,8 @@ class Group:
     count: int
     first_key: int
     end_key: int
-    weight: int  # the tables, in the order of the call, from which distances count
-    slots: tuple[int, ...]
+    weight: int  # number in the call of the table from whose rows distances count
+    slots: tuple[int, ...]  # the same for each slot
     dtype: torch.dtype
     columns: int
     vec: int
@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a call, as kernels read them."""
+    """Tables of a call, as kernel arguments."""
 
     numbers: Tensor  # int64 [T, PER_TABLE], in the order of keys
     order: tuple[int, ...]
@@ -64,7 +64,7 @@ class Tables:
     dims: tuple[int, ...]
     sentinel: int
     groups: tuple[Group, ...]
-    names: int  # the table whose names are counted from
+    names: int  # the table from whose names distances count
 
 
 Shape = tuple[int, int]
@@ -73,7 +73,7 @@ Shape = tuple[int, int]
 def counted(
     pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
 ) -> tuple[int, list[int]]:
-    """Which of `own` to count from (the first with elements), and each one's distance in elements (`addresses.py`)."""
+    """Return the base among `own` (the first with elements), and each one's distance in elements (`addresses.py`)."""
     start = next((t for t in own if sizes[t]), own[0])
     return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
@@ -84,7 +84,7 @@ def tables_of(
     pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
     row_offsets: tuple[int, ...], column_offsets: tuple[int, ...], names: tuple[int, ...],
 ) -> Tables:  # fmt: skip
-    """names: pointer of each table's row names, 0 where rows have none."""
+    """Return the tables of a call. names: pointer of each table's row names, 0 if rows have none."""
     for t, (rows, dim) in enumerate(shapes):
         places = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
         if rows and dim and not all(places):
@@ -172,9 +172,9 @@ def _facts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
 
 
 class Seen:
-    """The tables of a call that was made before, found by where they lie; are they still to be read in the same way?
+    """Cached layout of an earlier call's tables, found by their addresses, and a check that it still holds.
 
-    Yes, if these are the very same tensors, or look as those did.
+    It holds if the tensors are the same objects, or have the same shapes, dtypes and contiguity.
     """
 
     def __init__(self, layout: Tables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
@@ -187,7 +187,7 @@ class Seen:
     def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
         tensors = (*weights, *slots)
         if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
-            # A parameter's `.data` may be another tensor's, of another type, too, at the same place by chance.
+            # A parameter's `.data` may now be a tensor of another dtype, with the same address by chance.
             return (
                 [w.shape for w in weights] == self.shapes
                 and [w.dtype for w in weights] == self.dtypes
