@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.hash.policy import Outcome
+from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.hash.triton.find import ENTRIES, LIMIT, PROBES, find_kernel, raises
 from tilerec.ops.hash.triton.place import (
     ANYWHERE,
@@ -211,37 +212,16 @@ def key_type(held: int) -> torch.dtype:
     return torch.int16 if held <= 2**15 else torch.int32
 
 
-def zch_assign_each_(
-    ids_N: Tensor,
-    counts_N: Tensor | None,
-    may_insert_N: Tensor | None,
-    ttl_N: Tensor | None,
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    counters_BC: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    max_probe: int,
-    step: int,
-    now: int,
-    policy: int,
-    exponent: float,
-    ttl: int,
-    evict: int,
-    threshold: int,
-    step_there: Tensor | None = None,
-    now_there: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. A bad entry changes nothing, and a later op raises its error."""
-    ids_N = ids_N.contiguous()
-    counts_N = None if counts_N is None else counts_N.contiguous()
-    ttl_N = None if ttl_N is None else ttl_N.contiguous()
-    inserts_N = None if may_insert_N is None else bytes_of(may_insert_N)
+def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `tilerec/ops/hash/assign.py`. Entries that do not fit change nothing, and are told at a later op."""
+    ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC = call.state
+    buckets, slots, max_probe, first = call.table
+    step, now, ttl, evict, threshold = call.step, call.now, call.ttl, call.evict, call.threshold
+    step_there, now_there = call.step_there, call.now_there
+    ids_N = call.ids_N.contiguous()
+    counts_N = None if call.counts_N is None else call.counts_N.contiguous()
+    ttl_N = None if call.ttl_N is None else call.ttl_N.contiguous()
+    inserts_N = None if call.may_insert_N is None else bytes_of(call.may_insert_N)
     raise_due(ids_N.device)
     count, held, window = ids_N.shape[0], call.held, min(max_probe, slots)
     rows_N, probes_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
@@ -249,8 +229,8 @@ def zch_assign_each_(
     if count == 0:
         return rows_N, outcomes_N, probes_N, evicted_ids_N
 
-    if step_there is None:  # the host knows whether this step evicts, so no kernel has to compute it
-        evict = int(evict > 0 and step % evict == 0)
+    if step_there is None:  # then it is known here whether anybody is evicted, and no kernel has to find out
+        evict = int(call.evicts(step))
     given = {"COUNTS": counts_N is not None, "TTLS": ttl_N is not None}
     clocks = {"STEPS": step_there is not None, "NOWS": now_there is not None}
     clocks_there = (ids_N if step_there is None else step_there, ids_N if now_there is None else now_there)
@@ -292,9 +272,9 @@ def zch_assign_each_(
     return rows_N, outcomes_N, probes_N, evicted_ids_N
 
 
-def zch_assign_(ids_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so this call raises the error of a bad entry."""
-    rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(ids_N, *rest)
+def zch_assign_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so entries that do not fit are told here."""
+    rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(call)
     at_M = (outcomes_N == Outcome.EVICTED).nonzero().squeeze(1)
     raise_due(rows_N.device)
     return rows_N, outcomes_N, probes_N, rows_N[at_M], evicted_ids_N[at_M]

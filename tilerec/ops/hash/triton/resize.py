@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import raise_lost_id
 from tilerec.ops.hash.policy import Policy
+from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.hash.triton.place import (
     FAR,
     blocks,
@@ -223,24 +224,11 @@ def carry_kernel(
     tl.store(moved_E + r, e + offset, mask=taken)
 
 
-def zch_resize(
-    ids_E: Tensor,
-    used_E: Tensor,
-    since_E: Tensor,
-    last_E: Tensor,
-    hits_E: Tensor,
-    expires_E: Tensor,
-    first: int,
-    buckets: int,
-    slots: int,
-    new_buckets: int,
-    new_slots: int,
-    max_probe: int,
-    step: int,
-    policy: int,
-    exponent: float,
-) -> tuple[Tensor, ...]:
-    """See `tilerec/ops/hash/resize.py`. Waits for the device at the end: a bad state must raise here."""
+def zch_resize(call: ResizeCall) -> tuple[Tensor, ...]:
+    """See `tilerec/ops/hash/resize.py`. Waits for the device at the end: a bad state must not be replaced."""
+    ids_E, used_E, since_E, last_E, hits_E, expires_E, _ = call.state
+    buckets, slots, max_probe, first = call.table
+    new_buckets, new_slots = call.new_buckets, call.new_slots
     raise_due(ids_E.device)
     rows, held = ids_E.shape[0], call.held
     expiring = expires_E.shape[0] > 0
