@@ -98,15 +98,41 @@ class HyperGroup(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
+    def __ior__(self, values: Any) -> HyperGroup:  # type: ignore[override, misc]
+        self.update(values)
+        return self
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self:
+            return super().pop(name, *default)
+        value = self[name]
+        del self[name]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        name, value = super().popitem()
+        self._current = self._alike = self._digest = None
+        return name, value
+
+    def clear(self) -> None:
+        self._current = self._alike = self._digest = None
+        super().clear()
+
     def setdefault(self, name: str, default: Any = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
     def _spec(self) -> OptimizerSpec:
-        if isinstance(self["lr"], Tensor) and not self.get("capturable"):
+        if isinstance(self.get("lr"), Tensor) and not self.get("capturable"):
             # No longer capturable: updates would miss later writes into the tensor.
             super().__setitem__("lr", float(self["lr"]))
+        missing = [name for name in self._numbers if name not in self]
+        if missing:
+            raise ConfigError(
+                f"param_groups: got an entry without {missing}; expected all numbers of the attached optimizer. Put "
+                "them back."
+            )
         values = tuple([self[name] for name in self._numbers])
         if self.get("capturable"):
             at = self._numbers.index("lr")
