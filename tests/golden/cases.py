@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from tests.golden import features, files, kernels, managed, planning, processes, stepped
 from tests.golden.dealt import sharded_runs, unsharded_runs
 from tests.golden.training import Marks, sharded, unsharded
 
@@ -24,6 +25,13 @@ _day, _night = sharded_runs()
 CASES: dict[str, Case] = {
     **{f"unsharded/{run.name}": partial(unsharded, run) for run in unsharded_runs()},
     **{f"sharded/{run.name}": partial(sharded, run) for run in _day},
+    **features.CASES,
+    **managed.CASES,
+    **kernels.CASES,
+    **stepped.CASES,
+    **planning.CASES,
+    **processes.CASES,
+    **files.CASES,
 }
 """The cases of every run of the tests."""
 

@@ -31,10 +31,15 @@ def read(path: Path) -> dict[str, Marks]:
 
 
 def write(path: Path, hashes: Mapping[str, Marks]) -> None:
-    """Replace a file as a whole, or leave it as it is."""
+    """Replace a file of hashes as a whole."""
     lines = [f" {json.dumps(name)}: {json.dumps(hashes[name])}" for name in sorted(hashes)]
+    replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file as a whole, or leave it as it is."""
     partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.write_text(text)
     os.replace(partial, path)
 
 

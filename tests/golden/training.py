@@ -261,16 +261,24 @@ def features(run: Run, rank: int, step: int) -> KeyedJaggedTensor:
     return made
 
 
-def step_of(module: nn.Module, batch: KeyedJaggedTensor, scale: float) -> list[Tensor]:
-    """Look up a batch and go back with the gradient `scale * y + scale / 8`; return outputs and weights' gradients."""
-    out = module(batch)
-    values = [part.values() for part in out.values()] if isinstance(out, dict) else [out.values()]
-    torch.autograd.backward(values, [y.detach() * scale + scale / 8 for y in values])
+def values_of(out: Any) -> list[Tensor]:
+    """The output of a lookup: `[B, C]`, or `[N, D]` for each feature of a sequence."""
+    return [part.values() for part in out.values()] if isinstance(out, dict) else [out.values()]
+
+
+def back(values: Sequence[Tensor], batch: KeyedJaggedTensor, scale: float) -> list[Tensor]:
+    """Go back with the gradient `scale * y + scale / 8`; return the outputs and the gradient of sample weights."""
+    torch.autograd.backward(list(values), [y.detach() * scale + scale / 8 for y in values])
     seen = [y.detach().clone() for y in values]
     weights = batch.weights_or_none()
     if weights is not None and weights.grad is not None:
         seen.append(weights.grad.clone())
     return seen
+
+
+def step_of(module: nn.Module, batch: KeyedJaggedTensor, scale: float) -> list[Tensor]:
+    """Look up a batch and go `back`."""
+    return back(values_of(module(batch)), batch, scale)
 
 
 def _steps(run: Run, module: Any, rank: int, steps: range, gradients: list[Any]) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Rewrite the golden hashes with those of today's code, and print what changed.
+"""Rewrite the golden hashes and names with those of today's code, and print what changed.
 
     .venv/bin/python tests/golden/write.py               the daily cases
     .venv/bin/python tests/golden/write.py --nightly     the nightly ones, too (minutes)
@@ -14,13 +14,16 @@ new file together with the change, and say in the commit message which cases cha
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's own words, in every process
 
-from tests.golden import record
+from tests.golden import files, names, record
 from tests.golden.cases import CASES, NIGHTLY, Case
 from tilerec import backends
 
@@ -36,20 +39,32 @@ def main() -> int:
     )
     parser.add_argument("--nightly", action="store_true", help="the nightly cases, too")
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--files", action="store_true", help="first write files/ anew: users keep their old ones"
+    )
     options = parser.parse_args()
-    files = [(record.DAILY_FILE, CASES)]
+    if options.files:
+        files.write()
+    kept = [(record.DAILY_FILE, CASES)]
     if options.nightly:
         if not backends.NATIVE_CPU:
             parser.error("--nightly: the nightly cases are of the native library; leave TILEREC_NATIVE=0 out")
-        files.append((record.NIGHTLY_FILE, NIGHTLY))
+        kept.append((record.NIGHTLY_FILE, NIGHTLY))
     changed = False
-    for path, cases in files:
+    for path, cases in kept:
         made = _hashes(cases)
         lines = record.changes(record.read(path), made)
         changed |= bool(lines)
         print("\n".join([f"{path.name}: {len(made)} cases, {len(lines)} changes", *lines]))
         if not options.check:
             record.write(path, made)
+    if backends.NATIVE_CPU:
+        text, before = names.text(), names.FILE.read_text() if names.FILE.exists() else ""
+        lines = [line for line in difflib.ndiff(before.split("\n"), text.split("\n")) if line[0] in "+-"]
+        changed |= bool(lines)
+        print("\n".join([f"{names.FILE.name}: {len(lines)} changes", *lines]))
+        if not options.check:
+            record.replace(names.FILE, text)
     return int(options.check and changed)
 
 
