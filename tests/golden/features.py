@@ -223,7 +223,7 @@ def initial(data_type: str, limits: tuple[float, float] | None, drawn: bool) -> 
     """Initial values of whole tables and of tables that get their memory as tiles."""
 
     def draw(values: Tensor) -> None:
-        values.uniform_(-0.5, 0.75)
+        values.random_(0, 65).sub_(32).div_(64)  # exact: torch's uniform_ rounds as the machine can
 
     def made(device: str) -> EmbeddingBagCollection:
         torch.manual_seed(23)

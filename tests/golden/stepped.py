@@ -32,26 +32,38 @@ def _parameters() -> dict[str, nn.Parameter]:
     return {"rows": nn.Parameter(numbers.eighths(9, 5)), "bias": nn.Parameter(numbers.eighths(5))}
 
 
-def _gradient(step: int, name: str, like: Tensor, sparse: bool) -> Tensor:
+def _gradient(step: int, name: str, like: Tensor, sparse: bool, powers: bool) -> Tensor:
+    """Multiples of 1/8; or powers of two, whose product with a rate is exact.
+
+    torch's SGD multiplies by the rate and subtracts in one rounding or in two, as the machine can.
+    """
     numbers = Numbers(42, step, len(name))
     dense = numbers.eighths(*like.shape)
+    if powers:
+        return torch.where(dense < 0, -0.5, 2.0)
     if not sparse or like.dim() < 2:
         return dense
     rows = torch.tensor([step, 8, step + 1])
     return torch.sparse_coo_tensor(rows[None], dense[:3], like.shape, check_invariants=True)
 
 
-def _run(make: Callable[[dict[str, nn.Parameter]], Any], sparse: bool = False, before: Any = None) -> Marks:
-    """Some steps; weights and state."""
+def _run(
+    make: Callable[[dict[str, nn.Parameter]], Any],
+    sparse: bool = False,
+    before: Any = None,
+    powers: bool = False,
+) -> Marks:
+    """Some steps; weights, learning rates and state."""
     parameters = _parameters()
     optimizer = make(parameters)
-    told = []
+    told: list[Any] = []
     for step in range(STEPS):
         for name, parameter in parameters.items():
-            parameter.grad = _gradient(step, name, parameter, sparse)
+            parameter.grad = _gradient(step, name, parameter, sparse, powers)
         if before is not None:
             told.append(before(parameters))
         optimizer.step()
+        told.append([group["lr"] for group in optimizer.param_groups])
     state = optimizer.state_dict()
     return {"weights": digest([dict(parameters), told]), "state": digest(state)}
 
@@ -98,7 +110,7 @@ CASES: dict[str, Callable[[], Marks]] = {
     "stepped/clip_grad_norm": partial(_run, _combined, False, partial(_norm, 2.0)),
     "stepped/combined": partial(_run, _combined),
     **{
-        f"stepped/warm-{policy}": partial(_run, partial(_warm, policy, value))
+        f"stepped/warm-{policy}": partial(_run, partial(_warm, policy, value), powers=True)
         for policy, value in (
             ("linear", 0.25), ("constant", 0.5), ("poly", 2.0), ("step", 0.5), ("inv_sqrt", 1.0),
             ("cosine_annealing_warm_restarts", 0.25),
