@@ -176,7 +176,7 @@ def _reader(batch: CachedBatch, updates: bool) -> Reader:
     """Return the rows that the gradient of the batch's weights will read. `updates`: the batch's update will follow."""
 
     def copy(features: Sequence[int]) -> list[Tensor]:
-        # Copies of these tables only: another table's cache may be written back already, before its own update.
+        # Copy only these features' rows: another table's cache may already be settled for a write that comes later.
         own = batch.only(features)
         with alone([rows.cache for rows in batch.rows]):
             copies = own.place().copies(own.tables, range(len(features)))

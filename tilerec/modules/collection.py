@@ -129,7 +129,9 @@ class TableCollection(nn.Module):
         super().__init__()
         kind = type(self).__name__
         if on_bad_id not in get_args(OnBadId):
-            raise ConfigError(f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}.")
+            raise ConfigError(
+                f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}."
+            )
         self._configs = tuple(tables)
         self._slots = feature_slots(self._configs, kind)
         self._holder = holder

@@ -533,7 +533,9 @@ class ManagedCollisionModule(nn.Module):
 
     def _hashed_one(self, id_: int) -> int:
         if isinstance(id_, bool) or not hasattr(id_, "__index__"):
-            raise InputError(f"{self._who}: got id {id_!r} of type {type(id_).__name__}; expected an integer.")
+            raise InputError(
+                f"{self._who}: got id {id_!r} of type {type(id_).__name__}; expected an integer."
+            )
         number = operator.index(id_)
         if not -(2**63) <= number < 2**63:
             raise InputError(f"{self._who}: got id {number}; expected an int64.")
