@@ -120,7 +120,9 @@ def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int,
     (2, 4)
     """
     if not sizes:
-        raise ConfigError("sizes is empty; give the length of each level of the module list, such as (2, 4).")
+        raise ConfigError(
+            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
+        )
     if len(sizes) == 1:
         return nn.ModuleList(_fresh_copy(module) for _ in range(sizes[0]))
     return nn.ModuleList(construct_modulelist_from_single_module(module, sizes[1:]) for _ in range(sizes[0]))
@@ -135,7 +137,9 @@ def convert_list_of_modules_to_modulelist(
         ConfigError: a level's length differs from its entry in `sizes`.
     """
     if not sizes:
-        raise ConfigError("sizes is empty; give the length of each level of the module list, such as (2, 4).")
+        raise ConfigError(
+            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
+        )
     level = list(modules)
     if len(level) != sizes[0]:
         raise ConfigError(
