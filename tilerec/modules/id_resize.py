@@ -78,7 +78,7 @@ def resized_map(
     )  # fmt: skip
     resized = made.state
     if state.counters_BC.shape[1]:
-        resized = resized._replace(counters_BC=_as_wide(resized.counters_BC, 2 * new.slots))
+        resized = resized._replace(counters_BC=_with_width(resized.counters_BC, 2 * new.slots))
     dropped_ids = state.ids_E[made.moved_E == -2]
     places = (made.moved_E >= 0).nonzero().squeeze(1)
     old_rows = old.rows_of(places + old.first * old.slots)
@@ -114,7 +114,7 @@ def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Ten
     return old_rows.reshape(-1), new_rows.reshape(-1)
 
 
-def _as_wide(counters_BC: Tensor, width: int) -> Tensor:
+def _with_width(counters_BC: Tensor, width: int) -> Tensor:
     """Return admission counters of a new width. Positions depend on the width, so another width starts at zero."""
     if counters_BC.shape[1] == width:
         return counters_BC

@@ -47,9 +47,9 @@ def misfit(
         wanted: name to (tensor to fill, entries of its first dimension per bucket).
         whole: number of buckets that the state covers.
     """
-    said = state.get("geometry")
-    if isinstance(said, Tensor) and said.numel() == 4:
-        count, size, shared, probe = said.tolist()
+    layout = state.get("geometry")
+    if isinstance(layout, Tensor) and layout.numel() == 4:
+        count, size, shared, probe = layout.tolist()
         if (count, size, shared) != (own.count, own.size, own.shared):
             return (
                 f"{who}: got a state of {count} buckets of {size} rows ({shared} of them shared); expected "

@@ -63,7 +63,7 @@ def fill_initial(
     stop, columns = row_offset + out.shape[0], slice(column_offset, column_offset + out.shape[1])
     if not out.numel():
         return
-    with _seeding(out.device) as seed:
+    with _reseeded(out.device) as seed:
         for start in range(row_offset // INIT_BLOCK * INIT_BLOCK, stop, INIT_BLOCK):
             end = min(start + INIT_BLOCK, config.num_embeddings)
             first, last = max(start, row_offset), min(end, stop)
@@ -84,7 +84,7 @@ def initial_row(config: AnyTableConfig, key: Sequence[int], row: int, like: Tens
     The values differ from the row's values in its block, because reproducing those would take the whole block.
     """
     block = _block(like, 1, config).zero_()
-    with _seeding(like.device) as seed:
+    with _reseeded(like.device) as seed:
         seed(block_seed(key, (1 << 31) + row))
         _call(config, block, row)
     return block[0].to(like.dtype)
@@ -100,7 +100,7 @@ def _call(config: AnyTableConfig, block: Tensor, start: int) -> None:
     """Fill a block with `init_fn`, which either writes in place or returns the values."""
     init_fn = config.init_fn
     assert init_fn is not None
-    result = init_fn(block, row_offset=start) if _takes_offset(init_fn) else init_fn(block)
+    result = init_fn(block, row_offset=start) if _accepts_row_offset(init_fn) else init_fn(block)
     if (
         not isinstance(result, Tensor)
         or result.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
@@ -114,7 +114,7 @@ def _call(config: AnyTableConfig, block: Tensor, start: int) -> None:
     block.copy_(result)
 
 
-def _takes_offset(init_fn: Callable[..., Any]) -> bool:
+def _accepts_row_offset(init_fn: Callable[..., Any]) -> bool:
     try:
         return "row_offset" in inspect.signature(init_fn).parameters
     except ValueError:  # methods of torch.Tensor have no signature
@@ -122,7 +122,7 @@ def _takes_offset(init_fn: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def _seeding(device: torch.device) -> Iterator[Callable[[int], None]]:
+def _reseeded(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds torch's default generators of the CPU and `device`; restore both at the end."""
     if device.type == "cpu":
         with _generators, torch.random.fork_rng(devices=()):
@@ -130,13 +130,13 @@ def _seeding(device: torch.device) -> Iterator[Callable[[int], None]]:
         return
     module = torch.get_device_module(device)
 
-    def both(seed: int) -> None:
+    def seed_both(seed: int) -> None:
         _seed_cpu(seed)
         with module.device(device):
             module.manual_seed(seed)
 
     with _generators, torch.random.fork_rng(devices=[device], device_type=device.type):
-        yield both
+        yield seed_both
 
 
 def _seed_cpu(seed: int) -> None:

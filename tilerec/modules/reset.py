@@ -33,8 +33,9 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
         rows_N: int64, row numbers of the whole table, on any device. -1 is no row.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
-        there = rows.leaf.device
-        own_N = rows_N.to(there, non_blocking=there.type != "cpu")  # the host reads a copy to the CPU at once
+        device = rows.leaf.device
+        # Blocking to the CPU, because the host reads the copy at once.
+        own_N = rows_N.to(device, non_blocking=device.type != "cpu")
         # A rank without rows writes nothing, and must not mark its rows as written.
         if not own_N.numel() or not rows.leaf.shape[0]:
             continue
@@ -42,13 +43,13 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
             rows.arrive()
             rows.about_to_write()
         else:
-            rows.leave(_here(rows, own_N) - rows.place.row_offset)
-        _renew(table, rows, own_N)
+            rows.leave(_rows_in_tile(rows, own_N) - rows.place.row_offset)
+        _reset_tile(table, rows, own_N)
         if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
             _warn_later(table, rows, own_N)
 
 
-def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
+def _reset_tile(table: Table, rows: TableRows, own_N: Tensor) -> None:
     config, place, leaf = table.config, rows.place, rows.leaf.detach()
     beside = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
     tensors = [rows.state[name] for name in beside]
@@ -66,11 +67,11 @@ def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
     torch.autograd.graph.increment_version([leaf, *tensors])
     if not made:
         columns = slice(place.column_offset, place.column_offset + leaf.shape[1])
-        for row in _here(rows, own_N).tolist():
+        for row in _rows_in_tile(rows, own_N).tolist():
             leaf[row - place.row_offset] = initial_row(config, place.key, row, leaf)[columns]
 
 
-def _here(rows: TableRows, own_N: Tensor) -> Tensor:
+def _rows_in_tile(rows: TableRows, own_N: Tensor) -> Tensor:
     """Return the row numbers that lie in this tile, int64 [M]. Waits for a device."""
     first = rows.place.row_offset
     return own_N[(own_N >= first) & (own_N < first + rows.leaf.shape[0])]

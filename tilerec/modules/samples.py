@@ -47,14 +47,14 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     bags = _bags(features, keys)
     bags_F1 = upload(bags, index_FB.device)[:, None]
     wrong_FB = (index_FB < 0) | (index_FB >= bags_F1)
-    tell = partial(_raise_wrong, keys, bags, index_FB.shape[1])
+    report = partial(_raise_wrong, keys, bags, index_FB.shape[1])
     if index_FB.device.type == "cpu":
         if bool(wrong_FB.any()):
             at = wrong_FB.flatten().nonzero()[0, 0]
-            tell([1, int(at), int(index_FB.flatten()[at])])
+            report([1, int(at), int(index_FB.flatten()[at])])
         return
     at = wrong_FB.flatten().to(torch.uint8).argmax()
-    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), tell)
+    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), report)
     use_arrived(index_FB.device)
 
 

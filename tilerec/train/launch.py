@@ -114,14 +114,14 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
     pipes: dict[Connection, int] = {}
     try:
         for rank in range(count):
-            place = _Place(rank, count, store.port, device, _environment(rank, count))
+            spec = _RankSpec(rank, count, store.port, device, _environment(rank, count))
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(place, work, theirs), name=f"rank {rank}")
+            process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
-        failures = _collect(pipes, processes)
+        failures = _collect_failures(pipes, processes)
     finally:
         # Ranks that still run detect the closed pipe, and end.
         for pipe in pipes:
@@ -133,11 +133,11 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
                 process.kill()
                 process.join()
     if failures:
-        raise _told(failures, count)
+        raise _rank_failed(failures, count)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankSpec:
     """Arguments with which a process becomes a rank."""
 
     rank: int
@@ -200,23 +200,23 @@ def _context() -> Any:
 # In the rank's process --------------------------------------------------------------------------------------------
 
 
-def _live(place: _Place, work: bytes, pipe: Connection) -> None:
+def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
     """Run one rank: set up its environment, call the function, send the outcome, end the process."""
     os.environ.clear()
-    os.environ.update(place.environment)
+    os.environ.update(spec.environment)
     # Set explicitly: torch read the variable in the fork server, before this process set it.
-    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // place.size)) or 1)
-    leaving = threading.Event()
-    threading.Thread(target=_end_with_launcher, args=(pipe, leaving), daemon=True).start()
+    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
+    exiting = threading.Event()
+    threading.Thread(target=_end_with_launcher, args=(pipe, exiting), daemon=True).start()
     failure: _Failure | None = None
     try:
         function, args = pickle.loads(work)
-        store = dist.TCPStore(_LOOPBACK, place.port, is_master=False)
-        with joined(place.device, store) as group:
+        store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
+        with joined(spec.device, store) as group:
             function(group, *args)
     except BaseException as error:
-        failure = _failure(place.rank, error)
-    leaving.set()
+        failure = _failure(spec.rank, error)
+    exiting.set()
     with contextlib.suppress(OSError):
         pipe.send(failure)
     end(0 if failure is None else 1)
@@ -233,11 +233,11 @@ def _failure(rank: int, error: BaseException) -> _Failure:
     return _Failure(rank, 0, f"{type(error).__name__}: {error}", trace)
 
 
-def _end_with_launcher(pipe: Connection, leaving: threading.Event) -> None:
+def _end_with_launcher(pipe: Connection, exiting: threading.Event) -> None:
     """End this rank when the launching process ends, which closes the pipe."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
-    if not leaving.is_set():
+    if not exiting.is_set():
         _thread.interrupt_main()
     # The main thread closes logs in this time. A main thread blocked in C never handles the interrupt.
     time.sleep(_GRACE_S / 2)
@@ -259,7 +259,7 @@ def cores() -> int:
 # In the launching process -----------------------------------------------------------------------------------------
 
 
-def _collect(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> list[_Failure]:
+def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> list[_Failure]:
     """Return the failures, in the order in which they arrived."""
     waiting = dict(pipes)
     failures: list[_Failure] = []
@@ -275,14 +275,14 @@ def _collect(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> l
             try:
                 failure = pipe.recv()
             except (EOFError, OSError):
-                failure = _Failure(rank, 1, _death(processes[rank]))
+                failure = _Failure(rank, 1, _exit_text(processes[rank]))
             if failure is not None:
                 failures.append(failure)
                 deadline = deadline or time.monotonic() + _GRACE_S
     return failures
 
 
-def _death(process: BaseProcess) -> str:
+def _exit_text(process: BaseProcess) -> str:
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
@@ -291,7 +291,7 @@ def _death(process: BaseProcess) -> str:
     return f"ended with exit code {code}"
 
 
-def _told(failures: list[_Failure], count: int) -> RankFailed:
+def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
     """Return the error to raise: a rank's own failure takes precedence over failures that it caused in others."""
     first = min(failures, key=lambda failure: failure.severity)
     if len({failure.text for failure in failures}) == 1 and len(failures) == count:

@@ -107,7 +107,7 @@ def train(
         CommsError: another rank failed.
     """
     world = World(group)
-    heard_by = list(watchers)
+    all_watchers = list(watchers)
     logs: LogFiles | None = None
     try:
         if group is None and config.parallel != ParallelConfig():
@@ -125,19 +125,19 @@ def train(
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
             logs = _logs(config, model)
-            heard_by.append(logs)
+            all_watchers.append(logs)
         if console is not None:
-            heard_by.append(Terminal(console, options.max_steps or None))
-        run = _Run(config, dataset, model, device, world, heard_by)
+            all_watchers.append(Terminal(console, options.max_steps or None))
+        run = _Run(config, dataset, model, device, world, all_watchers)
         run.learn()
         predictions, labels = world.predict(model, dataset, options.eval_batch_size, device)
         held_out = Scores.of(predictions, labels)
-        run.tell("eval", _values(held_out))
+        run.emit("eval", _values(held_out))
     except BaseException as error:
         world.abort(error)
         raise
     finally:
-        for watcher in heard_by:
+        for watcher in all_watchers:
             watcher.close()
     best, expected = _best(dataset, labels)
     result = RunResult(
@@ -188,7 +188,7 @@ class _Run:
         model: nn.Module,
         device: torch.device,
         world: World,
-        heard_by: list[Watcher],
+        all_watchers: list[Watcher],
     ) -> None:
         self._config = config
         self._options = config.train
@@ -196,10 +196,10 @@ class _Run:
         self._model = model
         self._device = device
         self._world = world
-        self._heard_by = heard_by
+        self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
-        self._called = world.data_parallel(model)
-        self._bring = Bringer(model, device)
+        self._step_module = world.data_parallel(model)
+        self._prefetch_batch = Bringer(model, device)
         # Divide the configured window over the ranks; `_auc` concatenates the ranks' windows.
         window = -(-config.train.metric_window // world.size)
         self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
@@ -225,7 +225,7 @@ class _Run:
                 values = self._progress()
                 # Reading the values has waited for the device, so the elapsed time includes the device's work.
                 self.seconds += time.perf_counter() - since
-                self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+                self.emit("train", {**values, "samples_per_second": self.samples / self.seconds})
                 since = time.perf_counter()
             if (
                 options.eval_every
@@ -237,20 +237,20 @@ class _Run:
                 held_out = self._world.predict(
                     self._model, self._dataset, options.eval_batch_size, self._device
                 )
-                self.tell("eval", _values(Scores.of(*held_out)))
+                self.emit("eval", _values(Scores.of(*held_out)))
                 since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
         if self.steps > self._logged_steps:
             values = self._progress()
             self.seconds += time.perf_counter() - since
-            self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+            self.emit("train", {**values, "samples_per_second": self.samples / self.seconds})
 
-    def tell(self, kind: str, values: dict[str, float]) -> None:
+    def emit(self, kind: str, values: dict[str, float]) -> None:
         """Send an event to every watcher."""
         assert kind in ("train", "eval")
         event = Event(kind, self.steps, self.samples, values)  # type: ignore[arg-type]
-        for watcher in self._heard_by:
+        for watcher in self._watchers:
             watcher.record(event)
 
     def _shares(self) -> Iterator[Share]:
@@ -262,9 +262,9 @@ class _Run:
 
     def _step(self, share: Share) -> Tensor:
         """Run one update; return this rank's part of the loss, on the device."""
-        batch = self._bring(share.batch)
+        batch = self._prefetch_batch(share.batch)
         self._optimizers.prepare(self.steps)
-        logits = self._called(batch.dense_features, batch.sparse_features)
+        logits = self._step_module(batch.dense_features, batch.sparse_features)
         loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
         loss.backward()
         self._optimizers.step()

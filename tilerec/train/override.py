@@ -34,7 +34,7 @@ def override(config: _C, assignment: str) -> _C:
     name, equals, text = assignment.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"--set: got {assignment!r}; expected name=value, such as train.batch_size=4096.")
-    return _replaced(config, name.strip().split("."), text.strip(), "")
+    return _with_value(config, name.strip().split("."), text.strip(), "")
 
 
 def override_all(config: _C, assignments: Iterable[str]) -> _C:
@@ -60,19 +60,19 @@ def settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _replaced(config: Any, path: list[str], text: str, where: str) -> Any:
+def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
     name, rest = path[0], path[1:]
     known = [item.name for item in fields(config) if item.init]
     if name not in known:
         raise ConfigError(
-            f"There is no setting {where + name!r}. {_nearest(config, name, rest, known, where)}"
+            f"There is no setting {where + name!r}. {_suggestion(config, name, rest, known, where)}"
         )
     value = getattr(config, name)
     full = where + name
     if rest:
         if not is_dataclass(value):
             raise ConfigError(f"{full!r} is a value and has no setting {rest[0]!r}. Write {full}=….")
-        return replace(config, **{name: _replaced(value, rest, text, full + ".")})
+        return replace(config, **{name: _with_value(value, rest, text, full + ".")})
     if isinstance(value, OptimizerSpec):
         return replace(config, **{name: _optimizer(full, value, text)})
     if is_dataclass(value):
@@ -82,15 +82,15 @@ def _replaced(config: Any, path: list[str], text: str, where: str) -> Any:
     return replace(config, **{name: _parsed(full, hint, text)})
 
 
-def _nearest(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:
-    asked = where + ".".join([name, *rest])
+def _suggestion(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:
+    full_name = where + ".".join([name, *rest])
     near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
     if near:
         return f"Did you mean {where + near[0]!r}?"
     # Search other groups: `batch_size` finds `train.batch_size`.
     inner = settings(config, where)
     last = [full for full in inner if full.rsplit(".", 1)[-1] == (rest or [name])[-1]]
-    near = last[:1] or difflib.get_close_matches(asked, inner, 1, cutoff=0.6)
+    near = last[:1] or difflib.get_close_matches(full_name, inner, 1, cutoff=0.6)
     if near:
         return f"Did you mean {near[0]!r}?"
     return f"Expected one of {', '.join(where + other for other in known)}."
@@ -107,7 +107,7 @@ def _parsed(full: str, hint: Any, text: str) -> Any:
     """Return the text converted to the hinted type."""
     value = _try(hint, text)
     if value is _NO_FIT:
-        raise ConfigError(f"{full}: got {text!r}; expected {_said(hint)}.")
+        raise ConfigError(f"{full}: got {text!r}; expected {_type_name(hint)}.")
     return value
 
 
@@ -147,17 +147,17 @@ def _try(hint: Any, text: str) -> Any:
     return text if hint is str else _NO_FIT
 
 
-def _said(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_said(part) for part in get_args(hint))
+        return " or ".join(_type_name(part) for part in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
         inner = get_args(hint)
         if ... in inner:
-            return f"a list of {_PLURAL.get(inner[0], _said(inner[0]))}, such as 64,32"
-        return "a list of " + ", ".join(_said(part) for part in inner)
+            return f"a list of {_PLURAL.get(inner[0], _type_name(inner[0]))}, such as 64,32"
+        return "a list of " + ", ".join(_type_name(part) for part in inner)
     return _SINGULAR.get(hint, str(hint))
 
 
