@@ -752,7 +752,7 @@ def test_a_table_without_an_optimizer_is_read_and_not_trained() -> None:
     with torch.no_grad():
         assert torch.equal(output(plain, kjt), output(other, kjt))
     with pytest.raises(
-        ConfigError, match=r"Table 'a' is cached and has no attached optimizer.*requires_grad_"
+        ConfigError, match=r"Table 'a': it is cached and has no attached optimizer.*requires_grad_"
     ):
         output(other, kjt)
     other.requires_grad_(False)

@@ -172,7 +172,7 @@ def read_eviction(
             )
         if len(config.per_feature_ttl) != len(config.features):
             raise ConfigError(
-                f"{who}: got {len(config.per_feature_ttl)} times in per_feature_ttl; expected {len(config.features)}, "
+                f"{who}: got {len(config.per_feature_ttl)} entries in per_feature_ttl; expected {len(config.features)}, "
                 "one per feature, in the order of features."
             )
         times = [_ttl(who, ttl) for ttl in config.per_feature_ttl]
