@@ -31,7 +31,7 @@ class DeepFM(nn.Module):
     Args:
         dense_module: maps [B, K] to anything; K is the sum of all embedding dimensions.
 
-    Shape: a list of `[B, D]` or `[B, N, D]` (dims may differ) to what `dense_module` returns.
+    Shape: a list of `[B, D]` or `[B, N, D]` (dims may differ) to the output of `dense_module`.
 
     State: `dense_module.*`.
     """

@@ -83,7 +83,7 @@ class PositionWeightedModule(FeatureProcessor):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights 1."""
+        """Set all weights to 1."""
         with torch.no_grad():
             self.position_weight.fill_(1.0)
 
@@ -160,7 +160,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights 1."""
+        """Set all weights to 1."""
         with torch.no_grad():
             for weight in self.position_weights.values():
                 weight.fill_(1.0)

@@ -115,7 +115,7 @@ class Table(nn.Module):
         return self
 
     def _move_cache(self, fn: Any) -> bool:
-        """Move the caches instead of the leaves, which stay in host memory; return False if `fn` moves the leaves."""
+        """Apply `.to(device)` of a cached table to its caches; rows stay in host memory. False: `fn` is for the leaves."""
         cached = [rows for rows in self._all_rows() if rows.cache is not None]
         if not cached:
             return False
@@ -176,7 +176,7 @@ def empties_memory(fn: Any) -> bool:
 
 
 class Tables(nn.Module):
-    """Tables by name, like `nn.ModuleDict`, which rejects names of its methods, such as `items` and `keys`."""
+    """Tables by name. Unlike `nn.ModuleDict`, it accepts names of dict methods, such as `items` and `keys`."""
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
         super().__init__()
