@@ -172,8 +172,8 @@ def read_eviction(
             )
         if len(config.per_feature_ttl) != len(config.features):
             raise ConfigError(
-                f"{who}: got {len(config.per_feature_ttl)} entries in per_feature_ttl; expected {len(config.features)}, "
-                "one per feature, in the order of features."
+                f"{who}: got {len(config.per_feature_ttl)} entries in per_feature_ttl; expected "
+                f"{len(config.features)}, one per feature, in the order of features."
             )
         times = [_ttl(who, ttl) for ttl in config.per_feature_ttl]
         return Evicting(Policy.TTL, ttl_of=tuple(zip(config.features, times, strict=True)))

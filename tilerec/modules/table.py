@@ -115,7 +115,7 @@ class Table(nn.Module):
         return self
 
     def _move_cache(self, fn: Any) -> bool:
-        """Apply `.to(device)` of a cached table to its caches; rows stay in host memory. False: `fn` is for the leaves."""
+        """Apply `.to(device)` to the caches; rows stay in host memory. Return False if `fn` is for the leaves."""
         cached = [rows for rows in self._all_rows() if rows.cache is not None]
         if not cached:
             return False
