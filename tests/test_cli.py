@@ -339,7 +339,7 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
             ["--sharding", "diagonal"],
             "parallel.sharding: got 'diagonal'; expected one of planned, data_parallel",
         ),
-        (["--sharding", "row_wise", "--plan", "p"], "give one of them"),
+        (["--sharding", "row_wise", "--plan", "p"], "expected only one of them"),
     ],
 )
 def test_contradictions_about_plans_are_told_before_anything_starts(

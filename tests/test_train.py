@@ -194,7 +194,7 @@ def test_dense_optimizer_takes_every_number_of_its_spec(spec: object, kind: type
     "spec", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, grad_scale=2.0)]
 )
 def test_a_rule_that_torch_has_not_is_refused_for_dense_parameters(spec: object) -> None:
-    with pytest.raises(ConfigError, match="dense optimizer"):
+    with pytest.raises(ConfigError, match="Dense optimizer"):
         torch_optimizer(spec, [nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
 
 
@@ -379,9 +379,9 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_written(tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, r"train\.batch_size is 0"),
-        ({"warmup_steps": -1}, r"train\.warmup_steps is -1"),
-        ({"check_replicas_every": -1}, r"train\.check_replicas_every is -1"),
+        ({"batch_size": 0}, r"train\.batch_size: got 0"),
+        ({"warmup_steps": -1}, r"train\.warmup_steps: got -1"),
+        ({"check_replicas_every": -1}, r"train\.check_replicas_every: got -1"),
         ({"decay_to": 1.5}, r"train\.decay_to: got 1\.5"),
         ({"device": "gpu"}, r"train\.device: got 'gpu'"),
     ],

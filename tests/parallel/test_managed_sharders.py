@@ -127,7 +127,7 @@ def test_the_sharder_of_ids_is_a_module_sharder_without_parameters() -> None:
     assert isinstance(ids, sharder.module_type)
     assert issubclass(sharder.sharded_module_type, sharder.module_type)
     assert (sharder.shardable_parameters(ids), sharder.optimizer) == ({}, None)
-    with pytest.raises(ConfigError, match="expected a ManagedCollisionCollection"):
+    with pytest.raises(ConfigError, match="wanted a ManagedCollisionCollection"):
         sharder.shardable_parameters(Both())
     given = optimizers([sharder, Bags(fused_params={"optimizer": "sgd", "learning_rate": 0.5})])
     assert given["other"][0] is None
