@@ -18,7 +18,8 @@ from tilerec.ops.hash import zch_buckets
         (
             1000,
             768,
-            "got 1000 rows in 768 buckets; expected .* Use 768 or 1536 rows, or 500 or 1000 buckets",
+            "got 1000 rows in 768 buckets; expected a multiple of the bucket count. "
+            "Use 768 or 1536 rows, or 500 or 1000 buckets",
         ),
         (100, 768, "Use 768 rows, or 100 buckets"),
         (1009, 8, "Use 1008 or 1016 rows, or 1 buckets"),

@@ -146,8 +146,8 @@ class Table(nn.Module):
         value = state_dict.get(f"{prefix}weight")
         if hasattr(value, "full_tensor"):
             error_msgs.append(
-                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, which is distributed "
-                "over ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or "
+                f"Table '{self.config.name}': got {prefix}weight as a {type(value).__name__}, whose parts lie on "
+                "several ranks; expected a whole tensor. Load tilerec.parallel.full_state_dict(sharded_module), or "
                 "shard this module first."
             )
             return
